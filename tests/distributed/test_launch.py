@@ -1,0 +1,47 @@
+"""The launcher itself: results, errors, dead and hanging processes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import ChildError, launch
+
+
+def sum_of_ranks(rank, world_size, offset):
+    value = torch.tensor([float(rank + offset)])
+    dist.all_reduce(value)
+    return rank, value
+
+
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("a broken rank")
+    dist.barrier()
+
+
+def die(rank, world_size):
+    os._exit(3)
+
+
+def hang(rank, world_size):
+    time.sleep(60)
+
+
+def test_returns_every_ranks_result_in_order():
+    assert launch(sum_of_ranks, 2, 10) == [(0, torch.tensor([21.0])), (1, torch.tensor([21.0]))]
+    assert [r for r, _ in launch(sum_of_ranks, 2, 0)] == [0, 1]
+
+
+def test_failures_name_the_rank_and_the_next_call_works():
+    with pytest.raises(ChildError, match=r"(?s)rank 1 raised.*a broken rank"):
+        launch(fail_on_one, 2)
+    with pytest.raises(ChildError, match="rank 0 died with exit code 3"):
+        launch(die, 1)
+    with pytest.raises(ChildError, match="gave no answer"):
+        launch(hang, 1, timeout=1.0)
+    assert launch(sum_of_ranks, 1, 5) == [(0, torch.tensor([5.0]))]
