@@ -1,0 +1,318 @@
+"""Affine quantization: the one implementation that every flow of lowbit calls.
+
+    code = clamp(round(x · (1/scale)) + zero_point, quant_min, quant_max)        x̂ = (code − zero_point) · scale
+
+One (scale, zero_point) serves each block of `block_size`, which has the rank of the input and tiles it. The
+arithmetic is float32 whatever the input; rounding is half to even; the order of operations is the one above,
+everywhere, because `x · (1/scale)` and `x / scale` differ in the last bit and so, at ties, in the code.
+
+Number types are told by `target_dtype` and the range: any integer range (int4 is `torch.int8` with −8..7), or
+float8, where the range is the largest finite value and the cast does the rounding.
+
+A zero point of integer dtype is a code. A zero point of floating dtype is a value in the input's own domain, the
+tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
+
+    code = clamp(round((x − min) · (1/scale)) + quant_min, …),  min = zero_point − (mid − quant_min) · scale
+    x̂ = (code − mid) · scale + zero_point
+
+Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
+observers, to which this module is bit-exact (see tests/test_affine.py for the one exception, at exact ties).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Mapping = Literal["symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point"]
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_input(input: Tensor) -> None:
+    if not input.dtype.is_floating_point:
+        raise ValueError(
+            f"only real floating-point tensors can be quantized, got {input.dtype}; "
+            "convert it first, e.g. with .float()"
+        )
+
+
+def quant_range(dtype: torch.dtype, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:
+    """The code range: the one given, or the whole range of `dtype`.
+
+    Raises ValueError where the range is empty or does not fit `dtype`.
+    """
+    info: Any
+    if dtype in FLOAT8_DTYPES:
+        info = torch.finfo(dtype)
+    elif dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        info = torch.iinfo(dtype)
+    else:
+        raise ValueError(
+            f"cannot quantize to {dtype}; accepted: int8, uint8, int16, int32, float8_e4m3fn, float8_e5m2 "
+            "(fewer bits are int8 or uint8 with a smaller quant_min and quant_max)"
+        )
+    low = info.min if quant_min is None else quant_min
+    high = info.max if quant_max is None else quant_max
+    if not info.min <= low < high <= info.max:
+        raise ValueError(
+            f"quant_min={low}, quant_max={high} is not a range within {dtype}'s {info.min}..{info.max}"
+        )
+    return low, high
+
+
+def _block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
+    if len(block_size) != len(shape):
+        raise ValueError(
+            f"block_size {tuple(block_size)} must have one entry for each dimension of shape {tuple(shape)}"
+        )
+    counts = []
+    for size, block in zip(shape, block_size, strict=True):
+        if block < 1 or size % block:
+            raise ValueError(
+                f"block_size {tuple(block_size)} does not tile shape {tuple(shape)}: {size} is not a multiple "
+                f"of {block}; pad the tensor or choose a block that divides it"
+            )
+        counts.append(size // block)
+    return counts
+
+
+def _blocked(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """`x` as [n0, b0, n1, b1, …] with n blocks of size b along each dimension, and the counts n."""
+    counts = _block_counts(x.shape, block_size)
+    return x.reshape([s for pair in zip(counts, block_size, strict=True) for s in pair]), counts
+
+
+def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
+    """A parameter (any shape with one element a block) as [n0, 1, n1, 1, …], to broadcast over `_blocked`."""
+    expected = 1
+    for n in counts:
+        expected *= n
+    if param.numel() != expected:
+        raise ValueError(
+            f"{name} has {param.numel()} elements (shape {tuple(param.shape)}) for {expected} blocks "
+            f"({tuple(counts)} along the dimensions)"
+        )
+    return param.reshape([s for n in counts for s in (n, 1)])
+
+
+def _smallest_scale(scale_dtype: torch.dtype) -> float:
+    """The least scale whose reciprocal is finite in float32 and which `scale_dtype` represents."""
+    return 2.0**-24 if scale_dtype is torch.float16 else torch.finfo(scale_dtype).tiny
+
+
+def _min_max(
+    input: Tensor, block_size: Sequence[int], min_val: Tensor | None, max_val: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """float32 minimum and maximum of each block, stretched to include zero, of shape [n0, n1, …]."""
+    if (min_val is None) != (max_val is None):
+        raise ValueError("give both min_val and max_val, or neither")
+    if min_val is None or max_val is None:
+        blocks, counts = _blocked(input.float(), block_size)
+        inner = list(range(1, blocks.ndim, 2))
+        min_val = blocks.amin(inner) if inner else blocks
+        max_val = blocks.amax(inner) if inner else blocks
+    else:
+        counts = _block_counts(input.shape, block_size)
+        min_val = _per_block(min_val.float(), counts, "min_val").reshape(counts)
+        max_val = _per_block(max_val.float(), counts, "max_val").reshape(counts)
+    return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
+
+
+def choose_qparams_affine(
+    input: Tensor,
+    mapping: Mapping,
+    block_size: Sequence[int],
+    target_dtype: torch.dtype,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    *,
+    eps: float | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    zero_point_dtype: torch.dtype | None = None,
+    keepdim: bool = False,
+    min_val: Tensor | None = None,
+    max_val: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of each block of `input`. The range always includes zero.
+
+    With min ≤ 0 ≤ max of the block and mid = (quant_min + quant_max + 1)//2:
+
+    - "symmetric": scale = max|x| / ((quant_max − quant_min)/2), zero_point = mid. The positive end may clip.
+    - "symmetric_no_clipping_err": scale = max(−min/(mid − quant_min), max/(quant_max − mid)), zero_point = mid.
+    - "asymmetric": scale = (max − min)/(quant_max − quant_min), zero_point = clamp(quant_min − round(min/scale)).
+    - "float_zero_point": the same scale, zero_point = min + scale · (mid − quant_min), floating.
+
+    Args:
+        input: real floating tensor of any shape. Of no use but its shape if `min_val` and `max_val` are given.
+        block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
+        target_dtype: int8, uint8, int16, int32, or float8 (symmetric only).
+        eps: the least scale. Default: the smallest with a finite reciprocal, so that all-zero blocks are safe.
+        scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
+        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point".
+        keepdim: keep dimensions that a block covers, as size 1 (shape: blocks along each dimension).
+            Otherwise they are dropped: () per tensor, (N,) per row, (N, K/g) per group.
+        min_val, max_val: observed range, one element a block, instead of `input`'s own.
+
+    Returns:
+        (scale, zero_point); zero_point is None for float8. A block with NaN or Inf has a NaN or Inf scale.
+
+    Raises:
+        ValueError: unknown mapping, integer or complex input, a block that does not tile, a bad range.
+    """
+    _check_input(input)
+    if mapping not in get_args(Mapping):
+        raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
+    is_float8 = target_dtype in FLOAT8_DTYPES
+    if is_float8 and mapping != "symmetric":
+        raise ValueError(f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}")
+    low, high = quant_range(target_dtype, quant_min, quant_max)
+    mid = 0 if is_float8 else (low + high + 1) // 2
+    least = _smallest_scale(scale_dtype) if eps is None else eps
+    min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
+
+    zero_point: Tensor | None
+    if mapping in ("symmetric", "symmetric_no_clipping_err"):
+        if mapping == "symmetric":
+            scale = torch.maximum(-min_neg, max_pos) / (float(high - low) / 2)
+        elif high == mid:
+            raise ValueError(f"symmetric_no_clipping_err has no positive code in {low}..{high}; use asymmetric")
+        else:
+            scale = torch.maximum(min_neg / float(low - mid), max_pos / float(high - mid))
+        scale = scale.clamp(min=least).to(scale_dtype)
+        zero_point = None if is_float8 else torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
+    else:
+        span = max_pos - min_neg
+        levels = float(high - low)
+        # where max − min overflows float32, divide before subtracting
+        scale = torch.where(span.isinf(), max_pos / levels - min_neg / levels, span / levels)
+        scale = scale.clamp(min=least).to(scale_dtype)
+        if mapping == "asymmetric":
+            zero_point = (low - torch.round(min_neg / scale.float())).clamp(low, high)
+            zero_point = zero_point.to(zero_point_dtype or torch.int32)
+        else:
+            zero_point = min_neg + scale.float() * (mid - low)
+            zero_point = zero_point.to(zero_point_dtype or scale_dtype)
+    if not keepdim:
+        kept = [n for n, b in zip(scale.shape, block_size, strict=True) if b == 1 or n > 1]
+        scale = scale.reshape(kept)
+        zero_point = None if zero_point is None else zero_point.reshape(kept)
+    return scale, zero_point
+
+
+def _to_grid(x: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float) -> Tensor:
+    """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it."""
+    inverse = 1.0 / scale.float()
+    if zero_point is None:
+        return x * inverse  # float8: the cast rounds
+    if zero_point.dtype.is_floating_point:
+        mid = (low + high + 1) // 2
+        min_val = zero_point.float() - scale.float() * (mid - low)
+        return torch.round((x - min_val) * inverse) + low
+    return torch.round(x * inverse) + zero_point
+
+
+def _from_grid(codes: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float) -> Tensor:
+    """Float32 values of clamped float32 codes."""
+    if zero_point is None:
+        return codes * scale.float()
+    if zero_point.dtype.is_floating_point:
+        return (codes - (low + high + 1) // 2) * scale.float() + zero_point.float()
+    return (codes - zero_point) * scale.float()
+
+
+def _params(scale: Tensor, zero_point: Tensor | None, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+    scale = _per_block(scale, counts, "scale")
+    return scale, None if zero_point is None else _per_block(zero_point, counts, "zero_point")
+
+
+def quantize_affine(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    output_dtype: torch.dtype,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+) -> Tensor:
+    """Codes of `input`: same shape, dtype `output_dtype`, within quant_min..quant_max.
+
+    `scale` and `zero_point` have one element a block, in any shape. `zero_point` None means 0, without rounding
+    for float8 (the cast rounds). A NaN has no code: it shows in the scale that `choose_qparams_affine` gives.
+
+    Raises ValueError for integer or complex input, a block that does not tile, or a bad range.
+    """
+    _check_input(input)
+    low, high = quant_range(output_dtype, quant_min, quant_max)
+    blocks, counts = _blocked(input.float(), block_size)
+    scale, zero_point = _params(scale, _default_zero_point(scale, zero_point, output_dtype), counts)
+    grid = _to_grid(blocks, scale, zero_point, low, high)
+    return grid.clamp(low, high).reshape(input.shape).to(output_dtype)
+
+
+def _default_zero_point(scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if zero_point is None and dtype not in FLOAT8_DTYPES:
+        return torch.zeros_like(scale, dtype=torch.int32)
+    return zero_point
+
+
+def dequantize_affine(
+    codes: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    *,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Values of `codes`: (code − zero_point) · scale in float32, rounded once to `output_dtype`.
+
+    quant_min and quant_max matter only for a floating zero point, whose formula names the middle of the range.
+    """
+    low, high = quant_range(codes.dtype, quant_min, quant_max)
+    blocks, counts = _blocked(codes, block_size)
+    scale, zero_point = _params(scale, zero_point, counts)
+    values = _from_grid(blocks.float(), scale, zero_point, low, high)
+    return values.reshape(codes.shape).to(output_dtype)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Quantize and dequantize; gradient: identity inside the clamp range, zero outside (straight-through)."""
+
+    @staticmethod
+    def forward(ctx: Any, input, block_size, scale, zero_point, quant_dtype, low, high) -> Tensor:
+        blocks, counts = _blocked(input.float(), block_size)
+        scale, zero_point = _params(scale, _default_zero_point(scale, zero_point, quant_dtype), counts)
+        grid = _to_grid(blocks, scale, zero_point, low, high)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(((grid >= low) & (grid <= high)).reshape(input.shape))
+        codes = grid.clamp_(low, high).to(quant_dtype)
+        values = _from_grid(codes.float(), scale, zero_point, low, high)
+        return values.reshape(input.shape).to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        (inside,) = ctx.saved_tensors
+        return (torch.where(inside, grads[0], 0.0), None, None, None, None, None, None)
+
+
+def fake_quantize_affine(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quant_dtype: torch.dtype,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+) -> Tensor:
+    """`dequantize_affine(quantize_affine(input))`, equal to the last bit, in `input`'s shape and dtype.
+
+    Differentiable in `input` by the straight-through estimator (arXiv 1308.3432): the gradient passes where the
+    code, before the clamp, lies within the range, and is zero elsewhere. `scale` and `zero_point` are constants.
+    """
+    _check_input(input)
+    low, high = quant_range(quant_dtype, quant_min, quant_max)
+    return _FakeQuantize.apply(input, block_size, scale, zero_point, quant_dtype, low, high)

@@ -1,0 +1,297 @@
+"""Schemes: what is quantized, to which number format, at which granularity.
+
+A `Spec` describes one quantized tensor: format + granularity + mapping. A `Scheme` is a weight's `Spec` and, where
+activations are quantized too, theirs. The same Scheme drives `quantize_`, `qat.prepare_`, calibration and
+checkpoints, so nothing is configured twice. `Spec` also carries out what it describes (`quantize`, `dequantize`,
+`fake_quantize`), through `lowbit.affine`, so that every flow gives the same bits.
+
+The presets at the end (`Int4WeightOnly(group_size=128)`, …) are functions that return a `Scheme`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.affine import (
+    FLOAT8_DTYPES,
+    Mapping,
+    choose_qparams_affine,
+    dequantize_affine,
+    fake_quantize_affine,
+    quantize_affine,
+)
+from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+
+
+@dataclass(frozen=True)
+class Int:
+    """An integer of 1 to 8 bits, signed (−2^(b−1) … 2^(b−1)−1) or unsigned (0 … 2^b−1)."""
+
+    bits: int
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+            raise ValueError(f"an integer format has 1 to 8 bits, got {self.bits!r}")
+
+    @property
+    def quant_min(self) -> int:
+        return -(2 ** (self.bits - 1)) if self.signed else 0
+
+    @property
+    def quant_max(self) -> int:
+        return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an unpacked code."""
+        return torch.int8 if self.signed else torch.uint8
+
+
+@dataclass(frozen=True)
+class Float8:
+    """float8, `torch.float8_e4m3fn` (largest value 448) or `torch.float8_e5m2` (57,344)."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOAT8_DTYPES:
+            raise ValueError(f"Float8 takes torch.float8_e4m3fn or torch.float8_e5m2, got {self.dtype!r}")
+
+    @property
+    def bits(self) -> int:
+        return 8
+
+    @property
+    def quant_min(self) -> float:
+        return torch.finfo(self.dtype).min
+
+    @property
+    def quant_max(self) -> float:
+        return torch.finfo(self.dtype).max
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one tensor is quantized.
+
+    Args:
+        format: `Int(bits, signed)` or `Float8(dtype)`.
+        granularity: which elements share a scale: `PerTensor`, `PerRow`, `PerGroup(g)`, `PerToken`, `PerBlock`.
+        mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric" or "float_zero_point" (see `lowbit.affine`).
+
+    Raises:
+        ValueError, TypeError: a combination that cannot be, e.g. float8 with a zero point.
+    """
+
+    format: Int | Float8
+    granularity: Granularity
+    mapping: Mapping = "symmetric"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, Int | Float8):
+            raise TypeError(f"format must be Int(bits) or Float8(), got {self.format!r}")
+        if not isinstance(self.granularity, Granularity):
+            raise TypeError(
+                f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken() or PerBlock(...), "
+                f"got {self.granularity!r}"
+            )
+        if self.mapping not in get_args(Mapping):
+            raise ValueError(f"unknown mapping {self.mapping!r}; accepted: {', '.join(get_args(Mapping))}")
+        if isinstance(self.format, Float8) and self.mapping != "symmetric":
+            raise ValueError(f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}")
+        if self.format.bits == 1 and self.mapping.startswith("symmetric"):
+            raise ValueError(
+                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric'"
+            )
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """`shape` with each dimension rounded up to a whole number of blocks."""
+        block = self.granularity.block_size(shape)
+        return tuple(-(-size // b) * b for size, b in zip(shape, block, strict=True))
+
+    def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.granularity.block_size(shape)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """`x` with zeros up to `padded_shape`: zeros never change a range, which includes zero anyway."""
+        padding = [n - m for n, m in zip(self.padded_shape(x.shape), x.shape, strict=True)]
+        if not any(padding):
+            return x
+        return F.pad(x, [p for extra in reversed(padding) for p in (0, extra)])
+
+    def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension]."""
+        fmt = self.format
+        integer_zero_point = isinstance(fmt, Int) and self.mapping != "float_zero_point"
+        return choose_qparams_affine(
+            x,
+            self.mapping,
+            self.block_size(x.shape),
+            fmt.dtype,
+            fmt.quant_min,
+            fmt.quant_max,
+            scale_dtype=scale_dtype,
+            zero_point_dtype=fmt.dtype if integer_zero_point else None,
+            keepdim=True,
+        )
+
+    def quantize(
+        self, x: Tensor, scale_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scale, zero_point) of `x`.
+
+        codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension.
+        """
+        x = self._pad(x)
+        scale, zero_point = self.choose_qparams(x, scale_dtype)
+        fmt = self.format
+        block = self.block_size(x.shape)
+        codes = quantize_affine(x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max)
+        return codes, scale, zero_point
+
+    def dequantize(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        shape: Sequence[int],
+        output_dtype: torch.dtype,
+    ) -> Tensor:
+        """Values of `codes` without the padding: `shape`, `output_dtype`."""
+        fmt = self.format
+        block = self.block_size(shape)
+        values = dequantize_affine(
+            codes, block, scale, zero_point, fmt.quant_min, fmt.quant_max, output_dtype=output_dtype
+        )
+        for dim, size in enumerate(shape):
+            if values.shape[dim] != size:
+                values = values.narrow(dim, 0, size)
+        return values
+
+    def fake_quantize(self, x: Tensor, scale_dtype: torch.dtype = torch.float32) -> Tensor:
+        """`dequantize(*quantize(x))` to the bit, in `x`'s shape and dtype, with straight-through gradients."""
+        padded = self._pad(x)
+        with torch.no_grad():
+            scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
+        fmt = self.format
+        block = self.block_size(padded.shape)
+        values = fake_quantize_affine(padded, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max)
+        for dim, size in enumerate(x.shape):
+            if values.shape[dim] != size:
+                values = values.narrow(dim, 0, size)
+        return values
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a layer is quantized: its weight and, unless None, the activation that enters its product."""
+
+    weight: Spec
+    activation: Spec | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, Spec):
+            raise TypeError(f"weight must be a Spec, got {self.weight!r}")
+        if isinstance(self.weight.granularity, PerToken):
+            raise ValueError("PerToken() is for activations; a weight takes PerRow()")
+        if self.activation is None:
+            return
+        if not isinstance(self.activation, Spec):
+            raise TypeError(f"activation must be a Spec or None, got {self.activation!r}")
+        if not isinstance(self.activation.granularity, PerToken | PerTensor):
+            raise ValueError(
+                f"an activation takes PerToken() or PerTensor(), got {self.activation.granularity!r}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `Scheme.from_dict` reads it back."""
+        return {
+            "weight": _spec_to_dict(self.weight),
+            "activation": None if self.activation is None else _spec_to_dict(self.activation),
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Scheme:
+        activation = data.get("activation")
+        return Scheme(
+            weight=_spec_from_dict(data["weight"]),
+            activation=None if activation is None else _spec_from_dict(activation),
+        )
+
+
+_GRANULARITIES: dict[str, Any] = {c.__name__: c for c in (PerTensor, PerRow, PerToken, PerGroup, PerBlock)}
+
+
+def _spec_to_dict(spec: Spec) -> dict[str, Any]:
+    fmt, gran = spec.format, spec.granularity
+    sizes = [gran.group_size] if isinstance(gran, PerGroup) else [*gran.shape] if isinstance(gran, PerBlock) else []
+    return {
+        "format": {"bits": fmt.bits, "signed": fmt.signed}
+        if isinstance(fmt, Int)
+        else {"float8": str(fmt.dtype).removeprefix("torch.")},
+        "granularity": [type(gran).__name__, *sizes],
+        "mapping": spec.mapping,
+    }
+
+
+def _spec_from_dict(data: dict[str, Any]) -> Spec:
+    fmt = data["format"]
+    name, *sizes = data["granularity"]
+    if name not in _GRANULARITIES:
+        raise ValueError(f"unknown granularity {name!r}; accepted: {', '.join(_GRANULARITIES)}")
+    return Spec(
+        format=Float8(getattr(torch, fmt["float8"])) if "float8" in fmt else Int(fmt["bits"], fmt["signed"]),
+        granularity=_GRANULARITIES[name](*sizes),
+        mapping=data["mapping"],
+    )
+
+
+def IntxWeightOnly(bits: int, group_size: int | None = None, mapping: Mapping | None = None) -> Scheme:
+    """Weights of 1 to 8 bits, one scale a group of `group_size` inputs or (None) a row; activations as they are.
+
+    `mapping` defaults to "symmetric", and to "asymmetric" for one bit, where symmetric codes would all be zero.
+    """
+    granularity = PerRow() if group_size is None else PerGroup(group_size)
+    if mapping is None:
+        mapping = "asymmetric" if bits == 1 else "symmetric"
+    return Scheme(weight=Spec(Int(bits), granularity, mapping))
+
+
+def Int4WeightOnly(group_size: int = 128, mapping: Mapping = "symmetric") -> Scheme:
+    """4-bit weights, one scale a group of `group_size` inputs: 0.5 byte a weight plus scales."""
+    return IntxWeightOnly(4, group_size, mapping)
+
+
+def Int8WeightOnly(group_size: int | None = None) -> Scheme:
+    """8-bit weights, one scale a row, or a group of `group_size` inputs."""
+    return IntxWeightOnly(8, group_size)
+
+
+_DYNAMIC_INT8 = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
+
+
+def Int8DynamicActivationInt8Weight() -> Scheme:
+    """int8 × int8 products: weights one scale a row, activations one a token, computed as they come."""
+    return Scheme(weight=Spec(Int(8), PerRow()), activation=_DYNAMIC_INT8)
+
+
+def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping = "symmetric") -> Scheme:
+    """4-bit weights in groups of `group_size`, activations in 8 bits, one scale a token."""
+    return Scheme(weight=Spec(Int(4), PerGroup(group_size), mapping), activation=_DYNAMIC_INT8)
+
+
+def Float8WeightOnly() -> Scheme:
+    """float8 (e4m3) weights, one scale a row."""
+    return Scheme(weight=Spec(Float8(), PerRow()))
+
+
+def Float8DynamicActivationFloat8Weight() -> Scheme:
+    """float8 × float8 products (e4m3): weights one scale a row, activations one a token."""
+    return Scheme(weight=Spec(Float8(), PerRow()), activation=Spec(Float8(), PerToken()))
