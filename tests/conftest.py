@@ -1,0 +1,45 @@
+"""Shared by every test: seeds, the GPU marker, and how hypothesis searches.
+
+A test marked ``gpu`` is skipped, with its reason in the summary, on a machine without CUDA. Under CI
+hypothesis is derandomized, so that the same commit gives the same verdict twice.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+SEED = 20260101
+
+settings.register_profile(
+    "local", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def pytest_report_header() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
+
+
+@pytest.fixture(autouse=True)
+def _seed_everything() -> None:
+    """Each test starts from the same random state, whichever tests ran before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
