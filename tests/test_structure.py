@@ -1,0 +1,363 @@
+"""The rules of the tree, read off the files without importing them: who may import whom, sizes, names, paths."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "lowbit": ROOT / "lowbit",
+    "lowbit_kernels": ROOT / "kernels/lowbit_kernels",
+    "recipes": ROOT / "recipes",
+}
+MATHS = {"affine", "codebook", "granularity", "packing", "rounding", "scheme"}
+FLOWS = {"optim", "train", "qat", "inference"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_CUDA_LINES = 900
+VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "prototype"}
+OPTIONAL = [
+    "triton",
+    "cuda.core",
+    "safetensors",
+    "tokenizers",
+    "wandb",
+    "transformers",
+    "torchtitan",
+    "matplotlib",
+    "tqdm",
+]
+
+
+def tracked() -> list[Path]:
+    """The files of the project: git's, or, outside of a checkout (an sdist), all that lie in the source folders."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode == 0 and (ROOT / ".git").exists():
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        folders = ("lowbit", "kernels", "recipes", "tests", "benchmarks")
+        paths = [p for f in folders for p in (ROOT / f).rglob("*") if "__pycache__" not in p.parts]
+        paths += ROOT.iterdir()
+    return sorted(p for p in paths if p.is_file())
+
+
+FILES = tracked()
+SOURCES = [p for p in FILES if p.suffix == ".py"]
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [str(p.relative_to(ROOT)) for p in paths]
+
+
+def module_name(path: Path) -> str:
+    """`lowbit.tensor.base` for lowbit/tensor/base.py; the package itself for an __init__.py; "" outside PACKAGES."""
+    for package, folder in PACKAGES.items():
+        if path.is_relative_to(folder):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ""
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Absolute names of all modules that `tree` imports anywhere in it, also inside functions.
+
+    `from lowbit import x` yields `lowbit.x`, since x may be a submodule; the caller cuts off what is a name in it.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                parents = parents[: len(parents) - node.level + is_package]
+                base = ".".join([*parents, base] if base else parents)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def part(name: str) -> str:
+    """The part of the tree that a dotted name belongs to: a key of ALLOWED, "tests", "benchmarks" or "elsewhere"."""
+    first, *rest = name.split(".")
+    if first == "lowbit_kernels":
+        return "kernels"
+    if first != "lowbit":
+        return first if first in {"recipes", "tests", "benchmarks"} else "elsewhere"
+    if rest and rest[0] in MATHS:
+        return "maths"
+    if rest and (rest[0] in ALLOWED or (ROOT / "lowbit" / f"{rest[0]}.py").exists()):
+        return rest[0]
+    return "surface"  # lowbit itself, or a name that its __init__ gives out
+
+
+OURS = [p for p in SOURCES if module_name(p)]
+
+# What each part may import, besides the standard library, torch and other packages.
+ALLOWED: dict[str, set[str]] = {
+    "kernels": {"kernels"},
+    "maths": {"maths"},
+    "tensor": {"tensor", "maths", "kernels"},
+    "checkpoint": {"tensor", "maths"},
+    **{flow: {flow, "tensor", "maths", "kernels"} for flow in FLOWS},
+    "surface": {"maths", "tensor", "checkpoint", *FLOWS},
+    "recipes": {"recipes", "surface", "maths", "tensor", "checkpoint", *FLOWS},
+}
+
+
+def forbidden_imports(code: str, module: str, is_package: bool = False) -> list[str]:
+    assert part(module) in ALLOWED, f"{module}: say in MATHS, FLOWS or ALLOWED where it belongs"
+    allowed = ALLOWED[part(module)] | {"elsewhere"}
+    return [
+        name for name in imports(ast.parse(code), module, is_package) if part(name) not in allowed
+    ]
+
+
+@pytest.mark.parametrize("path", OURS, ids=ids(OURS))
+def test_imports_go_down_only(path: Path) -> None:
+    bad = forbidden_imports(
+        path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py"
+    )
+    assert not bad, (
+        f"{path.relative_to(ROOT)} ({part(module_name(path))}) may not import {', '.join(bad)}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("lowbit_kernels.int4", "import lowbit"),
+        ("lowbit_kernels.int4", "def f():\n    from lowbit.affine import quantize_affine"),
+        ("lowbit.affine", "from lowbit.tensor import AffineTensor"),
+        ("lowbit.affine", "from lowbit_kernels import int4"),
+        ("lowbit.affine", "from lowbit import quantize_"),
+        ("lowbit.affine", "from .tensor import base"),
+        ("lowbit.tensor.base", "import lowbit.optim.adam"),
+        ("lowbit.qat.prepare", "from lowbit.inference import quantize_"),
+        ("lowbit.qat.prepare", "from ..inference import quantize_"),
+        ("lowbit.optim.adam", "from lowbit import qat"),
+        ("lowbit.inference.convert", "from recipes import llama"),
+        ("lowbit.checkpoint", "from lowbit.qat import prepare_"),
+    ],
+)
+def test_the_import_rule_sees_what_it_forbids(module: str, code: str) -> None:
+    assert forbidden_imports(code, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        (
+            "lowbit.tensor.base",
+            "import torch\nfrom lowbit import packing\nfrom .linear import register_linear",
+        ),
+        (
+            "lowbit.qat.prepare",
+            "from lowbit.tensor import FakeQuantizedTensor\nfrom lowbit.scheme import Scheme",
+        ),
+        ("lowbit.tensor.linear", "def f():\n    import lowbit_kernels"),
+        (
+            "recipes.quickstart.train",
+            "import lowbit\nfrom lowbit.optim import AdamW4bit\nfrom ..llama import Llama",
+        ),
+    ],
+)
+def test_the_import_rule_lets_the_rest_pass(module: str, code: str) -> None:
+    assert not forbidden_imports(code, module)
+
+
+def test_importing_lowbit_imports_nothing_optional() -> None:
+    """In a fresh process, with every optional package made impossible to import."""
+    code = f"""
+import sys
+import torch, numpy  # the hard dependencies, and whatever they bring themselves
+brought = set(sys.modules)
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in {OPTIONAL!r}:
+            raise ImportError("lowbit imports " + name + " on import")
+sys.meta_path.insert(0, Refuse())
+import lowbit
+new = {{name.split(".")[0] for name in set(sys.modules) - brought}}
+print(",".join(sorted(new & {{o.split(".")[0] for o in {OPTIONAL!r}}})))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("path", OURS, ids=ids(OURS))
+def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
+    """In lowbit, only inside a function: the import at the top of a file would be everyone's."""
+    if path.is_relative_to(PACKAGES["lowbit"]):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
+            function.body = []
+        outside = {
+            name.split(".")[0]
+            for name in imports(tree, module_name(path), path.name == "__init__.py")
+        }
+        assert not outside & {o.split(".")[0] for o in OPTIONAL}
+
+
+def own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    length = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        length -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return length
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=ids(SOURCES))
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_FILE_LINES, "split it by idea, not by length"
+    functions = [
+        n
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    long = {f.name: own_lines(f) for f in functions if own_lines(f) > MAX_FUNCTION_LINES}
+    assert not long, f"functions over {MAX_FUNCTION_LINES} lines, docstring not counted: {long}"
+
+
+def test_cuda_files_are_short() -> None:
+    long = [
+        p
+        for p in FILES
+        if p.suffix in {".cu", ".cuh"} and len(p.read_text().splitlines()) > MAX_CUDA_LINES
+    ]
+    assert not long
+
+
+def test_no_vague_names() -> None:
+    vague = [
+        str(p.relative_to(ROOT))
+        for p in SOURCES
+        if {p.stem, *p.relative_to(ROOT).parts[:-1]} & VAGUE_NAMES
+    ]
+    assert not vague, "name a module by what it is about"
+
+
+def test_kernels_holds_one_package_and_a_readme() -> None:
+    entries = {
+        p.name for p in (ROOT / "kernels").iterdir() if not p.name.startswith((".", "__pycache__"))
+    }
+    assert entries == {"lowbit_kernels", "README.md"}
+    assert (ROOT / "kernels/lowbit_kernels/__init__.py").exists()
+
+
+def test_no_open_ends_in_the_code() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b")
+    open_ends = [
+        f"{p.relative_to(ROOT)}:{n}"
+        for p in FILES
+        if p.suffix in {".py", ".cu", ".cuh", ".md", ".toml"} and p != Path(__file__).resolve()
+        for n, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not open_ends
+
+
+def test_no_path_of_one_machine() -> None:
+    """No absolute path of the machine a file was written on: home, work and scratch folders."""
+    folders = "home|root|work|tmp|opt|mnt|Users|farm|var/folders"  # a slash before and after makes it a path
+    pattern = re.compile(rf"(?<![\w.\-/:~$}}\])])/(?:{folders})/[\w.]")
+    found = []
+    for path in FILES:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture
+        found += [
+            f"{path.relative_to(ROOT)}:{n}: {line.strip()[:80]}"
+            for n, line in enumerate(lines, 1)
+            if pattern.search(line)
+        ]
+    assert not found
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins), (
+        "name==version, no local suffix"
+    )
+    return {_normal(name): version for name, version in (pin.split("==") for pin in pins)}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements(extra: str) -> set[str]:
+    """Names that `lowbit[extra]` asks for, itself left out, extras of its own followed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names: set[str] = set()
+    for line in project["dependencies"] + project["optional-dependencies"][extra]:
+        own = re.fullmatch(r"lowbit\[([\w,]+)\]", line)
+        if own:
+            for inner in own[1].split(","):
+                names |= requirements(inner)
+        else:
+            names.add(_normal(re.split(r"[^\w.-]", line)[0]))
+    return names
+
+
+def test_constraints_pin_all_that_the_tests_need() -> None:
+    """Every package the test extra leads to, as far as it is installed here, is pinned; torch and triton as agreed."""
+    pins = constraints()
+    assert pins["torch"] == "2.13.0" and pins["triton"] == "3.7.1"
+    todo, seen = sorted(requirements("test")), set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not on this platform
+        plain = [need for need in needs if ";" not in need]
+        todo += [_normal(re.split(r"[^\w.-]", need)[0]) for need in plain]
+    unpinned = {n for n in seen if n not in pins and _installed(n)}
+    assert not unpinned, "add them to constraints.txt"
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def test_version_is_stated_once() -> None:
+    import lowbit
+
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", lowbit.__version__)
+    if _installed("lowbit"):
+        assert importlib.metadata.version("lowbit") == lowbit.__version__
