@@ -1,0 +1,260 @@
+"""Lookup tables of 4 and 8 bits, and blockwise quantization of optimizer states with them.
+
+A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an
+index into it. Three of the four are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their
+codes evenly over decades. With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned),
+``k = floor(log2 q)`` its decade and n the last decade (bits - 2 signed, bits - 1 unsigned)::
+
+    value(q) = 10**(k - n) * (0.1 + 0.9 * (q - 2**k + 0.5) / 2**k)
+
+plus 0 and 1, and mirrored (without -1) where signed. The unsigned 4-bit book, for second moments, is linear
+without a zero, ``i / 16, i = 1..16``: a second moment rounded to zero blows the update up (4-bit
+optimizers, arXiv 2309.01507).
+
+Nearest in constant time
+------------------------
+A search of the table costs log2(size) dependent reads an element. Instead the upper 16 bits of a float32
+(sign, exponent, 7 bits of mantissa) are taken as the index of a *cell*. The values of every book are so far
+apart that at most one boundary between two codes falls into a cell; so a cell knows the code g of its
+smallest element, and one comparison settles whether ``x`` takes g or g + 1::
+
+    cell = bits(x) >> 16
+    code = first[cell] + not (x <= boundary[cell])
+
+``boundary`` is the largest float32 that is not above the midpoint of the values g and g + 1. So the result is
+the table's nearest for every float32, an exact tie going to the lower code, and as nothing in it rounds, it is
+the same on every device and under every compiler. Inverting the formula above with logarithms is four times
+slower in plain PyTorch ops, and still needs a comparison with an exact boundary to get ties right.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ABSMAX_FLOOR = 1e-12
+FLOAT8_MAX = 448.0
+_CELLS = 2**16
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """The table of a width and a sign.
+
+    Args:
+        bits: 4 or 8.
+        signed: values in [-1, 1] (first moments) or in [0, 1] (second moments).
+    """
+
+    bits: int
+    signed: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in (4, 8):
+            raise ValueError(f"a codebook has 4 or 8 bits, got bits={self.bits!r}")
+        if not isinstance(self.signed, bool):
+            raise ValueError(f"signed must be True or False, got {self.signed!r}")
+
+    def table(self, device: torch.device | str = "cpu") -> Tensor:
+        """float32 ``[2**bits]``, ascending. One tensor per device, shared: do not write to it.
+
+        Inside ``torch.compile`` use :meth:`decode`.
+        """
+        return _on_device(self, torch.device(device)).values
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The codes of the nearest values.
+
+        Args:
+            x: float32, any shape. Beyond the ends of the table it is clamped.
+
+        Returns:
+            uint8 of the shape of ``x``. An exact tie takes the lower code. NaN takes some valid code, the
+            same on every device (:func:`quantize_blockwise` keeps NaN in the scale).
+
+        Raises:
+            TypeError: ``x`` is not float32.
+        """
+        if x.dtype != torch.float32:
+            raise TypeError(f"encode takes float32, got {x.dtype}; convert with x.float()")
+        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """float32 values of uint8 ``codes`` (each below ``2**bits``), any shape."""
+        if codes.dtype != torch.uint8:
+            raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
+        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed)
+
+    def encode_by_search(self, x: Tensor) -> Tensor:
+        """What :meth:`encode` must equal, by binary search over exact float64 midpoints."""
+        values = _values(self.bits, self.signed).astype(np.float64)
+        midpoints = torch.from_numpy((values[:-1] + values[1:]) / 2).to(x.device)
+        return torch.searchsorted(midpoints, x.double(), right=False).to(torch.uint8)
+
+
+def quantize_blockwise(
+    x: Tensor, book: Codebook | torch.dtype, block: int
+) -> tuple[Tensor, Tensor]:
+    """Scale each block of the last dimension by its largest magnitude, and encode it.
+
+    Args:
+        x: any floating dtype, ``[..., C]``; computed in float32.
+        book: a :class:`Codebook`, or ``torch.float8_e4m3fn``.
+        block: elements that share a scale; the last block of a row may be shorter.
+
+    Returns:
+        codes ``[..., C]``, uint8 (one code a byte whatever its bits; see :mod:`lowbit.packing`) or
+        float8_e4m3fn; and scale, float32 ``[..., ceil(C / block)]``: ``max(absmax, 1e-12)`` of the block,
+        divided by 448 for float8. A block that holds a NaN or an infinity gets a NaN scale, and
+        dequantizes to NaN throughout.
+
+    Raises:
+        TypeError: ``x`` is not floating point, or ``book`` is neither of the two.
+        ValueError: ``block`` is not a positive integer, or ``x`` has no dimension.
+    """
+    _check_block(book, block)
+    if not x.is_floating_point():
+        raise TypeError(f"quantize_blockwise takes a floating tensor, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("quantize_blockwise takes x [..., C], got a 0-d tensor; use x.reshape(1)")
+    y = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    absmax = torch.cat([part.abs().amax(dim=-1) for part in _blocks(y, block)], dim=-1)
+    scale = torch.where(absmax.isfinite(), absmax.clamp_min(ABSMAX_FLOOR), math.nan)
+    if not isinstance(book, Codebook):
+        # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp off.
+        scale = scale / torch.full_like(scale, FLOAT8_MAX)
+    for part, part_scale in zip(_blocks(y, block), _scales(y, scale, block), strict=True):
+        part.div_(part_scale)
+    return (book.encode(y) if isinstance(book, Codebook) else y.to(book)), scale
+
+
+def dequantize_blockwise(
+    codes: Tensor, scale: Tensor, book: Codebook | torch.dtype, block: int
+) -> Tensor:
+    """The inverse of :func:`quantize_blockwise`: float32 ``[..., C]``.
+
+    Args:
+        codes: ``[..., C]``, uint8 or float8_e4m3fn as ``book`` says.
+        scale: float32 ``[..., ceil(C / block)]``.
+        book, block: as quantized.
+
+    Raises:
+        TypeError: ``codes`` is not of the dtype of ``book``.
+        ValueError: the shape of ``scale`` does not match.
+    """
+    _check_block(book, block)
+    expected = torch.uint8 if isinstance(book, Codebook) else book
+    if codes.dtype != expected:
+        raise TypeError(f"codes of {book} are {expected}, got {codes.dtype}")
+    shape = (*codes.shape[:-1], -(-codes.shape[-1] // block))
+    if scale.shape != shape:
+        raise ValueError(
+            f"codes {tuple(codes.shape)} in blocks of {block} take a scale of shape {shape}, "
+            f"got {tuple(scale.shape)}"
+        )
+    y = book.decode(codes) if isinstance(book, Codebook) else codes.to(torch.float32)
+    for part, part_scale in zip(_blocks(y, block), _scales(y, scale, block), strict=True):
+        part.mul_(part_scale)
+    return y
+
+
+def _blocks(y: Tensor, block: int) -> list[Tensor]:
+    """Views of the whole blocks ``[..., n, block]`` and of the shorter last one ``[..., 1, rest]``."""
+    whole, rest = divmod(y.shape[-1], block)
+    parts = [y[..., : whole * block].unflatten(-1, (whole, block))] if whole or not rest else []
+    return [*parts, y[..., whole * block :].unsqueeze(-2)] if rest else parts
+
+
+def _scales(y: Tensor, scale: Tensor, block: int) -> list[Tensor]:
+    """The scales of :func:`_blocks`, shaped to broadcast over them."""
+    whole, rest = divmod(y.shape[-1], block)
+    parts = [scale[..., :whole, None]] if whole or not rest else []
+    return [*parts, scale[..., whole:, None]] if rest else parts
+
+
+def _check_block(book: Codebook | torch.dtype, block: int) -> None:
+    if not isinstance(book, Codebook) and book is not torch.float8_e4m3fn:
+        raise TypeError(f"book must be a Codebook or torch.float8_e4m3fn, got {book!r}")
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block must be a positive number of elements, got {block!r}")
+
+
+@functools.cache
+def _values(bits: int, signed: bool) -> np.ndarray:
+    """The table, computed in float64 and rounded once: float32 ``[2**bits]``, ascending."""
+    if bits == 4 and not signed:
+        return (np.arange(1, 17) / 16).astype(np.float32)
+    first, last = (1, bits - 2) if signed else (2, bits - 1)
+    rank = np.arange(first, 2 ** (last + 1), dtype=np.float64)
+    decade = np.floor(np.log2(rank))
+    step = 0.9 / 2**decade
+    positive = 10.0 ** (decade - last) * (0.1 + step * (rank - 2**decade + 0.5))
+    mirrored = -positive[::-1] if signed else positive[:0]
+    return np.concatenate([mirrored, [0.0], positive, [1.0]]).astype(np.float32)
+
+
+class _Tables(NamedTuple):
+    values: Tensor  # float32 [2**bits]
+    first: Tensor  # uint8 [_CELLS]: the code of a cell's smallest element, never the highest code
+    boundary: Tensor  # float32 [_CELLS]: x takes the code above ``first`` exactly if x > boundary
+
+
+@functools.cache
+def _on_device(book: Codebook, device: torch.device) -> _Tables:
+    if device.type != "cpu":
+        return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
+    values = _values(book.bits, book.signed)
+    wide = values.astype(np.float64)
+    midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
+    boundary = midpoints.astype(np.float32)
+    boundary = np.where(boundary > midpoints, np.nextafter(boundary, np.float32(-np.inf)), boundary)
+    cell = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int32) << 16
+    smallest = np.where(cell < 0, cell | 0xFFFF, cell).view(np.float32)
+    minus_infinity = np.float32(-np.inf)
+    smallest[cell == minus_infinity.view(np.int32)] = minus_infinity  # the cell's others are NaN
+    first = np.searchsorted(boundary, smallest, side="left").clip(max=len(boundary) - 1)
+    return _Tables(
+        torch.from_numpy(values.copy()),
+        torch.from_numpy(first.astype(np.uint8)),
+        torch.from_numpy(boundary[first]),
+    )
+
+
+# Two operators, so that tracing (torch.compile, fake tensors, a tensor subclass under either) never
+# meets the cached tables: they live inside.
+_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed) -> Tensor")
+_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor")
+
+
+def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
+    tables = _on_device(Codebook(bits, signed), x.device)
+    flat = x.reshape(-1)
+    cell = (flat.view(torch.int32) >> 16).add_(_CELLS // 2)
+    first = tables.first.index_select(0, cell)
+    return first.add_((flat <= tables.boundary.index_select(0, cell)).logical_not_()).view(x.shape)
+
+
+def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:
+    values = _on_device(Codebook(bits, signed), codes.device).values
+    return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def _encode_fake(x: Tensor, bits: int, signed: bool) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.uint8)
+
+
+def _decode_fake(codes: Tensor, bits: int, signed: bool) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.float32)
+
+
+_LIBRARY.impl("codebook_encode", _encode, "CompositeExplicitAutograd")
+_LIBRARY.impl("codebook_decode", _decode, "CompositeExplicitAutograd")
+torch.library.register_fake("lowbit::codebook_encode", _encode_fake, lib=_LIBRARY)
+torch.library.register_fake("lowbit::codebook_decode", _decode_fake, lib=_LIBRARY)

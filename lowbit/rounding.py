@@ -1,0 +1,165 @@
+"""Counter-based stochastic rounding.
+
+A random draw is a pure function of ``(seed, step, tensor, global element index)``. So a training run
+resumes bit for bit, and gives the same weights on 1, 2 or 8 ranks: a shard passes the index of its first
+element as ``offset``. No generator state exists, nothing is saved, and nothing synchronises.
+
+The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves of a 64-bit integer)::
+
+    F(h):  h ^= h >> 16;  h *= 0x7feb352d;  h ^= h >> 15;  h *= 0x846ca68b;  h ^= h >> 16
+    K(k):  for w in (lo(seed), hi(seed), lo(step), hi(step), lo(tensor), hi(tensor)):
+               k = F((k ^ w) + 0x9e3779b9)
+           return k
+    k0 = K(0x243f6a88);  k1 = K(0x85a308d3)                    # once per (seed, step, tensor)
+
+    pair = index >> 1                                           # two elements share one hash
+    h    = F(F(lo(pair) ^ k0) ^ hi(pair) ^ k1)
+    draw = h & 0xffff  if index is even  else  h >> 16          # 16 bits
+
+F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; constants found by
+search, https://github.com/skeeto/hash-prospector). Two rounds of it with a key before each make a pair
+cost about 20 integer instructions, where Philox costs hundreds. It is not a cryptographic generator.
+
+Stochastic rounding of weights: arXiv 2010.06192.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def random_bits(
+    shape: int | tuple[int, ...],
+    *,
+    seed: int,
+    step: int | Tensor,
+    tensor: int,
+    offset: int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Uniform 16-bit draws for the elements ``offset .. offset + numel - 1`` of a tensor.
+
+    Args:
+        shape: number of elements, or the shape of the result; elements are counted in row-major order.
+        seed: of the run; taken modulo 2**64.
+        step: optimizer step, a Python int or a tensor of one element (any integer dtype, or a float that
+            holds an integer). A tensor on the device is never read by the host, and does not recompile.
+        tensor: index of the parameter in the model, the same on every rank.
+        offset: global index of the first element; any non-negative 64-bit integer.
+        device: of the result; by default the device of ``step`` if that is a tensor, else the CPU.
+
+    Returns:
+        int32 tensor of ``shape``, values 0..65535. See the module docstring for the exact stream.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if offset < 0:
+        raise ValueError(
+            f"offset is the global index of the first element, 0 or more; got {offset}"
+        )
+    if device is None:
+        device = step.device if isinstance(step, Tensor) else "cpu"
+    numel = math.prod(shape)
+    k0, k1 = _keys(seed, step, tensor)
+    first = offset >> 1
+    pair = torch.arange(first, (offset + numel + 1) >> 1, dtype=torch.int64, device=device)
+    h = _finalise((pair & _MASK) ^ k0)
+    h = _finalise(h ^ (pair >> 32) ^ k1).to(torch.int64)
+    draws = torch.stack([h & 0xFFFF, h >> 16], dim=-1).to(torch.int32).flatten()
+    start = offset & 1
+    return draws[start : start + numel].reshape(shape)
+
+
+def stochastic_round_bf16(
+    x: Tensor, *, seed: int, step: int | Tensor, tensor: int, offset: int = 0
+) -> Tensor:
+    """Round float32 to bfloat16, up or down with probability proportional to the distance.
+
+    The draw is added to the 16 bits that bfloat16 lacks, and the sum is truncated; so the expectation is
+    exactly ``x`` (subnormals included), and a value that bfloat16 holds is never changed.
+
+    Args:
+        x: float32, any shape and strides; element ``i`` in row-major order has the global index
+            ``offset + i``.
+        seed, step, tensor, offset: the key of :func:`random_bits`.
+
+    Returns:
+        bfloat16 of the shape of ``x``. NaN and infinities are kept, and a finite value never becomes
+        infinite: beyond the largest finite bfloat16 it is truncated to that.
+
+    Raises:
+        TypeError: ``x`` is not float32.
+    """
+    _check_float32(x, "stochastic_round_bf16")
+    draws = random_bits(
+        x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device
+    )
+    bits = x.view(torch.int32)
+    truncated = bits & -0x10000
+    rounded = (bits + draws) & -0x10000
+    overflow = (rounded & 0x7F800000) == 0x7F800000
+    rounded = torch.where(overflow, truncated, rounded).view(torch.float32)
+    # A NaN's bits may carry over or truncate to an infinity: NaN takes the ordinary conversion.
+    return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
+
+
+def stochastic_round(
+    x: Tensor, *, seed: int, step: int | Tensor, tensor: int, offset: int = 0
+) -> Tensor:
+    """Round float32 to an integral float32: ``floor(x) + (u < x - floor(x))``.
+
+    ``u = (draw + 0.5) / 65536``, so the expectation is within 2**-17 of ``x``, and an integral ``x`` is
+    never changed. (``floor(x + u)`` would change large ones, where the sum rounds in float32.)
+
+    Args:
+        x: float32, any shape, in units of the integer grid (for int8 weights: weight / scale).
+        seed, step, tensor, offset: as for :func:`stochastic_round_bf16`.
+
+    Returns:
+        float32 of the shape of ``x``, integral; NaN and infinities are kept. Clamp before converting to
+        an integer dtype.
+
+    Raises:
+        TypeError: ``x`` is not float32.
+    """
+    _check_float32(x, "stochastic_round")
+    draws = random_bits(
+        x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device
+    )
+    u = (draws.to(torch.float32) + 0.5) * (1.0 / 65536)
+    low = x.floor()
+    return low + (u < x - low)
+
+
+def _finalise(h):
+    """F of the module docstring, on Python ints or int64 tensors holding 0 .. 2**32 - 1."""
+    h = h ^ (h >> 16)
+    h = (h * 0x7FEB352D) & _MASK
+    h = h ^ (h >> 15)
+    # 0x846ca68b - 2**32: the same modulo 2**32, and the product stays within a signed 64-bit integer.
+    h = (h * -0x7B935975) & _MASK
+    return h ^ (h >> 16)
+
+
+def _keys(seed: int, step: int | Tensor, tensor: int) -> tuple[int | Tensor, int | Tensor]:
+    """k0 and k1 of the module docstring: Python ints, or 0-d int64 tensors where ``step`` is a tensor."""
+    if isinstance(step, Tensor):
+        if step.numel() != 1:
+            raise ValueError(f"step must hold one element, got shape {tuple(step.shape)}")
+        step = step.detach().reshape(()).to(torch.int64)
+    words = [half for word in (seed, step, tensor) for half in (word & _MASK, (word >> 32) & _MASK)]
+    keys = []
+    for key in (0x243F6A88, 0x85A308D3):
+        for word in words:
+            key = _finalise(((key ^ word) + 0x9E3779B9) & _MASK)
+        keys.append(key)
+    return keys[0], keys[1]
+
+
+def _check_float32(x: Tensor, name: str) -> None:
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name} takes float32, got {x.dtype}; convert with x.float()")

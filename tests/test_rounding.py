@@ -1,0 +1,260 @@
+"""Counter-based rounding: the stream is pinned, keyed by everything it should be, and unbiased."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowbit.rounding import random_bits, stochastic_round, stochastic_round_bf16
+
+KEY = {"seed": 1234, "step": 7, "tensor": 3}
+MASK = 0xFFFFFFFF
+
+
+def scalar_draw(index: int, seed: int, step: int, tensor: int) -> int:
+    """The stream as the module docstring defines it, in Python integers."""
+
+    def finalise(h: int) -> int:
+        h ^= h >> 16
+        h = h * 0x7FEB352D & MASK
+        h ^= h >> 15
+        h = h * 0x846CA68B & MASK
+        return h ^ (h >> 16)
+
+    def key(k: int) -> int:
+        for word in (seed, step, tensor):
+            for half in (word & MASK, word >> 32 & MASK):
+                k = finalise((k ^ half) + 0x9E3779B9 & MASK)
+        return k
+
+    pair = index >> 1
+    h = finalise((pair & MASK) ^ key(0x243F6A88))
+    h = finalise(h ^ (pair >> 32) ^ key(0x85A308D3))
+    return h >> 16 if index & 1 else h & 0xFFFF
+
+
+@pytest.mark.parametrize(
+    ("offset", "golden"),
+    [
+        (0, [63844, 58861, 19365, 64615, 57399, 40457, 31702, 13104]),
+        (2**33 - 2, [28725, 15008, 46682, 55994, 4072, 58515, 7692, 5720]),
+        (2**40 + 1, [8719, 40368, 13449, 42783, 50696, 55438, 8857, 7330]),
+    ],
+    ids=["start", "across-2^33", "odd-offset"],
+)
+def test_the_stream_never_changes(offset: int, golden: list[int]) -> None:
+    assert random_bits(8, **KEY, offset=offset).tolist() == golden
+    assert [scalar_draw(offset + i, **KEY) for i in range(8)] == golden
+
+
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    step=st.integers(0, 2**40),
+    tensor=st.integers(0, 2**40),
+    offset=st.integers(0, 2**60),
+    numel=st.integers(0, 9),
+)
+def test_matches_the_definition(seed: int, step: int, tensor: int, offset: int, numel: int) -> None:
+    draws = random_bits(numel, seed=seed, step=step, tensor=tensor, offset=offset)
+    assert draws.dtype == torch.int32
+    expected = [scalar_draw(offset + i, seed % 2**64, step, tensor) for i in range(numel)]
+    assert draws.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "1-d"])
+def test_step_as_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    step = torch.full(shape, 7, dtype=dtype)
+    expected = random_bits((3, 5), **KEY)
+    assert torch.equal(random_bits((3, 5), seed=1234, step=step, tensor=3), expected)
+
+
+@given(
+    rows=st.integers(0, 7),
+    cols=st.integers(0, 7),
+    cut=st.integers(0, 7),
+    base=st.sampled_from([0, 1, 2**32 - 3, 2**33 - 5, 2**50 + 1]),
+)
+def test_a_slice_equals_the_slice_of_the_whole(rows: int, cols: int, cut: int, base: int) -> None:
+    x = torch.randn(rows, cols)
+    cut = min(cut, rows)
+    for rounding in (stochastic_round_bf16, stochastic_round):
+        whole = rounding(x, **KEY, offset=base)
+        top = rounding(x[:cut], **KEY, offset=base)
+        bottom = rounding(x[cut:], **KEY, offset=base + cut * cols)
+        assert torch.equal(torch.cat([top, bottom]), whole)
+
+
+def test_strides_do_not_matter() -> None:
+    x = torch.randn(31, 17).t()
+    for rounding in (stochastic_round_bf16, stochastic_round):
+        assert torch.equal(rounding(x, **KEY), rounding(x.contiguous(), **KEY))
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Correlation of two draws in units of its standard deviation under independence."""
+    a, b = a.double() - 32767.5, b.double() - 32767.5
+    return float((a * b).mean() / (65536**2 / 12) * math.sqrt(a.numel()))
+
+
+@pytest.mark.parametrize("name", ["seed", "step", "tensor", "offset"])
+@pytest.mark.parametrize("shift", [1, 2, 16, 2**16, 2**31, 2**32, 2**33, 2**40])
+def test_keys_give_independent_streams(name: str, shift: int) -> None:
+    n = 2**16
+    a = random_bits(n, **KEY)
+    b = random_bits(n, **{**KEY, name: KEY.get(name, 0) + shift})
+    if name == "offset" and shift < n:
+        assert torch.equal(a[shift:], b[:-shift])
+        a, b = a[:shift], b[-shift:]
+    else:
+        # Equal by chance once in 65536.
+        assert int((a == b).sum()) <= 10
+    assert abs(correlation(a, b)) < 5
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 8, 64, 1024, 4096])
+def test_neighbours_are_independent(lag: int) -> None:
+    draws = random_bits(2**18, **KEY)
+    assert abs(correlation(draws[lag:], draws[:-lag])) < 5
+
+
+def test_draws_are_uniform() -> None:
+    n = 2**20
+    draws = random_bits(n, **KEY)
+    for parity in (draws[0::2], draws[1::2]):
+        for shift in (0, 4, 8):
+            counts = torch.bincount((parity >> shift) & 0xFF, minlength=256).double()
+            expected = parity.numel() / 256
+            chi2 = float(((counts - expected) ** 2 / expected).sum())
+            assert abs(chi2 - 255) < 5 * math.sqrt(2 * 255)
+        for bit in range(16):
+            ones = float(((parity >> bit) & 1).double().mean())
+            assert abs(ones - 0.5) < 5 * 0.5 / math.sqrt(parity.numel())
+
+
+def test_one_element_over_many_steps_is_uniform() -> None:
+    draws = torch.cat([random_bits(2, seed=5, step=step, tensor=0) for step in range(4096)])
+    assert abs(float(draws.double().mean()) - 32767.5) < 5 * 65536 / math.sqrt(12 * len(draws))
+
+
+def bf16_neighbours(x: float) -> tuple[float, float]:
+    bits = torch.tensor(x, dtype=torch.float32).view(torch.int32)
+    down = bits & -0x10000
+    return float(down.view(torch.float32)), float((down + 0x10000).view(torch.float32))
+
+
+@pytest.mark.parametrize("x", [1.001, -1.001, 3.14159, 1e-3, -2.7e8, 1e-30, 1e-39, -3e-41])
+def test_bf16_is_unbiased(x: float) -> None:
+    n = 2**18
+    value = torch.full((n,), x)
+    exact = float(value[0])
+    rounded = stochastic_round_bf16(value, **KEY).double()
+    near, far = bf16_neighbours(exact)
+    assert set(rounded.unique().tolist()) == {near, far}
+    p = (exact - near) / (far - near)
+    sigma = abs(far - near) * math.sqrt(p * (1 - p) / n)
+    assert abs(float(rounded.mean()) - exact) < 5 * sigma
+
+
+def test_bf16_takes_every_draw_exactly_as_often_as_it_should() -> None:
+    # All 65536 low halves against all draws of a stream: the number rounded up is a count.
+    draws = random_bits(65536, **KEY)
+    low = torch.arange(65536, dtype=torch.int32)
+    x = (low + 0x3F800000).view(torch.float32)
+    up = stochastic_round_bf16(x, **KEY).float() > 1
+    assert torch.equal(up, low + draws >= 65536)
+
+
+def test_bf16_keeps_what_it_holds() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    x = every.view(torch.float32)
+    for step in range(3):
+        rounded = stochastic_round_bf16(x, seed=0, step=step, tensor=0)
+        nan = x.isnan()
+        assert torch.equal(rounded.isnan(), nan)
+        assert torch.equal(
+            rounded[~nan].view(torch.int16), x[~nan].to(torch.bfloat16).view(torch.int16)
+        )
+
+
+def test_bf16_never_makes_an_infinity_or_loses_a_nan() -> None:
+    largest = torch.finfo(torch.float32).max
+    n = 4096
+    rounded = stochastic_round_bf16(torch.full((n,), largest), **KEY)
+    assert rounded.isfinite().all() and (rounded == torch.finfo(torch.bfloat16).max).all()
+    rounded = stochastic_round_bf16(torch.full((n,), -largest), **KEY)
+    assert (rounded == torch.finfo(torch.bfloat16).min).all()
+    payloads = [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF]
+    for payload in payloads:
+        nan = torch.full((n,), payload, dtype=torch.int32).view(torch.float32)
+        assert stochastic_round_bf16(nan, **KEY).isnan().all()
+    assert stochastic_round_bf16(torch.full((n,), math.inf), **KEY).eq(math.inf).all()
+    assert stochastic_round_bf16(torch.full((n,), -math.inf), **KEY).eq(-math.inf).all()
+
+
+@pytest.mark.parametrize("x", [0.5, 0.25, -0.75, 3.7, -100.3, 126.9, 1e-3, 4095.125])
+def test_integers_are_unbiased(x: float) -> None:
+    n = 2**18
+    value = torch.full((n,), x)
+    exact = float(value[0])
+    rounded = stochastic_round(value, **KEY).double()
+    low = math.floor(exact)
+    assert set(rounded.unique().tolist()) == {low, low + 1}
+    p = exact - low
+    assert abs(float(rounded.mean()) - exact) < 5 * math.sqrt(p * (1 - p) / n) + 2**-17
+
+
+def test_integers_stay() -> None:
+    x = torch.cat([torch.arange(-70000.0, 70000.0), torch.tensor([2.0**24, -(2.0**30), 1e30])])
+    assert torch.equal(stochastic_round(x, **KEY), x)
+
+
+def test_integer_rounding_keeps_nan_and_infinity() -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf]).repeat(100)
+    assert torch.equal(stochastic_round(x, **KEY).nan_to_num(5.0), x.nan_to_num(5.0))
+
+
+def test_compiles_without_recompiling_for_a_new_step() -> None:
+    x = torch.randn(1001)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def rounding(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        return stochastic_round_bf16(x, seed=-1, step=step, tensor=2)
+
+    for step in range(3):
+        expected = stochastic_round_bf16(x, seed=-1, step=step, tensor=2)
+        assert torch.equal(rounding(x, torch.tensor(float(step))), expected)
+    assert counter.frame_count == 1
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match=r"takes float32, got torch\.bfloat16"):
+        stochastic_round_bf16(torch.zeros(2, dtype=torch.bfloat16), **KEY)
+    with pytest.raises(TypeError, match=r"takes float32, got torch\.float64"):
+        stochastic_round(torch.zeros(2, dtype=torch.float64), **KEY)
+    with pytest.raises(ValueError, match="got -1"):
+        random_bits(4, **KEY, offset=-1)
+    with pytest.raises(ValueError, match=r"one element, got shape \(2,\)"):
+        random_bits(4, seed=0, step=torch.zeros(2), tensor=0)
+
+
+@pytest.mark.gpu
+def test_cuda_equals_cpu() -> None:
+    x = torch.randn(100_003)
+    x_cuda = x.cuda()
+    for offset in (0, 1, 2**33 - 7):
+        for rounding in (stochastic_round_bf16, stochastic_round):
+            expected = rounding(x, **KEY, offset=offset)
+            step = torch.tensor(7.0, device="cuda")
+            with torch.cuda.device(0):
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    actual = rounding(x_cuda, seed=1234, step=step, tensor=3, offset=offset)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            assert torch.equal(actual.cpu(), expected)
