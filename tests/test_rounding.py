@@ -219,8 +219,10 @@ def test_integer_rounding_keeps_nan_and_infinity() -> None:
 
 
 def test_compiles_without_recompiling_for_a_new_step() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     x = torch.randn(1001)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("inductor")
 
     @torch.compile(backend=counter, fullgraph=True)
     def rounding(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
