@@ -100,7 +100,9 @@ def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
 
 def _smallest_scale(scale_dtype: torch.dtype) -> float:
     """The least scale whose reciprocal is finite in float32 and which `scale_dtype` represents."""
-    return 2.0**-24 if scale_dtype is torch.float16 else torch.finfo(scale_dtype).tiny
+    if scale_dtype is torch.float16:
+        return 2.0**-24
+    return max(torch.finfo(scale_dtype).tiny, torch.finfo(torch.float32).tiny)
 
 
 def _min_max(
@@ -149,7 +151,8 @@ def choose_qparams_affine(
         input: real floating tensor of any shape. Of no use but its shape if `min_val` and `max_val` are given.
         block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
         target_dtype: int8, uint8, int16, int32, or float8 (symmetric only).
-        eps: the least scale. Default: the smallest with a finite reciprocal, so that all-zero blocks are safe.
+        eps: the least scale. Default, and at least: the smallest that `scale_dtype` has and whose reciprocal is
+            finite, so that all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
         zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point".
         keepdim: keep dimensions that a block covers, as size 1 (shape: blocks along each dimension).
@@ -170,7 +173,7 @@ def choose_qparams_affine(
         raise ValueError(f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}")
     low, high = quant_range(target_dtype, quant_min, quant_max)
     mid = 0 if is_float8 else (low + high + 1) // 2
-    least = _smallest_scale(scale_dtype) if eps is None else eps
+    least = max(_smallest_scale(scale_dtype), eps or 0.0)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
 
     zero_point: Tensor | None

@@ -1,6 +1,6 @@
 """lowbit.affine equals torch's own quantized ops and observers to the last bit, wherever torch has them.
 
-One order everywhere in lowbit: round(x · (1/scale)) + zero_point. torch's per-token and per-group ops round after adding
+One order everywhere in lowbit: round(x · 1/scale) + zero_point. torch's per-token and per-group ops round after adding
 the zero point, so there, with an odd zero point, an exact tie may fall to the neighbour: see the test of that name.
 """
 
