@@ -1,3 +1,76 @@
-"""lowbit: train, fine-tune and convert PyTorch models in 8 bits and fewer."""
+"""lowbit: train, fine-tune and convert PyTorch models in 8 bits and fewer.
+
+Everything a user needs is here or in the three subpackages `lowbit.optim`, `lowbit.qat` and `lowbit.inference`.
+"""
+
+from lowbit import inference, optim, qat
+from lowbit.affine import (
+    choose_qparams_affine,
+    dequantize_affine,
+    fake_quantize_affine,
+    quantize_affine,
+)
+from lowbit.checkpoint import CheckpointError, load, load_metadata, save
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.inference import Report, quantize_, register_linear, unregister_linear
+from lowbit.scheme import (
+    Float8,
+    Float8DynamicActivationFloat8Weight,
+    Float8WeightOnly,
+    Int,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+    IntxWeightOnly,
+    Scheme,
+    Spec,
+)
+from lowbit.tensor import (
+    AffineTensor,
+    CodebookTensor,
+    FakeQuantizedTensor,
+    Float8Tensor,
+    LowbitTensor,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AffineTensor",
+    "CheckpointError",
+    "CodebookTensor",
+    "FakeQuantizedTensor",
+    "Float8",
+    "Float8DynamicActivationFloat8Weight",
+    "Float8Tensor",
+    "Float8WeightOnly",
+    "Int",
+    "Int4WeightOnly",
+    "Int8DynamicActivationInt4Weight",
+    "Int8DynamicActivationInt8Weight",
+    "Int8WeightOnly",
+    "IntxWeightOnly",
+    "LowbitTensor",
+    "PerBlock",
+    "PerGroup",
+    "PerRow",
+    "PerTensor",
+    "PerToken",
+    "Report",
+    "Scheme",
+    "Spec",
+    "choose_qparams_affine",
+    "dequantize_affine",
+    "fake_quantize_affine",
+    "inference",
+    "load",
+    "load_metadata",
+    "optim",
+    "qat",
+    "quantize_",
+    "quantize_affine",
+    "register_linear",
+    "save",
+    "unregister_linear",
+]

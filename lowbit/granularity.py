@@ -27,7 +27,9 @@ def _check_positive_int(name: str, value: object) -> None:
 
 def _rows(shape: Sequence[int], kind: str) -> tuple[int, ...]:
     if len(shape) == 0:
-        raise ValueError(f"{kind} needs a tensor of at least one dimension, got a scalar; use PerTensor()")
+        raise ValueError(
+            f"{kind} needs a tensor of at least one dimension, got a scalar; use PerTensor()"
+        )
     return (*([1] * (len(shape) - 1)), max(shape[-1], 1))
 
 
@@ -76,7 +78,9 @@ class PerBlock:
 
     def __init__(self, *shape: int) -> None:
         if not shape:
-            raise ValueError("PerBlock needs the size of at least one dimension, e.g. PerBlock(128, 128)")
+            raise ValueError(
+                "PerBlock needs the size of at least one dimension, e.g. PerBlock(128, 128)"
+            )
         for size in shape:
             _check_positive_int("a size of PerBlock", size)
         object.__setattr__(self, "shape", shape)

@@ -62,7 +62,9 @@ class Float8:
 
     def __post_init__(self) -> None:
         if self.dtype not in FLOAT8_DTYPES:
-            raise ValueError(f"Float8 takes torch.float8_e4m3fn or torch.float8_e5m2, got {self.dtype!r}")
+            raise ValueError(
+                f"Float8 takes torch.float8_e4m3fn or torch.float8_e5m2, got {self.dtype!r}"
+            )
 
     @property
     def bits(self) -> int:
@@ -103,9 +105,13 @@ class Spec:
                 f"got {self.granularity!r}"
             )
         if self.mapping not in get_args(Mapping):
-            raise ValueError(f"unknown mapping {self.mapping!r}; accepted: {', '.join(get_args(Mapping))}")
+            raise ValueError(
+                f"unknown mapping {self.mapping!r}; accepted: {', '.join(get_args(Mapping))}"
+            )
         if isinstance(self.format, Float8) and self.mapping != "symmetric":
-            raise ValueError(f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}")
+            raise ValueError(
+                f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}"
+            )
         if self.format.bits == 1 and self.mapping.startswith("symmetric"):
             raise ValueError(
                 f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric'"
@@ -153,7 +159,9 @@ class Spec:
         scale, zero_point = self.choose_qparams(x, scale_dtype)
         fmt = self.format
         block = self.block_size(x.shape)
-        codes = quantize_affine(x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max)
+        codes = quantize_affine(
+            x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
+        )
         return codes, scale, zero_point
 
     def dequantize(
@@ -182,7 +190,9 @@ class Spec:
             scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
         fmt = self.format
         block = self.block_size(padded.shape)
-        values = fake_quantize_affine(padded, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max)
+        values = fake_quantize_affine(
+            padded, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
+        )
         for dim, size in enumerate(x.shape):
             if values.shape[dim] != size:
                 values = values.narrow(dim, 0, size)
@@ -226,12 +236,20 @@ class Scheme:
         )
 
 
-_GRANULARITIES: dict[str, Any] = {c.__name__: c for c in (PerTensor, PerRow, PerToken, PerGroup, PerBlock)}
+_GRANULARITIES: dict[str, Any] = {
+    c.__name__: c for c in (PerTensor, PerRow, PerToken, PerGroup, PerBlock)
+}
 
 
 def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     fmt, gran = spec.format, spec.granularity
-    sizes = [gran.group_size] if isinstance(gran, PerGroup) else [*gran.shape] if isinstance(gran, PerBlock) else []
+    sizes = (
+        [gran.group_size]
+        if isinstance(gran, PerGroup)
+        else [*gran.shape]
+        if isinstance(gran, PerBlock)
+        else []
+    )
     return {
         "format": {"bits": fmt.bits, "signed": fmt.signed}
         if isinstance(fmt, Int)
@@ -247,13 +265,17 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
     if name not in _GRANULARITIES:
         raise ValueError(f"unknown granularity {name!r}; accepted: {', '.join(_GRANULARITIES)}")
     return Spec(
-        format=Float8(getattr(torch, fmt["float8"])) if "float8" in fmt else Int(fmt["bits"], fmt["signed"]),
+        format=Float8(getattr(torch, fmt["float8"]))
+        if "float8" in fmt
+        else Int(fmt["bits"], fmt["signed"]),
         granularity=_GRANULARITIES[name](*sizes),
         mapping=data["mapping"],
     )
 
 
-def IntxWeightOnly(bits: int, group_size: int | None = None, mapping: Mapping | None = None) -> Scheme:
+def IntxWeightOnly(
+    bits: int, group_size: int | None = None, mapping: Mapping | None = None
+) -> Scheme:
     """Weights of 1 to 8 bits, one scale a group of `group_size` inputs or (None) a row; activations as they are.
 
     `mapping` defaults to "symmetric", and to "asymmetric" for one bit, where symmetric codes would all be zero.

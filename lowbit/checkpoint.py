@@ -1,0 +1,273 @@
+"""Checkpoints in plain tensors: readable without lowbit, loadable under every later version of it.
+
+A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weight.scale` and, where it has one,
+`layer.weight.zero_point`; plain tensors as they are. A small JSON text beside them says what they are:
+
+    {"format_version": 1,
+     "tensors": {"layer.weight": {"kind": "AffineTensor", "shape": [N, K], "dtype": "bfloat16", …}},
+     "ties": {"lm_head.weight": "embedding.weight"},      tensors that share memory, stored once
+     "values": {…}, "metadata": {…}}                      what is not a tensor; what the user added
+
+`*.safetensors` keeps that text in the file's own metadata under "lowbit" (needs the safetensors package); `*.pt`
+is a `torch.save` of {"lowbit": text, "tensors": {…}}. The layout of codes is told in `lowbit.tensor.affine_tensor`.
+
+When the format changes, its version rises by one and `MIGRATIONS` gains a function from the old to the new.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.tensor import AffineTensor, CodebookTensor, FakeQuantizedTensor, Float8Tensor
+from lowbit.tensor.base import LowbitTensor
+
+FORMAT_VERSION = 1
+Plain = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by name, and the JSON beside them."""
+MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
+"""From a format version to the next: `MIGRATIONS[v](tensors, info)` returns those of version v + 1."""
+
+_KINDS: dict[str, type[LowbitTensor]] = {
+    c.__name__: c for c in (AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor)
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read, and why."""
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _identity(t: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same memory seen in the same way."""
+    if isinstance(t, LowbitTensor):
+        return (type(t), tuple(_identity(inner) for inner in t._inner().values()), tuple(t.shape))
+    return (t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), t.device) if t.numel() else (id(t),)
+
+
+def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Plain:
+    """Plain contiguous tensors by name, and the JSON-able description, of a flat state dict.
+
+    Raises CheckpointError for a DTensor, a transposed tensor, a name that is taken, or a value that is neither a
+    tensor nor plain JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+    info: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "tensors": {},
+        "ties": {},
+        "values": {},
+    }
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{name} is a DTensor: save shards with torch.distributed.checkpoint, or gather the state dict first "
+                "(get_model_state_dict with full_state_dict=True)"
+            )
+        if not isinstance(value, Tensor):
+            _check_json(name, value)
+            info["values"][name] = value
+            continue
+        first = seen.setdefault(_identity(value), name)
+        if first != name:
+            info["ties"][name] = first
+        elif isinstance(value, LowbitTensor):
+            info["tensors"][name] = _describe(name, value)
+            for part, inner in value._inner().items():
+                _put(tensors, f"{name}.{part}", inner)
+        else:
+            _put(tensors, name, value)
+    _check_json("metadata", metadata)
+    info["metadata"] = dict(metadata or {})
+    return tensors, info
+
+
+def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
+    if name in tensors:
+        raise CheckpointError(f"two tensors would be stored as {name}; rename one")
+    tensors[name] = t.detach().contiguous()
+
+
+def _check_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} is a {type(value).__name__}, which is neither a tensor nor plain JSON ({error}); "
+            "use torch.save for such objects"
+        ) from error
+
+
+def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
+    if type(t).__name__ not in _KINDS:
+        raise CheckpointError(
+            f"{name} is a {type(t).__name__}; the format knows {', '.join(_KINDS)}"
+        )
+    if getattr(t, "transposed", False) or t.flat_from is not None:
+        raise CheckpointError(
+            f"{name} is a transposed or flattened view of a quantized tensor; save the original"
+        )
+    return {
+        "kind": type(t).__name__,
+        "shape": list(t.shape),
+        "dtype": _dtype_name(t.dtype),
+        **t.meta_to_json(),
+    }
+
+
+def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict that `to_plain` was given, from its tensors and description of any version up to this one.
+
+    Raises CheckpointError for a newer version, an unknown kind, or a missing or misshapen part.
+    """
+    tensors, info = _migrate(dict(tensors), dict(info))
+    state_dict: dict[str, Any] = {}
+    for name, entry in info["tensors"].items():
+        if entry.get("kind") not in _KINDS:
+            raise CheckpointError(
+                f"{name} is of unknown kind {entry.get('kind')!r}; known: {', '.join(_KINDS)}"
+            )
+        kind = _KINDS[entry["kind"]]
+        inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
+        try:
+            t = kind._build(
+                inner, kind.meta_from_json(entry), entry["shape"], getattr(torch, entry["dtype"])
+            )
+            expected = {part: shape for part, (shape, _) in t._inner_shapes(t.shape).items()}
+        except (KeyError, ValueError, TypeError, AttributeError, StopIteration) as error:
+            raise CheckpointError(f"{name} cannot be put together again: {error!r}") from error
+        found = {part: tuple(p.shape) for part, p in inner.items() if p is not None}
+        if found != expected:
+            raise CheckpointError(f"{name} has parts of shapes {found}; expected {expected}")
+        state_dict[name] = t
+    state_dict.update(tensors)
+    state_dict.update(info["values"])
+    for name, first in info["ties"].items():
+        state_dict[name] = state_dict[first]
+    return state_dict
+
+
+def _migrate(tensors: dict[str, Tensor], info: dict[str, Any]) -> Plain:
+    version = info.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        raise CheckpointError(f"format_version is {version!r}; accepted: 1 to {FORMAT_VERSION}")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}; this lowbit reads versions 1 to {FORMAT_VERSION}: upgrade it"
+        )
+    for v in range(version, FORMAT_VERSION):
+        tensors, info = MIGRATIONS[v](tensors, info)
+    return tensors, info
+
+
+def save(
+    model: nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a module's state dict, or a flat state dict, to `path` (.safetensors or .pt).
+
+    The file appears whole or not at all. `metadata`, any JSON, is given back by `load_metadata`.
+    Raises CheckpointError; see `to_plain`.
+    """
+    path = Path(path)
+    _check_suffix(path)
+    state_dict = model.state_dict() if isinstance(model, nn.Module) else model
+    tensors, info = to_plain(state_dict, metadata)
+    text = json.dumps(info)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        if path.suffix == ".safetensors":
+            _safetensors("torch").save_file(
+                tensors, temporary, metadata={"lowbit": text, "format": "pt"}
+            )
+        else:
+            torch.save({"lowbit": text, "tensors": tensors}, temporary)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """The state dict that was saved; for a module, `model.load_state_dict(lowbit.load(path), assign=True)`.
+
+    Raises:
+        FileNotFoundError: there is no such file. CheckpointError: it is truncated, damaged, not lowbit's, or of a
+        newer format version.
+    """
+    tensors, info = _read(Path(path), device)
+    try:
+        return from_plain(tensors, info)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The `metadata` that `save` was given. Errors are those of `load`."""
+    return dict(_read(Path(path), "meta")[1]["metadata"])
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in (".safetensors", ".pt"):
+        raise CheckpointError(
+            f"{path}: unknown suffix {path.suffix!r}; accepted: .safetensors, .pt"
+        )
+
+
+def _safetensors(module: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError(
+            "*.safetensors needs the safetensors package (pip install safetensors); *.pt needs nothing more"
+        ) from error
+    return safetensors.torch if module == "torch" else safetensors
+
+
+def _read(path: Path, device: str | torch.device) -> Plain:
+    _check_suffix(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    try:
+        if path.suffix == ".safetensors":
+            with _safetensors("").safe_open(path, framework="pt") as file:
+                text = (file.metadata() or {}).get("lowbit")
+                wanted = [] if str(device) == "meta" else file.keys()
+                tensors = {name: file.get_tensor(name).to(device) for name in wanted}
+        else:
+            content = torch.load(path, map_location=device, weights_only=True)
+            is_ours = isinstance(content, dict) and {"lowbit", "tensors"} <= content.keys()
+            text, tensors = (content["lowbit"], content["tensors"]) if is_ours else (None, {})
+        info = None if text is None else json.loads(text)
+    except CheckpointError:
+        raise
+    except Exception as error:  # each reader has its own exceptions for a damaged file
+        raise CheckpointError(
+            f"{path} cannot be read: it is truncated, damaged or not a {path.suffix} file ({error})"
+        ) from error
+    if not isinstance(info, dict):
+        raise CheckpointError(
+            f"{path} was not written by lowbit.save; load it with its own library"
+        )
+    return tensors, info

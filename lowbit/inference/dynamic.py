@@ -1,0 +1,77 @@
+"""Linears whose activation is quantized too, in the integer or float8 products that PyTorch has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.granularity import PerRow, PerToken
+from lowbit.scheme import Float8, Int
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.linear import register_linear
+
+
+def _is_rowwise(weight: LowbitTensor) -> bool:
+    """Per-row symmetric weight, per-token symmetric activation, neither padded nor transposed."""
+    return (
+        isinstance(weight, AffineTensor)
+        and not weight.transposed
+        and weight.zero_point is None
+        and isinstance(weight.spec.granularity, PerRow)
+        and weight.activation is not None
+        and isinstance(weight.activation.granularity, PerToken)
+        and weight.activation.mapping.startswith("symmetric")
+    )
+
+
+def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
+    if not (_is_rowwise(weight) and weight.spec.format == weight.activation.format == Int(8)):
+        return False
+    n, k = weight.shape
+    tokens = x.numel() // max(k, 1)
+    if x.device.type == "cuda":  # what torch._int_mm takes
+        return tokens > 16 and n % 8 == 0 and k % 8 == 0 and k > 0
+    return x.device.type == "cpu" and tokens > 0 and n > 0 and k > 0
+
+
+@register_linear(_can_int8)
+def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) -> Tensor:
+    """int8 × int8 with exact int32 sums, then token scale × row scale in float32: [..., N] in x's dtype."""
+    assert weight.activation is not None
+    codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
+    product = torch._int_mm(codes, weight.codes.t())
+    y = product.float() * token_scale * weight.scale.float().t()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
+    if not (_is_rowwise(weight) and weight.spec.format == weight.activation.format == Float8()):
+        return False
+    n, k = weight.shape
+    return (
+        x.device.type == "cuda"
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
+        and x.numel() > 0
+        and n % 16 == 0
+        and k % 16 == 0
+    )
+
+
+@register_linear(_can_float8)
+def float8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) -> Tensor:
+    """float8 × float8 with float32 sums and both scales in the product: [..., N] in bfloat16."""
+    assert weight.activation is not None
+    values, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
+    y = torch._scaled_mm(
+        values,
+        weight.codes.t(),
+        scale_a=token_scale,
+        scale_b=weight.scale.float().t().contiguous(),
+        bias=bias,
+        out_dtype=x.dtype,
+    )
+    return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,34 @@
+"""quantize_: round a model's weights to nearest, in place."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.apply import Filter, Report, Schemes, find_targets, replace_weights
+
+
+def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
+    """Quantize the weights of `model` in place and report what was converted and what was left alone.
+
+        report = quantize_(model, Int4WeightOnly(group_size=128))
+        quantize_(model, {"lm_head": None, "re:layers\\\\.(0|1)\\\\..*": Int8WeightOnly(), "*": Int4WeightOnly()})
+
+    Args:
+        model: any module. Weights become frozen `AffineTensor` or `Float8Tensor` parameters, on their device.
+        scheme: a `Scheme`, or a dict of patterns to a Scheme or None (left alone). A pattern is a shell-style glob,
+            or "re:" and a regular expression, over the name of the module or of its weight; the first that matches
+            counts.
+        filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. `nn.Embedding` can
+            be chosen, and modules of your own, whose 2-D and 3-D parameters (experts) are converted.
+
+    Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded.
+
+    Raises:
+        TypeError: `scheme` is none. ValueError: nothing to convert; a pattern that chooses nothing; an integer,
+        complex, NaN or infinite weight. The model is then as it was.
+    """
+    targets, report = find_targets(model, scheme, filter_fn)
+    return replace_weights(
+        targets, report, lambda t: AffineTensor.from_float(t.weight, t.scheme), trainable=False
+    )

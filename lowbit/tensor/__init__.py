@@ -1,0 +1,18 @@
+"""The tensor subclasses."""
+
+import torch as _torch
+
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.float8_tensor import Float8Tensor
+
+# what torch.load(weights_only=True) may meet inside them
+_torch.serialization.add_safe_globals(
+    [Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock]
+)
+
+__all__ = ["AffineTensor", "CodebookTensor", "FakeQuantizedTensor", "Float8Tensor", "LowbitTensor"]

@@ -1,0 +1,365 @@
+"""AffineTensor: integer codes of 1 to 8 bits with a scale and a zero point for each block.
+
+Storage, all row-major, sliceable along dimension 0 without unpacking:
+
+- `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code less the format's smallest, packed as a little-endian
+  bit stream along the last dimension (`lowbit.packing`); 4 bits: uint8 [..., K/2], even k in the low nibble.
+- `scale`, `zero_point`: one element a block, [..., K/group]. A symmetric mapping stores no zero point.
+
+K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.granularity import PerRow, PerTensor
+from lowbit.packing import pack, packed_size, unpack
+from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
+from lowbit.tensor.linear import quantized_linear
+
+
+def check_weight(weight: Tensor, name: str = "weight") -> None:
+    """Raise ValueError unless `weight` is a real floating tensor, of at least two dimensions, and finite."""
+    if isinstance(weight, LowbitTensor):
+        raise ValueError(
+            f"{name} is already quantized: {weight!r}; dequantize it or start from the original"
+        )
+    if not weight.dtype.is_floating_point:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}; only real floating-point weights can be quantized "
+            "(float32, bfloat16, float16): convert it or leave it out with filter_fn"
+        )
+    if weight.dtype.itemsize < 2:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}, which is low-bit already; leave it out with filter_fn"
+        )
+    if weight.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; a quantized weight has 2 or more dimensions"
+        )
+    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise ValueError(
+            f"{name} has {bad} NaN or infinite values of {weight.numel()}; repair or reload it before quantizing"
+        )
+
+
+class AffineTensor(LowbitTensor):
+    """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
+
+    It is frozen: `requires_grad_()` leaves `requires_grad` False. Gradients flow through its linear to the input.
+    """
+
+    tensor_attrs = ("codes", "scale", "zero_point")
+    meta_attrs = ("spec", "activation", "transposed")
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    spec: Spec
+    """Of the weight."""
+    activation: Spec | None
+    """How the activation of its linear is quantized, or None."""
+    transposed: bool
+    """The logical tensor is the stored one with its last two dimensions swapped."""
+
+    def __new__(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        spec: Spec,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        activation: Spec | None = None,
+    ) -> Self:
+        """From parts as the module describes them. Raises ValueError where their shapes don't fit."""
+        tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
+        self = cls._build(
+            tensors, {"spec": spec, "activation": activation, "transposed": False}, shape, dtype
+        )
+        expected = self._inner_shapes(shape)
+        for name, t in self._inner().items():
+            if name not in expected or tuple(t.shape) != expected[name][0]:
+                raise ValueError(
+                    f"{name} of shape {tuple(t.shape)} does not fit a {cls.__name__} of shape {tuple(shape)} and "
+                    f"{spec}; expected {expected.get(name, ['none'])[0]}"
+                )
+        return self
+
+    @classmethod
+    def from_float(cls, weight: Tensor, scheme: Scheme | Spec) -> AffineTensor:
+        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype.
+
+        A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
+        infinite weights.
+        """
+        spec, activation = (
+            (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
+        )
+        check_weight(weight)
+        kind = representation_of(spec)
+        dtype = torch.float32 if weight.dtype is torch.float64 else weight.dtype
+        meta = {"spec": spec, "activation": activation, "transposed": False}
+        return kind._build(kind._encode_as(weight.detach(), spec, dtype), meta, weight.shape, dtype)
+
+    @classmethod
+    def _encode_as(
+        cls, weight: Tensor, spec: Spec, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor | None]:
+        codes, scale, zero_point = spec.quantize(weight, scale_dtype)
+        return {
+            "codes": cls._store(codes, spec),
+            "scale": scale,
+            "zero_point": zero_point
+            if spec.mapping in ("asymmetric", "float_zero_point")
+            else None,
+        }
+
+    # ---- storage of the codes, overridden by Float8Tensor ----------------------------------------------------
+
+    @staticmethod
+    def _store(codes: Tensor, spec: Spec) -> Tensor:
+        if spec.format.bits == 8:
+            return codes.contiguous()
+        return pack((codes - int(spec.format.quant_min)).view(torch.uint8), spec.format.bits)
+
+    @classmethod
+    def _code_dtype(cls, spec: Spec) -> torch.dtype:
+        return spec.format.dtype if spec.format.bits == 8 else torch.uint8
+
+    def _load(self, columns: int) -> Tensor:
+        """Codes [..., columns] in the format's own dtype, on its own grid."""
+        fmt = self.spec.format
+        if fmt.bits == 8:
+            return self.codes
+        return (unpack(self.codes, fmt.bits, columns).view(fmt.dtype)) + int(fmt.quant_min)
+
+    # ---- what the base asks for ------------------------------------------------------------------------------
+
+    def dequantize(self) -> Tensor:
+        """Values [..., N, K] in this tensor's dtype: (code − zero_point) · scale in float32, rounded once."""
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        if self.transposed:
+            return self._untransposed().dequantize().transpose(-2, -1)
+        shape = tuple(self.shape)
+        codes = self._load(self.spec.padded_shape(shape)[-1])
+        zero_point = self._grid_zero_point(codes)
+        return self.spec.dequantize(codes, self.scale, zero_point, shape, self.dtype)
+
+    def _grid_zero_point(self, codes: Tensor) -> Tensor | None:
+        fmt = self.spec.format
+        if self.zero_point is not None or isinstance(fmt, Float8):
+            return self.zero_point
+        return torch.full_like(
+            self.scale, (fmt.quant_min + fmt.quant_max + 1) // 2, dtype=fmt.dtype
+        )
+
+    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        padded = self.spec.padded_shape(shape)
+        blocks = tuple(n // b for n, b in zip(padded, self.spec.block_size(shape), strict=True))
+        bits = self.spec.format.bits
+        found: InnerShapes = {
+            "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),
+            "scale": (blocks, self.scale.dtype),
+        }
+        if self.zero_point is not None:
+            found["zero_point"] = (blocks, self.zero_point.dtype)
+        return found
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        if self.transposed:
+            values = values.transpose(-2, -1)
+        return type(self)._encode_as(values, self.spec, self.scale.dtype)
+
+    @classmethod
+    def _strides(cls, shape: Sequence[int], meta: Any) -> tuple[int, ...] | None:
+        if not meta["transposed"] or len(shape) < 2:
+            return None
+        base = list(torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride())
+        return (*base[:-2], base[-1], base[-2])
+
+    def _blocks_along(self, dim: int) -> int:
+        """Elements of a block along `dim`; 0 where the granularity says that one block covers all of it."""
+        granularity = self.spec.granularity
+        last = dim == self.ndim - 1
+        if isinstance(granularity, PerTensor) or (last and isinstance(granularity, PerRow)):
+            return 0
+        return self.spec.block_size(self.shape)[dim]
+
+    def _row_attrs(self) -> tuple[str, ...]:
+        block = self._blocks_along(0)
+        if block > 1:
+            raise self._unsupported(f"sharding rows that share scales in blocks of {block}")
+        return ("codes",) if block == 0 else tuple(self._inner())
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        if self.transposed:
+            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
+            return self._untransposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+        size, block = self.shape[dim], self._blocks_along(dim)
+        if (start, end) == (0, size):
+            return self._with()
+        bits = self.spec.format.bits if dim == self.ndim - 1 else 8
+        if any(edge != size and (edge % max(block, 1) or edge * bits % 8) for edge in (start, end)):
+            raise self._unsupported(
+                f"slicing dimension {dim} of {size} at {start}:{end} "
+                f"(accepted: multiples of its blocks of {max(block, 1)}, at whole bytes)"
+            )
+        stop = min(end, size)
+        if dim == self.ndim - 1 and end == size:  # keep the padding that belongs to the last block
+            end = self.spec.padded_shape(self.shape)[-1]
+        codes = self.codes.narrow(dim, start * bits // 8, packed_size(end - start, bits))
+        tensors: dict[str, Tensor | None] = {"codes": codes}
+        for name in ("scale", "zero_point"):
+            t = getattr(self, name)
+            if t is not None and block:
+                t = t.narrow(dim, start // block, -(-(end - start) // block))
+            tensors[name] = t
+        shape = list(self.shape)
+        shape[dim] = stop - start
+        return self._with(tensors, shape)
+
+    def _view(self, shape: tuple[int, ...]) -> Self | None:
+        """Leading dimensions merged or split; the blocked ones must stay."""
+        leading = self._blocks_along(0) == 1 and self.ndim > 1
+        if (
+            self.transposed
+            or not shape
+            or not leading
+            or shape[-1] != self.shape[-1]
+            or len(shape) < 2
+        ):
+            return None
+        if any(self._blocks_along(dim) != 1 for dim in range(self.ndim - 1)):
+            return None
+        return self._map(lambda t: t.view(*shape[:-1], t.shape[-1]), shape=shape)
+
+    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        if self.transposed:
+            raise self._unsupported("cat of transposed tensors")
+        block = self._blocks_along(dim)
+        size = sum(t.shape[dim] for t in tensors)
+        if block == 0 or any(t.shape[dim] % block for t in tensors[:-1]):
+            raise self._unsupported(
+                f"cat along dimension {dim}, which does not end in whole blocks, each with a scale"
+            )
+        joined = {
+            name: torch.cat([getattr(t, name) for t in tensors], dim) for name in self._inner()
+        }
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return self._with(joined, shape)
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {"scheme": Scheme(self.spec, self.activation).to_dict()}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        scheme = Scheme.from_dict(data["scheme"])
+        return {"spec": scheme.weight, "activation": scheme.activation, "transposed": False}
+
+    # ---- transposition, rows, experts -------------------------------------------------------------------------
+
+    def _transposed(self) -> Self:
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return self._with(shape=shape, transposed=not self.transposed)
+
+    _untransposed = _transposed
+
+    def _take(self, rows: Tensor) -> Self:
+        """The rows at a 1-D index of dimension 0."""
+        names = self._row_attrs()
+        tensors = {name: t[rows] if name in names else t for name, t in self._inner().items()}
+        return self._with(tensors, (rows.shape[0], *self.shape[1:]))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and isinstance(
+            args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
+        ):
+            return quantized_linear(*args, **kwargs)
+        if (
+            func is Tensor.requires_grad_
+        ):  # codes have no gradient: load_state_dict(assign=True) asks for one
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def representation_of(spec: Spec) -> type[AffineTensor]:
+    """The class that stores a weight of this spec."""
+    from lowbit.tensor.float8_tensor import Float8Tensor
+
+    return AffineTensor if isinstance(spec.format, Int) else Float8Tensor
+
+
+@AffineTensor.implements(aten.t.default, aten.transpose.int)
+def _transpose(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    self = args[0]
+    check_not_flat(self, "transposition")
+    dims = {d % self.ndim for d in args[1:3]} if len(args) > 1 else {0, 1}
+    if len(dims) == 1:
+        return self._with()
+    if dims != {self.ndim - 2, self.ndim - 1}:
+        raise self._unsupported(f"transposing dimensions {sorted(dims)} (accepted: the last two)")
+    return self._transposed()
+
+
+@AffineTensor.implements(aten.select.int)
+def _select(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    self, dim, index = args
+    check_not_flat(self, "select")
+    if dim % self.ndim != 0 or self.ndim < 3 or self._blocks_along(0) != 1:
+        raise self._unsupported(
+            f"selecting along dimension {dim} (accepted: an expert, dimension 0 of 3 or more)"
+        )
+    return self._map(lambda t: t.select(0, index), shape=self.shape[1:])
+
+
+@AffineTensor.implements(aten.index_select.default, aten.index.Tensor)
+def _index(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
+    check_not_flat(self, "indexing")
+    if (
+        dim != 0
+        or self.transposed
+        or (func is aten.index.Tensor and len(args[1]) != 1)
+        or rows.ndim != 1
+    ):
+        raise self._unsupported("indexing but by one 1-D index of dimension 0")
+    return self._take(rows.nonzero().squeeze(1) if rows.dtype is torch.bool else rows)
+
+
+@AffineTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Gather the rows' codes, then dequantize only those."""
+    self, indices = args[0], args[1]
+    rows = self._take(indices.reshape(-1)).dequantize()
+    return rows.view(*indices.shape, *self.shape[1:])
+
+
+@AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products that arrive below autograd, as DTensor's do."""
+    if func is aten.addmm.default:
+        bias, x, weight = args
+        if kwargs:
+            raise weight._unsupported(f"addmm with {kwargs}")
+    else:
+        x, weight, bias = (*args, None)[:3]
+    if not isinstance(weight, AffineTensor) or isinstance(x, LowbitTensor):
+        quantized = x if isinstance(x, LowbitTensor) else weight
+        raise quantized._unsupported(f"{func} in that position (accepted: input @ weight)")
+    if func is aten.linear.default or weight.transposed:
+        stored = weight if func is aten.linear.default else weight._untransposed()
+        return quantized_linear(x, stored, bias)
+    product = x @ weight.dequantize().to(x.dtype)
+    return product if bias is None else product + bias

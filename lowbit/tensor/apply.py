@@ -1,0 +1,215 @@
+"""Walk a model, choose a scheme for each weight, replace it, and report what was done and what was not.
+
+Shared by `lowbit.quantize_`, `lowbit.qat.prepare_` and `lowbit.qat.convert_`. Everything is checked before the
+first weight is replaced, so a model that is refused is as it was. A tensor that several modules share is converted
+once and stays shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import check_weight
+from lowbit.tensor.base import LowbitTensor
+
+Filter = Callable[[nn.Module, str], bool]
+Schemes = Scheme | Mapping[str, Scheme | None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight: its fully qualified name, shape, what became of it, and why."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    converted: bool
+    note: str
+
+
+@dataclass
+class Report:
+    """What a conversion did: `print(report)`, or read `converted` and `left`."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def converted(self) -> list[str]:
+        """Fully qualified names of the weights that were converted."""
+        return [e.fqn for e in self.entries if e.converted]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Fully qualified name → reason, of the weights that were left alone."""
+        return {e.fqn: e.note for e in self.entries if not e.converted}
+
+    def __str__(self) -> str:
+        count = len(self.converted)
+        lines = [f"{count} weights converted, {len(self.entries) - count} left alone"]
+        width = max((len(e.fqn) for e in self.entries), default=0)
+        for e in self.entries:
+            mark = "+" if e.converted else "-"
+            lines.append(f"  {mark} {e.fqn:<{width}}  {'x'.join(map(str, e.shape)):<14}  {e.note}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight to convert: where it lives (`owners`: module, attribute, its name there) and by which scheme."""
+
+    weight: nn.Parameter
+    scheme: Scheme
+    owners: tuple[tuple[nn.Module, str, str], ...]
+
+
+def is_linear(module: nn.Module, fqn: str) -> bool:
+    """The filter in use when none is given: every `nn.Linear`."""
+    return isinstance(module, nn.Linear)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
+
+
+def _check_schemes(schemes: Schemes) -> None:
+    values = schemes.values() if isinstance(schemes, Mapping) else [schemes]
+    for scheme in values:
+        if not (isinstance(scheme, Scheme) or (scheme is None and isinstance(schemes, Mapping))):
+            raise TypeError(
+                f"unknown scheme {scheme!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(group_size=128), or a "
+                "dict of name patterns to a Scheme or None, e.g. {'lm_head': None, '*': lowbit.Int8WeightOnly()}"
+            )
+
+
+def _scheme_for(schemes: Schemes, names: tuple[str, str], used: set[str]) -> Scheme | None:
+    """The scheme of the first pattern that matches the module's or the weight's name."""
+    if isinstance(schemes, Scheme):
+        return schemes
+    for pattern, scheme in schemes.items():
+        if any(_matches(pattern, name) for name in names):
+            used.add(pattern)
+            return scheme
+    return None
+
+
+def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module that has been selected that a product could take, with their attribute names."""
+    for name, param in module.named_parameters(recurse=False):
+        if (
+            name == "weight"
+            if isinstance(module, nn.Linear | nn.Embedding)
+            else param.ndim in (2, 3)
+        ):
+            yield name, param
+
+
+def _refusal(module: nn.Module, weight: Tensor) -> str | None:
+    """Why a weight of a selected module is left alone, or None."""
+    if isinstance(weight, LowbitTensor):
+        return f"already a {type(weight).__name__}"
+    if type(module).__module__.startswith("torch.nn") and not isinstance(
+        module, nn.Linear | nn.Embedding
+    ):
+        return f"no low-bit product for {type(module).__name__}"
+    return None
+
+
+def find_targets(
+    model: nn.Module, schemes: Schemes, filter_fn: Filter | None
+) -> tuple[list[Target], Report]:
+    """The weights to convert, all of them checked, and a report of the ones left alone.
+
+    Raises:
+        TypeError: not a scheme. ValueError: a pattern that matches nothing; nothing to convert; an integer, complex,
+        NaN or infinite weight; a model already sharded.
+    """
+    _check_schemes(schemes)
+    filter_fn = filter_fn or is_linear
+    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(id(param), []).append(
+                (module, name, f"{prefix}.{name}" if prefix else name)
+            )
+    targets: dict[int, Target] = {}
+    report, used = Report(), set()
+    for prefix, module in model.named_modules():
+        selected = filter_fn(module, prefix)
+        if not selected and not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        for name, param in _weights_of(module, prefix):
+            fqn = f"{prefix}.{name}" if prefix else name
+            note = _refusal(module, param) if selected else "not selected by the filter"
+            scheme = _scheme_for(schemes, (prefix, fqn), used) if note is None else None
+            if note is None and scheme is None:
+                note = "no scheme for this name"
+            if note is not None or scheme is None:
+                report.entries.append(Entry(fqn, tuple(param.shape), False, note or ""))
+            elif id(param) not in targets:
+                targets[id(param)] = Target(param, scheme, tuple(owners[id(param)]))
+    _check_targets(model, schemes, targets, used, report)
+    shared = {fqn for t in targets.values() for _, _, fqn in t.owners}
+    report.entries = [e for e in report.entries if e.fqn not in shared]
+    return list(targets.values()), report
+
+
+def _check_targets(
+    model: nn.Module,
+    schemes: Schemes,
+    targets: Mapping[int, Target],
+    used: set[str],
+    report: Report,
+) -> None:
+    for target in targets.values():
+        fqn = target.owners[0][2]
+        if isinstance(target.weight, DTensor):
+            raise ValueError(
+                f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
+            )
+        check_weight(target.weight, fqn)
+    unused = [p for p in schemes if p not in used] if isinstance(schemes, Mapping) else []
+    if unused:
+        raise ValueError(
+            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like "
+            f"{[e.fqn for e in report.entries][:3] or [t.owners[0][2] for t in targets.values()][:3]}"
+        )
+    if not targets:
+        reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
+        raise ValueError(
+            f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
+            "choose modules with filter_fn(module, name)"
+        )
+
+
+def replace_weights(
+    targets: list[Target], report: Report, make: Callable[[Target], Tensor], trainable: bool
+) -> Report:
+    """Replace each target by `make(target)` in every module that holds it, and complete the report."""
+    for target in targets:
+        keeps_grad = trainable and target.weight.requires_grad
+        new = nn.Parameter(make(target), requires_grad=keeps_grad)
+        for module, name, _ in target.owners:
+            module.register_parameter(name, new)
+        first, *others = (fqn for _, _, fqn in target.owners)
+        report.entries.append(Entry(first, tuple(new.shape), True, _describe(target, new)))
+        report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]
+    return report
+
+
+def _describe(target: Target, new: Tensor) -> str:
+    spec, activation = target.scheme.weight, target.scheme.activation
+    note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
+    if activation is not None:
+        note += f"; activation {activation.format}, {activation.granularity}"
+    padded = spec.padded_shape(new.shape)
+    if padded != tuple(new.shape):
+        note += f"; padded to {'x'.join(map(str, padded))}"
+    return note

@@ -1,0 +1,168 @@
+"""FakeQuantizedTensor: a high-precision weight whose products see it quantized (quantization-aware training).
+
+`F.linear` and `F.embedding` round the weight, and the activation where the scheme says so, to what the converted
+model will store, through the same `Spec` that converts it; gradients pass straight through to the weight inside
+the clamp range. To everything else (optimizers, norms, initialisers) it is the high-precision weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import check_weight
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.linear import autocast_inputs
+
+
+class _Master(torch.autograd.Function):
+    """The inner weight as a plain tensor, its gradient passed to the FakeQuantizedTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: FakeQuantizedTensor) -> Tensor:
+        return weight.weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class FakeQuantizedTensor(LowbitTensor):
+    """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
+
+    tensor_attrs = ("weight",)
+    meta_attrs = ("scheme",)
+
+    weight: Tensor
+    scheme: Scheme
+
+    def __new__(cls, weight: Tensor, scheme: Scheme) -> Self:
+        """Wrap `weight` [..., N, K], sharing its memory. Raises ValueError as `AffineTensor.from_float` does."""
+        check_weight(weight)
+        weight = weight.detach()
+        return cls._build({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
+
+    def fake_quantized(self) -> Tensor:
+        """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
+        return self.scheme.weight.fake_quantize(_Master.apply(self), self.weight.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The values that the converted weight will have, in this tensor's dtype, without gradient."""
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
+            self.dtype
+        )
+
+    def master(self) -> Tensor:
+        """The high-precision weight itself: update it in place."""
+        return self.weight
+
+    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        return {"weight": (tuple(shape), self.weight.dtype)}
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        return {"weight": values}
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        shape = list(self.shape)
+        shape[dim] = end - start
+        return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
+
+    def _view(self, shape: tuple[int, ...]) -> Self | None:
+        if len(shape) < 2 or shape[-1] != self.shape[-1]:
+            return None
+        return self._map(lambda t: t.view(shape), shape=shape)
+
+    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        joined = torch.cat([t.weight for t in tensors], dim)
+        return self._with({"weight": joined}, joined.shape)
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {"scheme": self.scheme.to_dict()}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        return {"scheme": Scheme.from_dict(data["scheme"])}
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        product = _PRODUCTS.get(func)
+        if product is not None:
+            return product(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, FakeQuantizedTensor) or isinstance(x, LowbitTensor):
+        raise NotImplementedError(
+            f"linear of {x!r} with {weight!r}: only the weight may be a FakeQuantizedTensor"
+        )
+    x, bias = autocast_inputs(x, weight, bias)
+    activation = weight.scheme.activation
+    if activation is not None:
+        x = activation.fake_quantize(x)
+    return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
+
+
+def _embedding(indices: Tensor, weight: FakeQuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Only the rows asked for are quantized, where a scale belongs to one row; the gradient reaches only them.
+
+    (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
+    """
+    if weight.scheme.weight.block_size(weight.shape)[0] == 1:
+        rows = F.embedding(indices, _Master.apply(weight), *args, **kwargs)
+        return weight.scheme.weight.fake_quantize(rows, weight.weight.dtype).to(weight.dtype)
+    return F.embedding(indices, weight.fake_quantized().to(weight.dtype), *args, **kwargs)
+
+
+_PRODUCTS: dict[Any, Any] = {F.linear: _linear, F.embedding: _embedding}
+
+
+@FakeQuantizedTensor.implements(
+    aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default, aten.full_like.default
+)
+def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Optimizer states and gradients of a trainable weight are plain tensors."""
+    return func(args[0].weight, *args[1:], **{"dtype": args[0].dtype, **kwargs})
+
+
+@FakeQuantizedTensor.implements(
+    *(
+        aten.zero_.default,
+        aten.fill_.Scalar,
+        aten.normal_.default,
+        aten.uniform_.default,
+        aten.clamp_.default,
+    ),
+    *(aten.add_.Tensor, aten.add_.Scalar, aten.sub_.Tensor, aten.mul_.Tensor, aten.mul_.Scalar),
+    *(aten.div_.Tensor, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default),
+    *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.erfinv_.default),
+    *(
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.div.Tensor,
+        aten.neg.default,
+    ),
+    *(aten.abs.default, aten.pow.Tensor_Scalar, aten.isfinite.default, aten.isnan.default),
+    *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
+    aten.linalg_vector_norm.default,
+)
+def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an optimizer, an initialiser or a norm does happens to the high-precision weight."""
+    result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    changes_weight = func._schema.is_mutable and isinstance(args[0], FakeQuantizedTensor)
+    return args[0] if changes_weight else result
+
+
+def _unwrap(x: Any) -> Any:
+    return x.weight if isinstance(x, FakeQuantizedTensor) else x

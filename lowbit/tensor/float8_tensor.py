@@ -1,0 +1,29 @@
+"""Float8Tensor: float8 values (e4m3 or e5m2) with a scale for each block.
+
+x̂ = value · scale with scale = max|x| / 448 (e4m3; 57,344 for e5m2). Codes are stored as the float8 dtype itself,
+in the logical shape padded to whole blocks; everything else is as in `AffineTensor`, with no zero point.
+Source: Micikevicius et al., arXiv 2209.05433.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.scheme import Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+
+
+class Float8Tensor(AffineTensor):
+    """A weight in float8; make one with `Float8Tensor.from_float(weight, Float8WeightOnly())`."""
+
+    @staticmethod
+    def _store(codes: Tensor, spec: Spec) -> Tensor:
+        return codes.contiguous()
+
+    @classmethod
+    def _code_dtype(cls, spec: Spec) -> torch.dtype:
+        return spec.format.dtype
+
+    def _load(self, columns: int) -> Tensor:
+        return self.codes

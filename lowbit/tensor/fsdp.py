@@ -1,0 +1,91 @@
+"""The FSDP2 all-gather of a low-bit tensor: what travels is the stored form, not the values.
+
+`fully_shard` splits dimension 0. Evenly sharded, the inner tensors that run along it travel as they are. Unevenly
+sharded, FSDP2 demands inputs of exactly the padded shard's logical size, whatever their dtype; so each row's
+codes, scales and zero points are laid end to end as bytes, and that row is viewed as a dtype of as many bytes as
+the logical size needs: 1 byte an element for 4 bits, 2 for 8.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lowbit.tensor.base import LowbitTensor
+
+_DTYPE_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _to_rows(tensor: LowbitTensor, rows: int) -> Tensor:
+    """[rows, trailing…] of a dtype wide enough, holding each row's inner tensors as bytes, zero padded."""
+    parts = []
+    for name in tensor._row_attrs():
+        inner = getattr(tensor, name)
+        parts.append(inner.reshape(inner.shape[0], -1).contiguous().view(torch.uint8))
+    used = sum(part.shape[1] for part in parts)
+    elements = max(tensor.shape[1:].numel(), 1)
+    width = next((w for w in _DTYPE_OF_BYTES if w * elements >= used), None)
+    if width is None:
+        raise NotImplementedError(
+            f"an uneven FSDP2 shard of {tensor!r} needs more than 8 bytes an element; pad dimension 0 "
+            "to a multiple of the world size or keep this parameter in high precision"
+        )
+    packed = parts[0].new_zeros((rows, elements * width))
+    packed[: tensor.shape[0], :used] = torch.cat(parts, dim=1)
+    return packed.view(_DTYPE_OF_BYTES[width]).view(rows, *tensor.shape[1:])
+
+
+def _from_rows(tensor: LowbitTensor, packed: Tensor, rows: int) -> dict[str, Tensor]:
+    """The inner tensors of `rows` rows, from what `_to_rows` laid end to end on each rank."""
+    shapes = tensor._inner_shapes((rows, *tensor.shape[1:]))
+    flat = packed.reshape(packed.shape[0], -1).view(torch.uint8)[:rows]
+    found, start = {}, 0
+    for name in tensor._row_attrs():
+        shape, dtype = shapes[name]
+        nbytes = dtype.itemsize * torch.Size(shape[1:]).numel()
+        found[name] = flat[:, start : start + nbytes].contiguous().view(dtype).view(shape)
+        start += nbytes
+    return found
+
+
+class FSDPHooks:
+    """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+
+    def fsdp_pre_all_gather(
+        self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """The tensors to gather, and (the tensor itself, its full size, whether rows travel as bytes)."""
+        if outer_size[0] % mesh.size() == 0:
+            return tuple(getattr(self, name) for name in self._row_attrs()), (
+                self,
+                outer_size,
+                False,
+            )
+        rows = -(-outer_size[0] // mesh.size())
+        return (_to_rows(self, rows),), (self, outer_size, True)
+
+    def fsdp_post_all_gather(
+        self: Any,
+        outputs: tuple[Tensor, ...],
+        metadata: tuple[Any, ...],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
+        shard, outer_size, as_bytes = metadata
+        if as_bytes:
+            gathered = _from_rows(shard, outputs[0], outer_size[0])
+        else:
+            gathered = dict(zip(shard._row_attrs(), outputs, strict=True))
+        if out is None:
+            whole = shard._with({**shard._inner(), **gathered}, outer_size, param_dtype)
+            return whole, tuple(gathered.values()) if as_bytes else outputs
+        target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
+        if as_bytes:
+            for name, t in gathered.items():
+                getattr(target, name).copy_(t)
+        return None

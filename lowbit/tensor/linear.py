@@ -1,0 +1,136 @@
+"""The linear of a quantized weight: an ordered table of (condition, implementation), the last registered first.
+
+A kernel or backend is one registration:
+
+    @register_linear(lambda x, w, bias: x.is_cuda and isinstance(w, AffineTensor) and w.spec.format == Int(4))
+    def my_linear(x, w, bias):
+        return ...
+
+`condition(x, w, bias) -> bool` sees the activation [..., K], the quantized weight [N, K] and the bias [N] or None;
+it must decide from shapes, dtypes, devices and metadata alone, never from values. `implementation(x, w, bias)`
+returns [..., N] in x's dtype. Gradients are not its concern: `quantized_linear` gives the input's, by one
+dequantize, and the bias's, whatever the implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.tensor.base import LowbitTensor
+
+Condition = Callable[[Tensor, LowbitTensor, Tensor | None], bool]
+Implementation = Callable[[Tensor, Any, Tensor | None], Tensor]
+
+_table: list[tuple[Condition, Implementation]] = []
+
+
+def register_linear(
+    condition: Condition, impl: Implementation | None = None
+) -> Callable[[Implementation], Implementation]:
+    """Put `impl` first in the table; as `@register_linear(condition)`, a decorator. Returns the decorator."""
+
+    def register(fn: Implementation) -> Implementation:
+        _table.insert(0, (condition, fn))
+        return fn
+
+    if impl is not None:
+        register(impl)
+    return register
+
+
+def unregister_linear(impl: Implementation) -> None:
+    """Take every registration of `impl` out of the table again.
+
+    Raises ValueError if there is none.
+    """
+    kept = [entry for entry in _table if entry[1] is not impl]
+    if len(kept) == len(_table):
+        raise ValueError(
+            f"{impl!r} is not registered; registered: {[fn.__name__ for _, fn in _table]}"
+        )
+    _table[:] = kept
+
+
+def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Implementation:
+    """The implementation that serves this product."""
+    for condition, impl in _table:
+        if condition(x, weight, bias):
+            return impl
+    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return choose_linear(x, weight, bias)(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        (grad,) = grads
+        (weight,) = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight.dequantize().to(grad.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
+        return grad_x, None, grad_bias
+
+
+def quantized_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Differentiable in x and bias.
+
+    Raises:
+        RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
+        ValueError: shapes that do not fit.
+    """
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{weight!r} is quantized and cannot be trained: call .requires_grad_(False) on it, or train with "
+            "lowbit.qat.prepare_ and convert afterwards"
+        )
+    if weight.ndim != 2:
+        raise ValueError(
+            f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
+        )
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
+        )
+    x, bias = autocast_inputs(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What `F.linear` under autocast does to its inputs; the weight's values are cast once dequantized.
+
+    Raises ValueError where, without autocast, x and the weight differ in dtype.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x, None if bias is None else bias.to(x.dtype)
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"linear of a {x.dtype} input with a weight of dtype {weight.dtype}: convert one "
+            "(model.to(dtype) keeps the codes) or use torch.autocast"
+        )
+    return x, bias
+
+
+def plain_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
+    """Quantize and dequantize the activation if the scheme says so, dequantize the weight, multiply.
+
+    The reference of every other implementation, and what a QAT-prepared layer computes, to the bit.
+    """
+    spec = getattr(weight, "activation", None)
+    if spec is not None:
+        x = spec.fake_quantize(x)
+    return F.linear(x, weight.dequantize().to(x.dtype), bias)
+
+
+register_linear(lambda x, weight, bias: True, plain_linear)
