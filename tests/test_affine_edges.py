@@ -259,6 +259,30 @@ def test_compiles_without_a_graph_break() -> None:
     assert x.grad is not None and x.grad.sum() > 0
 
 
+@pytest.mark.gpu
+@mappings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gpu_gives_the_bits_of_the_cpu(mapping: Mapping, dtype: torch.dtype) -> None:
+    x = (torch.randn(64, 256) * torch.logspace(-3, 3, 256)).to(dtype)
+    for ours, expected in zip(
+        round_trip(x.cuda(), mapping, (1, 32)), round_trip(x, mapping, (1, 32)), strict=True
+    ):
+        assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.gpu
+@float8
+def test_gpu_gives_the_float8_of_the_cpu(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 256) * torch.logspace(-3, 3, 256)
+    scale, _ = choose_qparams_affine(x, "symmetric", (1, 256), dtype)
+    on_gpu, _ = choose_qparams_affine(x.cuda(), "symmetric", (1, 256), dtype)
+    assert torch.equal(on_gpu.cpu(), scale)
+    codes = quantize_affine(x, (1, 256), scale, None, dtype)
+    assert torch.equal(
+        quantize_affine(x.cuda(), (1, 256), on_gpu, None, dtype).cpu().float(), codes.float()
+    )
+
+
 X = torch.randn(4, 16)
 ONE = torch.ones(4)
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
