@@ -1,0 +1,212 @@
+"""The aten operations that every low-bit tensor has, derived from what a representation declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.tensor.base import LowbitTensor, aten, check_not_flat, map_inner
+
+_like = LowbitTensor.implements
+
+
+@_like(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _alias(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    return args[0]._with()
+
+
+@_like(aten.clone.default, aten._pin_memory.default, aten.contiguous.default)
+def _clone(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self = args[0]
+    return self._with(map_inner(func, args, {}, self._inner()))
+
+
+@_like(aten.is_pinned.default)
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return all(t.is_pinned() for t in args[0]._inner().values())
+
+
+@_like(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self = args[0]
+    dtype = kwargs.get("dtype") or self.dtype
+    if not dtype.is_floating_point:
+        raise self._unsupported(f"conversion to {dtype} (accepted: floating dtypes)")
+    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
+
+    def move(t: Tensor) -> Tensor:
+        return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)
+
+    return self._map(move, dtype=dtype)
+
+
+@_like(aten.copy_.default)
+def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    dst, src = args[0], args[1]
+    if not isinstance(dst, LowbitTensor):
+        return dst.copy_(src.dequantize())
+    if dst.shape != src.shape:
+        raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
+    if not isinstance(src, LowbitTensor):
+        source = dst._encode(src)
+    elif type(src) is type(dst) and src._meta() == dst._meta():
+        source = dict(src._inner())
+    else:
+        raise ValueError(
+            f"cannot copy {src!r} into {dst!r}: they are stored differently. To replace the tensor use "
+            "load_state_dict(..., assign=True); to quantize anew copy src.dequantize()"
+        )
+    for name, t in dst._inner().items():
+        t.copy_(source[name])
+    return dst
+
+
+@_like(aten.slice.Tensor)
+def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    check_not_flat(self, "a slice")
+    if step != 1:
+        raise self._unsupported(f"slicing with step {step}")
+    dim = dim % self.ndim
+    start, end, _ = slice(start, end).indices(self.shape[dim])
+    return self._slice(dim, start, max(start, end))
+
+
+@_like(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
+    self, sizes = args[0], args[1]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % self.ndim
+    check_not_flat(self, "a split")
+    if isinstance(sizes, int):
+        total = self.shape[dim]
+        sizes = [min(sizes, total - start) for start in range(0, max(total, 1), max(sizes, 1))]
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(self._slice(dim, start, start + size))
+        start += size
+    return parts
+
+
+@_like(aten.view.default, aten._unsafe_view.default)
+def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self, size = args
+    numel = self.numel()
+    known = 1
+    for s in size:
+        known *= 1 if s == -1 else s
+    shape = tuple((numel // known if known else 0) if s == -1 else s for s in size)
+    if shape == tuple(self.shape):
+        return self._with()
+    if self.flat_from is not None:
+        if shape == self.flat_from:
+            return self._with(shape=shape)
+    elif len(shape) == 1 and shape[0] == numel:
+        flat = self._with(shape=shape)
+        flat.flat_from = tuple(self.shape)
+        return flat
+    else:
+        viewed = self._view(shape)
+        if viewed is not None:
+            return viewed
+    raise self._unsupported(f"a view as {shape}")
+
+
+@_like(aten.as_strided.default)
+def _as_strided(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self, size, stride = args[0], args[1], args[2]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if tuple(size) != tuple(self.shape) or tuple(stride) != self.stride() or offset:
+        raise self._unsupported(
+            f"as_strided with size {tuple(size)}, stride {tuple(stride)}, offset {offset}"
+        )
+    return self._with()
+
+
+@_like(
+    aten.new_zeros.default, aten.new_empty.default, aten.zeros_like.default, aten.empty_like.default
+)
+def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The same representation where only the rows differ; a plain tensor for any other shape."""
+    self = args[0]
+    shape = tuple(args[1]) if len(args) > 1 else tuple(self.shape)
+    dtype = kwargs.get("dtype") or self.dtype
+    device = kwargs.get("device") or self.device
+    make = torch.zeros if func in (aten.new_zeros.default, aten.zeros_like.default) else torch.empty
+    if self.flat_from is not None or not shape or shape[1:] != tuple(self.shape[1:]):
+        return make(shape, dtype=dtype, device=device)
+    shapes = self._inner_shapes(shape)
+    tensors = {
+        name: make(shapes[name][0], dtype=shapes[name][1], device=device) for name in self._inner()
+    }
+    return self._with(tensors, shape, dtype)
+
+
+@_like(aten.cat.default)
+def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensors = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
+    first = tensors[0]
+    if not isinstance(first, LowbitTensor):
+        first = next(t for t in tensors if isinstance(t, LowbitTensor))
+    if any(type(t) is not type(first) or t._meta() != first._meta() for t in tensors):
+        raise first._unsupported("cat with tensors that are stored differently")
+    return first._cat(tensors, dim)
+
+
+@_like(aten.constant_pad_nd.default)
+def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self, pad = args[0], list(args[1])
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    rows = pad[-1] if len(pad) == 2 * self.ndim else 0
+    if sum(map(abs, pad)) != rows or rows < 0 or value:
+        raise self._unsupported(
+            f"padding by {pad} with value {value} (accepted: zero rows at the end)"
+        )
+    if rows == 0:
+        return self._with()
+    return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)
+
+
+@_like(aten.equal.default)
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    a, b = args
+    if type(a) is not type(b):
+        raise NotImplementedError(
+            f"torch.equal of {type(a).__name__} and {type(b).__name__}: compare .dequantize() instead"
+        )
+    if a.shape != b.shape or a.dtype != b.dtype or a._meta() != b._meta():
+        return False
+    return all(torch.equal(t, getattr(b, name)) for name, t in a._inner().items())
+
+
+_funcol = torch.ops._c10d_functional
+
+
+@_like(
+    _funcol.wait_tensor.default,
+    _funcol.broadcast.default,
+    *([_funcol._wrap_tensor_autograd.default] if hasattr(_funcol, "_wrap_tensor_autograd") else []),
+)
+def _collective(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self = args[0]
+    return self._with(map_inner(func, args, kwargs, self._inner()))
+
+
+@_like(_funcol.all_gather_into_tensor.default)
+def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self, world = args[0], args[1]
+    check_not_flat(self, "an all-gather")
+    gathered = map_inner(func, args, kwargs, self._row_attrs())
+    return self._with({**self._inner(), **gathered}, (self.shape[0] * world, *self.shape[1:]))
+
+
+@_like(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)
+def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
+    """In place on every inner tensor; the caller waits for the last, those before are waited for here."""
+    outputs = args[0]
+    results = list(map_inner(func, args, kwargs, outputs[0]._inner()).values())
+    for _, work in results[:-1]:
+        torch._C._distributed_c10d.Work.unbox(work).wait()
+    return outputs, results[-1][1]
