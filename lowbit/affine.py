@@ -39,7 +39,9 @@ def _check_input(input: Tensor) -> None:
         )
 
 
-def quant_range(dtype: torch.dtype, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:
+def quant_range(
+    dtype: torch.dtype, quant_min: float | None, quant_max: float | None
+) -> tuple[float, float]:
     """The code range: the one given, or the whole range of `dtype`.
 
     Raises ValueError where the range is empty or does not fit `dtype`.
@@ -123,6 +125,18 @@ def _min_max(
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
 
+def _symmetric_scale(
+    mapping: Mapping, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
+) -> Tensor:
+    if mapping == "symmetric":
+        return torch.maximum(-min_neg, max_pos) / (float(high - low) / 2)
+    if high == mid:
+        raise ValueError(
+            f"symmetric_no_clipping_err has no positive code in {low}..{high}; use asymmetric"
+        )
+    return torch.maximum(min_neg / float(low - mid), max_pos / float(high - mid))
+
+
 def choose_qparams_affine(
     input: Tensor,
     mapping: Mapping,
@@ -170,7 +184,9 @@ def choose_qparams_affine(
         raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
     is_float8 = target_dtype in FLOAT8_DTYPES
     if is_float8 and mapping != "symmetric":
-        raise ValueError(f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}")
+        raise ValueError(
+            f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}"
+        )
     low, high = quant_range(target_dtype, quant_min, quant_max)
     mid = 0 if is_float8 else (low + high + 1) // 2
     least = max(_smallest_scale(scale_dtype), eps or 0.0)
@@ -178,14 +194,11 @@ def choose_qparams_affine(
 
     zero_point: Tensor | None
     if mapping in ("symmetric", "symmetric_no_clipping_err"):
-        if mapping == "symmetric":
-            scale = torch.maximum(-min_neg, max_pos) / (float(high - low) / 2)
-        elif high == mid:
-            raise ValueError(f"symmetric_no_clipping_err has no positive code in {low}..{high}; use asymmetric")
-        else:
-            scale = torch.maximum(min_neg / float(low - mid), max_pos / float(high - mid))
+        scale = _symmetric_scale(mapping, min_neg, max_pos, low, high, mid)
         scale = scale.clamp(min=least).to(scale_dtype)
-        zero_point = None if is_float8 else torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
+        zero_point = None
+        if not is_float8:
+            zero_point = torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
     else:
         span = max_pos - min_neg
         levels = float(high - low)
@@ -205,7 +218,9 @@ def choose_qparams_affine(
     return scale, zero_point
 
 
-def _to_grid(x: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float) -> Tensor:
+def _to_grid(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float
+) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it."""
     inverse = 1.0 / scale.float()
     if zero_point is None:
@@ -217,7 +232,9 @@ def _to_grid(x: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, hi
     return torch.round(x * inverse) + zero_point
 
 
-def _from_grid(codes: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float) -> Tensor:
+def _from_grid(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float
+) -> Tensor:
     """Float32 values of clamped float32 codes."""
     if zero_point is None:
         return codes * scale.float()
@@ -226,9 +243,42 @@ def _from_grid(codes: Tensor, scale: Tensor, zero_point: Tensor | None, low: flo
     return (codes - zero_point) * scale.float()
 
 
-def _params(scale: Tensor, zero_point: Tensor | None, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+def _params(
+    scale: Tensor, zero_point: Tensor | None, counts: list[int]
+) -> tuple[Tensor, Tensor | None]:
     scale = _per_block(scale, counts, "scale")
     return scale, None if zero_point is None else _per_block(zero_point, counts, "zero_point")
+
+
+def unclamped_codes(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+) -> Tensor:
+    """round(x · (1/scale)) + zero_point before the clamp to the range: float32, in `input`'s shape.
+
+    A code outside quant_min..quant_max is one that clips. Arguments and errors are those of `quantize_affine`;
+    for float8 these are x · (1/scale), which the cast has yet to round.
+    """
+    _check_input(input)
+    low, high = quant_range(dtype, quant_min, quant_max)
+    blocks, counts = _blocked(input.float(), block_size)
+    if zero_point is None and dtype not in FLOAT8_DTYPES:
+        zero_point = torch.zeros_like(scale, dtype=torch.int32)
+    scale, zero_point = _params(scale, zero_point, counts)
+    return _to_grid(blocks, scale, zero_point, low, high).reshape(input.shape)
+
+
+def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
+    """Where unclamped codes do not clip. A float8 within half a step of the largest value rounds to it."""
+    slack = 0.0
+    if dtype in FLOAT8_DTYPES:
+        slack = high / (28 if dtype is torch.float8_e4m3fn else 14)  # 448 + 16, 57344 + 4096
+    return (codes >= low - slack) & (codes <= high + slack)
 
 
 def quantize_affine(
@@ -247,18 +297,9 @@ def quantize_affine(
 
     Raises ValueError for integer or complex input, a block that does not tile, or a bad range.
     """
-    _check_input(input)
     low, high = quant_range(output_dtype, quant_min, quant_max)
-    blocks, counts = _blocked(input.float(), block_size)
-    scale, zero_point = _params(scale, _default_zero_point(scale, zero_point, output_dtype), counts)
-    grid = _to_grid(blocks, scale, zero_point, low, high)
-    return grid.clamp(low, high).reshape(input.shape).to(output_dtype)
-
-
-def _default_zero_point(scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if zero_point is None and dtype not in FLOAT8_DTYPES:
-        return torch.zeros_like(scale, dtype=torch.int32)
-    return zero_point
+    codes = unclamped_codes(input, block_size, scale, zero_point, output_dtype, low, high)
+    return codes.clamp(low, high).to(output_dtype)
 
 
 def dequantize_affine(
@@ -286,15 +327,14 @@ class _FakeQuantize(torch.autograd.Function):
     """Quantize and dequantize; gradient: identity inside the clamp range, zero outside (straight-through)."""
 
     @staticmethod
-    def forward(ctx: Any, input, block_size, scale, zero_point, quant_dtype, low, high) -> Tensor:
-        blocks, counts = _blocked(input.float(), block_size)
-        scale, zero_point = _params(scale, _default_zero_point(scale, zero_point, quant_dtype), counts)
-        grid = _to_grid(blocks, scale, zero_point, low, high)
+    def forward(ctx: Any, input, block_size, scale, zero_point, dtype, low, high) -> Tensor:
+        codes = unclamped_codes(input, block_size, scale, zero_point, dtype, low, high)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(((grid >= low) & (grid <= high)).reshape(input.shape))
-        codes = grid.clamp_(low, high).to(quant_dtype)
-        values = _from_grid(codes.float(), scale, zero_point, low, high)
-        return values.reshape(input.shape).to(input.dtype)
+            ctx.save_for_backward(within_range(codes, dtype, low, high))
+        codes = codes.clamp(low, high).to(dtype)
+        return dequantize_affine(
+            codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
