@@ -25,6 +25,7 @@ from lowbit.affine import (
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
+    unclamped_codes,
 )
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 
@@ -163,6 +164,31 @@ class Spec:
             x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
         )
         return codes, scale, zero_point
+
+    def unclamped_codes(
+        self, x: Tensor, scale_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`quantize` short of the clamp: codes in the narrowest dtype that still tells which of them clip.
+
+        That is int8, one step beyond the range on either side; int16 for 8 bits; float8 itself, which never clips
+        at its own scale.
+        """
+        x = self._pad(x)
+        scale, zero_point = self.choose_qparams(x, scale_dtype)
+        fmt = self.format
+        low, high = fmt.quant_min, fmt.quant_max
+        codes = unclamped_codes(
+            x, self.block_size(x.shape), scale, zero_point, fmt.dtype, low, high
+        )
+        if isinstance(fmt, Float8):
+            return codes.clamp(low, high).to(fmt.dtype), scale, zero_point
+        dtype = torch.int8 if fmt.bits < 8 else torch.int16
+        return codes.clamp(low - 1, high + 1).to(dtype), scale, zero_point
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether elements of several rows (indices of dimension 0) may share a scale."""
+        return isinstance(self.granularity, PerTensor | PerBlock)
 
     def dequantize(
         self,

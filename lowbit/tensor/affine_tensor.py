@@ -247,16 +247,38 @@ class AffineTensor(LowbitTensor):
         if self.transposed:
             raise self._unsupported("cat of transposed tensors")
         block = self._blocks_along(dim)
-        size = sum(t.shape[dim] for t in tensors)
+        total = sum(t.shape[dim] for t in tensors)
+        shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
+        if block == 0 and all(t.scale.data_ptr() == self.scale.data_ptr() for t in tensors):
+            codes = torch.cat(
+                [t.codes for t in tensors], dim
+            )  # slices of one tensor, with its one scale
+            return self._with({**self._inner(), "codes": codes}, shape)
         if block == 0 or any(t.shape[dim] % block for t in tensors[:-1]):
             raise self._unsupported(
-                f"cat along dimension {dim}, which does not end in whole blocks, each with a scale"
+                f"cat along dimension {dim}, which does not end in whole blocks with scales of their own"
             )
         joined = {
             name: torch.cat([getattr(t, name) for t in tensors], dim) for name in self._inner()
         }
-        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return self._with(joined, shape)
+
+    def _pad_rows(self, rows: int) -> Self:
+        if self._blocks_along(0):
+            return super()._pad_rows(rows)
+        codes = self._load(self.spec.padded_shape(self.shape)[-1])
+        zero_point = self._grid_zero_point(codes)
+        if zero_point is not None and zero_point.is_floating_point():
+            raise self._unsupported(
+                "padding with zeros, for which its one float zero point may have no code"
+            )
+        filler = codes.new_zeros((rows, *codes.shape[1:]))
+        if zero_point is not None:
+            filler = filler + zero_point.to(codes.dtype)
+        joined = torch.cat([self.codes, self._store(filler, self.spec)])
+        return self._with(
+            {**self._inner(), "codes": joined}, (self.shape[0] + rows, *self.shape[1:])
+        )
 
     def meta_to_json(self) -> dict[str, Any]:
         return {"scheme": Scheme(self.spec, self.activation).to_dict()}

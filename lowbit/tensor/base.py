@@ -17,12 +17,11 @@ values that `dequantize()` gives, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowbit.tensor.fsdp import FSDPHooks
 
@@ -147,6 +146,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         total = sum(t.shape[0] for t in tensors)
         return self._with({**self._inner(), **joined}, (total, *self.shape[1:]))
 
+    def _pad_rows(self, rows: int) -> Self:
+        """This tensor with `rows` rows of zeros after its own."""
+        return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
+
     def meta_to_json(self) -> dict[str, Any]:
         """The metadata in plain JSON types, for checkpoints; `meta_from_json` reads it back."""
         return self._meta()
@@ -215,19 +218,6 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         raise NotImplementedError(
             f"{cls.__name__} does not implement {func}; call .dequantize() for a plain tensor first"
         )
-
-
-def map_inner(func: Any, args: Any, kwargs: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Call `func` once for each inner tensor in `names`, every LowbitTensor among its arguments replaced by it."""
-    leaves, tree = tree_flatten((args, kwargs))
-    results = {}
-    for name in names:
-        mapped = [
-            getattr(leaf, name) if isinstance(leaf, LowbitTensor) else leaf for leaf in leaves
-        ]
-        inner_args, inner_kwargs = tree_unflatten(mapped, tree)
-        results[name] = func(*inner_args, **inner_kwargs)
-    return results
 
 
 def check_not_flat(tensor: LowbitTensor, what: str) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from lowbit.tensor.base import LowbitTensor, aten, check_not_flat, map_inner
+from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
+from lowbit.tensor.fsdp import as_bytes
 
 _like = LowbitTensor.implements
 
@@ -19,8 +21,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 @_like(aten.clone.default, aten._pin_memory.default, aten.contiguous.default)
 def _clone(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    self = args[0]
-    return self._with(map_inner(func, args, {}, self._inner()))
+    return args[0]._map(func)
 
 
 @_like(aten.is_pinned.default)
@@ -166,7 +167,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
         )
     if rows == 0:
         return self._with()
-    return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)
+    return self._pad_rows(rows)
 
 
 @_like(aten.equal.default)
@@ -190,15 +191,17 @@ _funcol = torch.ops._c10d_functional
     *([_funcol._wrap_tensor_autograd.default] if hasattr(_funcol, "_wrap_tensor_autograd") else []),
 )
 def _collective(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    self = args[0]
-    return self._with(map_inner(func, args, kwargs, self._inner()))
+    return args[0]._map(lambda t: func(as_bytes(t), *args[1:], **kwargs).view(t.dtype))
 
 
 @_like(_funcol.all_gather_into_tensor.default)
 def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, world = args[0], args[1]
     check_not_flat(self, "an all-gather")
-    gathered = map_inner(func, args, kwargs, self._row_attrs())
+    gathered = {}
+    for name in self._row_attrs():
+        inner = getattr(self, name)
+        gathered[name] = func(as_bytes(inner), *args[1:], **kwargs).view(inner.dtype)
     return self._with({**self._inner(), **gathered}, (self.shape[0] * world, *self.shape[1:]))
 
 
@@ -206,7 +209,12 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
     """In place on every inner tensor; the caller waits for the last, those before are waited for here."""
     outputs = args[0]
-    results = list(map_inner(func, args, kwargs, outputs[0]._inner()).values())
+    results = []
+    for name in outputs[0]._inner():
+        mapped = tree_map(
+            lambda t: as_bytes(getattr(t, name)) if isinstance(t, LowbitTensor) else t, args
+        )  # noqa: B023
+        results.append(func(*mapped, **kwargs))
     for _, work in results[:-1]:
         torch._C._distributed_c10d.Work.unbox(work).wait()
     return outputs, results[-1][1]

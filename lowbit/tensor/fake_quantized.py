@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lowbit.scheme import Scheme
+from lowbit.affine import within_range
+from lowbit.scheme import Float8, Scheme
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.linear import autocast_inputs
@@ -91,6 +92,26 @@ class FakeQuantizedTensor(LowbitTensor):
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
         return {"scheme": Scheme.from_dict(data["scheme"])}
 
+    def _embedding(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Only the rows asked for are quantized, where scales belong to single rows.
+
+        (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
+        """
+        spec = self.scheme.weight
+        if spec.shares_rows:
+            return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
+        rows = F.embedding(indices, _Master.apply(self), *args, **kwargs)
+        return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
+
+    def _wire(self) -> LowbitTensor:
+        """Under FSDP2 codes travel, not high-precision values: 1 byte an element and the scales."""
+        spec = self.scheme.weight
+        if spec.shares_rows:
+            return self
+        codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
+        tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
+        return GatheredWeight._build(tensors, self._meta(), self.shape, self.dtype)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,6 +119,70 @@ class FakeQuantizedTensor(LowbitTensor):
         if product is not None:
             return product(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class _FromCodes(torch.autograd.Function):
+    """The values of a GatheredWeight; gradient: identity for codes within the range, zero for those that clip."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
+        fmt, codes = weight.scheme.weight.format, weight.codes
+        low, high = fmt.quant_min, fmt.quant_max
+        inside = within_range(codes.float(), fmt.dtype, low, high)
+        ctx.save_for_backward(_crop(inside, weight.shape))
+        clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
+        return weight.scheme.weight.dequantize(
+            clamped.to(fmt.dtype), weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, grads[0], 0.0)
+
+
+class GatheredWeight(FakeQuantizedTensor):
+    """What FSDP2 gathers a FakeQuantizedTensor to: codes short of the clamp, from which products and gradients
+    come out the same to the bit. It has no high-precision weight; the optimizer works on the shards, which do."""
+
+    tensor_attrs = ("codes", "scale", "zero_point")
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def fake_quantized(self) -> Tensor:
+        return _FromCodes.apply(self)
+
+    def dequantize(self) -> Tensor:
+        with torch.no_grad():
+            return self.fake_quantized().to(self.dtype)
+
+    def master(self) -> Tensor:
+        raise self._unsupported(
+            "master(): only the sharded parameter has the high-precision weight"
+        )
+
+    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        spec = self.scheme.weight
+        padded = spec.padded_shape(shape)
+        blocks = tuple(n // b for n, b in zip(padded, spec.block_size(shape), strict=True))
+        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self._inner().items()}
+        shapes["codes"] = (padded, self.codes.dtype)
+        return shapes
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        raise self._unsupported("copying values into it: write to the sharded parameter")
+
+    def _embedding(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
+
+    def _wire(self) -> LowbitTensor:
+        return self
+
+
+def _crop(t: Tensor, shape: Sequence[int]) -> Tensor:
+    return t[tuple(slice(size) for size in shape)]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,14 +198,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _embedding(indices: Tensor, weight: FakeQuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Only the rows asked for are quantized, where a scale belongs to one row; the gradient reaches only them.
-
-    (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
-    """
-    if weight.scheme.weight.block_size(weight.shape)[0] == 1:
-        rows = F.embedding(indices, _Master.apply(weight), *args, **kwargs)
-        return weight.scheme.weight.fake_quantize(rows, weight.weight.dtype).to(weight.dtype)
-    return F.embedding(indices, weight.fake_quantized().to(weight.dtype), *args, **kwargs)
+    return weight._embedding(indices, *args, **kwargs)
 
 
 _PRODUCTS: dict[Any, Any] = {F.linear: _linear, F.embedding: _embedding}

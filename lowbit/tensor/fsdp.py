@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _DTYPE_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def as_bytes(t: Tensor) -> Tensor:
+    """float8 as uint8, which every collective backend moves; other dtypes as they are."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype.is_floating_point else t
+
+
 def _to_rows(tensor: LowbitTensor, rows: int) -> Tensor:
     """[rows, trailing…] of a dtype wide enough, holding each row's inner tensors as bytes, zero padded."""
     parts = []
@@ -54,6 +59,10 @@ def _from_rows(tensor: LowbitTensor, packed: Tensor, rows: int) -> dict[str, Ten
 class FSDPHooks:
     """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
+    def _wire(self: Any) -> LowbitTensor:
+        """This shard in the form that travels and that the next product takes; by default, as it is."""
+        return self
+
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
@@ -80,7 +89,10 @@ class FSDPHooks:
         if as_bytes:
             gathered = _from_rows(shard, outputs[0], outer_size[0])
         else:
-            gathered = dict(zip(shard._row_attrs(), outputs, strict=True))
+            gathered = {
+                name: t.view(getattr(shard, name).dtype)
+                for name, t in zip(shard._row_attrs(), outputs, strict=True)
+            }
         if out is None:
             whole = shard._with({**shard._inner(), **gathered}, outer_size, param_dtype)
             return whole, tuple(gathered.values()) if as_bytes else outputs

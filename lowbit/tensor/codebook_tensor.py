@@ -1,0 +1,244 @@
+"""CodebookTensor: the state of an optimizer in 4 or 8 bits an element, or in float8.
+
+Values are stored blockwise: a block's scale is its largest magnitude, an element's code the nearest entry of a
+table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507).
+
+Blocks never cross a row. A tensor of shape (d0, ..., dn) is viewed as [d0, mid..., cols], where `cols` is the
+product of the fewest trailing dimensions that reaches the block size; dimension 0 is never one of them. Blocks
+run along `cols`, with a shorter last one:
+
+| tensor | shape                              | dtype                                                |
+|--------|------------------------------------|------------------------------------------------------|
+| codes  | [d0, mid..., cols], or of ceil(cols/2) bytes for 4 bits | uint8 (of float8: its bits)      |
+| scale  | [d0, mid..., ceil(cols / block_size)]                   | float32                         |
+
+So codes and scale are cut along dimension 0 exactly as the values are: any uneven FSDP2 shard, and any
+resharding, is a slice, and a state's precision never depends on how its parameter is sharded.
+
+Unsigned formats hold second moments, which are divided by. A positive value never becomes zero in them: what
+would round to zero takes the smallest positive code (the 4-bit table has no zero to begin with). Otherwise a first
+moment over a second one of zero gives updates thousands of times too large, as soon as the gradients in a block
+differ in magnitude by a factor of a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed._functional_collectives  # defines the operator at the end of this file
+from torch import Tensor
+
+from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise
+from lowbit.packing import pack, packed_size, unpack
+from lowbit.tensor.base import InnerShapes, LowbitTensor
+
+
+@dataclass(frozen=True)
+class _Format:
+    bits: int
+    block_size: int  # by default
+
+
+FORMATS = {
+    "4bit": _Format(4, 128),
+    "8bit": _Format(8, 256),
+    "float8": _Format(8, 256),
+}
+
+# A block's scale has a floor of 1e-12, which second moments of ordinary gradients lie below: gradients of 1e-7 have
+# 1e-14, and in 4 bits would decode to at least 1e-12 / 16. A power of two moves them above it, exactly. The range
+# that remains, of second moments from 1e-24 to 3e26, is that of gradients from 1e-12 to 1e13.
+UNSIGNED_SHIFT = 2.0**40
+
+
+def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
+    """The leading dimensions, which stay, and `cols`, the product of the trailing ones that blocks run along."""
+    split, cols = len(shape), 1
+    while split > 1 and cols < block_size:
+        split -= 1
+        cols *= shape[split]
+    return tuple(shape[:split]), cols
+
+
+class CodebookTensor(LowbitTensor):
+    """A float32 tensor of any shape in about 0.53 ("4bit") or 1.02 ("8bit", "float8") bytes an element.
+
+    Make one with `CodebookTensor.zeros` or `CodebookTensor.from_float`; `copy_` from high-precision values
+    encodes them in place, and from a tensor of the same format copies the codes.
+    """
+
+    tensor_attrs = ("codes", "scale")
+    meta_attrs = ("format", "signed", "block_size")
+    codes: Tensor
+    scale: Tensor
+    format: str
+    signed: bool
+    block_size: int
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: Sequence[int],
+        format: str,
+        *,
+        signed: bool,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """A tensor that dequantizes to zeros exactly, in every format: its scales are 0.
+
+        Args:
+            shape: logical shape.
+            format: "4bit", "8bit" or "float8" (e4m3).
+            signed: whether it is to hold values below 0.
+            block_size: elements that share a scale, an even number; by default 128 for 4 bits, 256 for 8.
+            device: where it lives.
+
+        Raises:
+            ValueError: an unknown format, or a block size that is not a positive even integer.
+        """
+        if format not in FORMATS:
+            raise ValueError(
+                f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}"
+            )
+        if block_size is None:
+            block_size = FORMATS[format].block_size
+        if (
+            isinstance(block_size, bool)
+            or not isinstance(block_size, int)
+            or block_size < 2
+            or block_size % 2
+        ):
+            raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
+        meta = {"format": format, "signed": bool(signed), "block_size": block_size}
+        shapes = _inner_shapes(shape, format, block_size)
+        tensors = {
+            name: torch.zeros(s, dtype=dtype, device=device) for name, (s, dtype) in shapes.items()
+        }
+        return cls._build(tensors, meta, shape, torch.float32)
+
+    @classmethod
+    def from_float(
+        cls, values: Tensor, format: str, *, signed: bool, block_size: int | None = None
+    ) -> Self:
+        """Encode `values` (any floating dtype, shape and strides). Arguments as for `zeros`.
+
+        A block with a NaN or an infinity dequantizes to NaN throughout.
+        """
+        self = cls.zeros(
+            values.shape, format, signed=signed, block_size=block_size, device=values.device
+        )
+        with torch.no_grad():
+            self.copy_(values)
+        return self
+
+    def dequantize(self) -> Tensor:
+        values = self._decode_rows(self.codes, self.scale)
+        return values.reshape(self.shape).to(self.dtype)
+
+    # ---- access by rows, for optimizers -------------------------------------------------------------------
+
+    def rows(self) -> tuple[int, int]:
+        """The number of rows, and of elements in each: the values seen as [d0 * mid, cols]."""
+        lead, cols = self._layout()
+        return math.prod(lead), cols
+
+    def read_rows(self, start: int, end: int) -> Tensor:
+        """The values of rows [start, end), float32 [end - start, cols]."""
+        codes = self.codes.view(-1, self.codes.shape[-1])[start:end]
+        scale = self.scale.view(-1, self.scale.shape[-1])[start:end]
+        return self._decode_rows(codes, scale)
+
+    def write_rows(self, start: int, end: int, values: Tensor) -> None:
+        """Encode float32 `values` [end - start, cols] into rows [start, end), in place."""
+        codes, scale = self._encode_rows(values)
+        self.codes.view(-1, self.codes.shape[-1])[start:end].copy_(codes)
+        self.scale.view(-1, self.scale.shape[-1])[start:end].copy_(scale)
+
+    def _encode_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """codes (packed) and scale of `values` [..., cols]."""
+        if not self.signed:
+            values = values * UNSIGNED_SHIFT
+        codes, scale = quantize_blockwise(values, self._book(), self.block_size)
+        if not self.signed:
+            scale /= UNSIGNED_SHIFT
+        if self.format == "4bit":
+            return pack(codes, 4), scale
+        codes = codes.view(torch.uint8)
+        # the code after that of zero is the smallest positive value, in either 8-bit format
+        return codes if self.signed else codes.clamp_(min=1), scale
+
+    def _decode_rows(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """float32 values [..., cols]."""
+        if self.format == "4bit":
+            codes = unpack(codes, 4, self._layout()[1])
+        elif self.format == "float8":
+            codes = codes.view(torch.float8_e4m3fn)
+        return dequantize_blockwise(codes, scale, self._book(), self.block_size)
+
+    def _book(self) -> Codebook | torch.dtype:
+        if self.format == "float8":
+            return torch.float8_e4m3fn
+        return Codebook(FORMATS[self.format].bits, self.signed)
+
+    def _layout(self) -> tuple[tuple[int, ...], int]:
+        return row_layout(self.flat_from or self.shape, self.block_size)
+
+    # ---- what the base asks for ---------------------------------------------------------------------------
+
+    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        return _inner_shapes(shape, self.format, self.block_size)
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        lead, cols = self._layout()
+        codes, scale = self._encode_rows(values.reshape(*lead, cols))
+        return {"codes": codes, "scale": scale}
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        """Along dimension 0 and `mid` anywhere; along the others at the ends of blocks."""
+        shape = (*self.shape[:dim], end - start, *self.shape[dim + 1 :])
+        if shape == tuple(self.shape):
+            return self._with()
+        lead, cols = row_layout(self.shape, self.block_size)
+        new_lead, new_cols = row_layout(shape, self.block_size)
+        if dim < len(lead) and new_cols == cols:
+            return self._with(
+                {name: t.narrow(dim, start, end - start) for name, t in self._inner().items()},
+                shape,
+            )
+        inner = math.prod(self.shape[dim + 1 :])
+        first, last = start * inner, end * inner
+        if (
+            dim != len(lead)
+            or len(new_lead) != len(lead)
+            or first % self.block_size
+            or (last % self.block_size and last != cols)
+        ):
+            raise self._unsupported(
+                f"slicing [{start}:{end}] along dimension {dim}, through blocks of {self.block_size} elements"
+            )
+        codes_per_byte = 8 // FORMATS[self.format].bits
+        codes = self.codes[..., first // codes_per_byte : -(-last // codes_per_byte)]
+        scale = self.scale[..., first // self.block_size : -(-last // self.block_size)]
+        return self._with({"codes": codes, "scale": scale}, shape)
+
+
+def _inner_shapes(shape: Sequence[int], format: str, block_size: int) -> InnerShapes:
+    lead, cols = row_layout(shape, block_size)
+    form = FORMATS[format]
+    return {
+        "codes": ((*lead, packed_size(cols, form.bits)), torch.uint8),
+        "scale": ((*lead, -(-cols // block_size)), torch.float32),
+    }
+
+
+@CodebookTensor.implements(torch.ops._c10d_functional._wrap_tensor_autograd.default)
+def _wait(func: Any, args: Any, kwargs: Any) -> CodebookTensor:
+    """DTensor's gathering wraps its result so that whoever reads it first waits for it; here, wait at once."""
+    self = args[0]
+    wait = torch.ops._c10d_functional.wait_tensor
+    return self._map(wait)
