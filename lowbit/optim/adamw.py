@@ -1,0 +1,224 @@
+"""AdamW: Adam with decoupled weight decay (arXiv 1412.6980, 1711.05101), its states in any format.
+
+With gradient g (negated to maximize), moments m and v, step t counted from 1::
+
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    s = max(s, v) with amsgrad, else v
+    p = p - lr * weight_decay * p - lr * (m / (1 - beta1**t)) / (sqrt(s / (1 - beta2**t)) + eps)
+
+All of it happens in float32, from the decoded states: the update uses the moments as computed, before they are
+encoded again, and the weight is rounded to its own dtype once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.optim.base import LowbitOptimizer, ParamsT, check_nonnegative
+
+
+def reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    max_exp_avg_sq: Tensor | None = None,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    decoupled: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One step on plain tensors of one shape and dtype, changing none of them.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: the parameter, its gradient and its states;
+            `max_exp_avg_sq` with amsgrad only.
+        step: t, 1 for the first step.
+        decoupled: AdamW; otherwise Adam, whose weight decay is added to the gradient.
+
+    Returns:
+        The new (param, exp_avg, exp_avg_sq, max_exp_avg_sq).
+    """
+    beta1, beta2 = betas
+    if maximize:
+        grad = -grad
+    if not decoupled:
+        grad = grad + weight_decay * param
+    exp_avg = beta1 * exp_avg + (1 - beta1) * grad
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad**2
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        second = max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    update = (exp_avg / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
+    decay = lr * weight_decay * param if decoupled else 0
+    return param - decay - lr * update, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+class AdamBase(LowbitOptimizer):
+    """What AdamW and Adam share: everything but where the weight decay goes (`decoupled`)."""
+
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    decoupled: ClassVar[bool]
+    default_state: ClassVar[str] = "8bit"
+
+    def __init__(self, params: ParamsT, *, state: str | None, **options: Any) -> None:
+        defaults = {
+            **options,
+            "decoupled_weight_decay": self.decoupled,
+            "state": self.default_state if state is None else state,
+        }
+        super().__init__(params, defaults)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_nonnegative("eps", group["eps"])
+        check_nonnegative("weight_decay", group["weight_decay"])
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+        for i, beta in enumerate(betas):
+            check_nonnegative(f"betas[{i}]", beta)
+            if not beta < 1.0:
+                raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
+        group["betas"] = tuple(float(beta) for beta in betas)
+
+    def fix_group(self, group: dict[str, Any]) -> None:
+        group.setdefault("amsgrad", False)
+        group.setdefault("maximize", False)
+        group["decoupled_weight_decay"] = self.decoupled
+
+    def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {**self.moments, "max_exp_avg_sq": False} if group["amsgrad"] else self.moments
+
+    def scalars(
+        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
+    ) -> tuple[Tensor, ...]:
+        """(factor of the update, eps and factor of the weight, for each parameter), from float64 steps [P].
+
+        The corrections of the two moments are moved out of the elementwise work: with r = sqrt(1 - beta2**t)
+        the update is lr * r / (1 - beta1**t) * m / (sqrt(s) + eps * r).
+        """
+        beta1, beta2 = group["betas"]
+        root = (1 - beta2**steps).sqrt()
+        factor = lr * root / (1 - beta1**steps)
+        keep = 1 - lr * group["weight_decay"] * torch.ones_like(steps)
+        return factor, group["eps"] * root, keep
+
+    def update(
+        self,
+        group: dict[str, Any],
+        scalars: tuple[Tensor, ...],
+        weight: Tensor,
+        grad: Tensor,
+        states: dict[str, Tensor],
+    ) -> None:
+        factor, eps, keep = scalars
+        beta1, beta2 = group["betas"]
+        exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
+        if group["maximize"]:
+            grad = -grad
+        if group["weight_decay"] and not self.decoupled:
+            grad = grad + group["weight_decay"] * weight.float()
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        second = exp_avg_sq
+        if group["amsgrad"]:
+            second = torch.maximum(states["max_exp_avg_sq"], second, out=states["max_exp_avg_sq"])
+        change = second.sqrt().add_(eps)
+        torch.div(exp_avg, change, out=change).mul_(factor)
+        if group["weight_decay"] and self.decoupled:
+            weight.mul_(keep)
+        weight.sub_(change)
+
+
+class AdamW(AdamBase):
+    """`torch.optim.AdamW` with its states in few bits.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).
+            float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
+        lr: learning rate, a float or a tensor of one element.
+        betas: decay of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
+        amsgrad: divide by the largest second moment so far; one more state.
+        maximize: ascend.
+        foreach, fused, capturable: accepted for compatibility, and without effect: a step never synchronises
+            with the host, and can always be captured in a CUDA graph (after one step that creates the states).
+        differentiable: True is refused.
+        state: the format of the moments; by default this class's own, "8bit" for AdamW itself. May differ between
+            groups. Bytes that both moments of an element take:
+
+            ==========  =====  ====================================================================
+            "4bit"      1.06   blocks of 128, signed dynamic and unsigned linear 4-bit tables
+            "8bit"      2.03   blocks of 256, signed and unsigned dynamic 8-bit tables
+            "float8"    2.03   blocks of 256, e4m3 with a scale of absmax / 448
+            "bf16"      4      second moment rounded stochastically, or it could never decay
+            "fp32"      8
+            ==========  =====  ====================================================================
+
+            1-D tensors, those under 4096 elements (over all shards), and those whose rows are shorter than 32
+            elements keep float32 states in every format.
+
+    Raises:
+        ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state: str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            state=state,
+        )
+
+
+class AdamW4bit(AdamW):
+    """`AdamW(..., state="4bit")`: 1.06 bytes of state an element where torch.optim.AdamW takes 8."""
+
+    default_state = "4bit"
+
+
+class AdamW8bit(AdamW):
+    """`AdamW(..., state="8bit")`: 2.03 bytes of state an element where torch.optim.AdamW takes 8."""
+
+    default_state = "8bit"
+
+
+class AdamWFp8(AdamW):
+    """`AdamW(..., state="float8")`: 2.03 bytes of state an element where torch.optim.AdamW takes 8."""
+
+    default_state = "float8"

@@ -1,0 +1,347 @@
+"""The base of every optimizer: parameter groups, states in any format, the step over parameters, checkpoints.
+
+An algorithm is a subclass that declares its moments and gives `scalars` and `update`; see `lowbit.optim.adamw`.
+What the base does with them:
+
+- A state is created as zeros at a parameter's first step: a `CodebookTensor`, or plain float32 or bfloat16. A
+  sharded parameter (DTensor, FSDP2) gets states sharded alike, over its own part only.
+- A step walks over a parameter in pieces of some rows, so that the float32 copies of decoded states stay small:
+  decode, update in float32, encode, and write the weight back in its own dtype once.
+- Steps are counted in float32, on the parameter's device. Nothing reads a tensor from the host.
+- Loading a checkpoint keeps this optimizer's own formats, whatever the checkpoint holds: torch.optim's loader
+  would cast states to the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import chain
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lowbit.optim import state as states
+from lowbit.tensor.base import LowbitTensor
+
+__all__ = ["LowbitOptimizer", "ParamsT", "check_nonnegative", "dequantize_state_dict"]
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Elements updated at once: in the processor's cache on a CPU, enough to fill a GPU.
+PIECE_CPU, PIECE_OTHER = 2**17, 2**24
+
+
+class LowbitOptimizer(torch.optim.Optimizer):
+    """See the module. Subclasses give `moments`, `scalars` and `update`."""
+
+    moments: ClassVar[dict[str, bool]]
+    """Names of the state tensors, and whether their values have a sign."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self.check_group(defaults)
+        super().__init__(params, defaults)
+
+    # ---- what an algorithm provides ------------------------------------------------------------------------
+
+    def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
+        """The moments that parameters of this group have."""
+        return self.moments
+
+    def scalars(
+        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What `update` needs of the step count: float64 tensors [P], from float64 `steps` [P] of P parameters.
+        `lr` is a float, or float64 of one element without dimensions."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        group: dict[str, Any],
+        scalars: tuple[Tensor, ...],
+        weight: Tensor,
+        grad: Tensor,
+        states: dict[str, Tensor],
+    ) -> None:
+        """Update `weight` [R, C] (float32, or float64) and float32 `states` in place; leave `grad` alone."""
+        raise NotImplementedError
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise for an option that isn't taken; put options into their normal form."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(
+                f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}"
+            )
+        check_nonnegative("lr", lr)
+        if group["state"] not in states.STATE_FORMATS:
+            formats = ", ".join(map(repr, states.STATE_FORMATS))
+            raise ValueError(f"state must be one of {formats}, got {group['state']!r}")
+        if group.get("differentiable"):
+            raise ValueError(
+                "differentiable=True is not supported: states are rounded, which has no gradient; "
+                "use torch.optim for a differentiable step"
+            )
+        if group.get("foreach") and group.get("fused"):
+            raise RuntimeError(
+                "foreach=True and fused=True cannot be asked for together; leave both out"
+            )
+
+    def fix_group(self, group: dict[str, Any]) -> None:
+        """Give a loaded group the options that are this class's own."""
+
+    # ---- groups ---------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options that differ from the defaults. Raises before anything is added."""
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], (Tensor, set)):
+            param_group = {**param_group, "params": list(param_group["params"])}
+            for param in param_group["params"]:
+                _check_param(*param) if isinstance(param, tuple) else _check_param("", param)
+        if isinstance(param_group, dict):
+            param_group = {**self.defaults, **param_group}
+            self.check_group(param_group)
+            if isinstance(param_group["params"], Tensor):
+                _check_param("", param_group["params"])
+        super().add_param_group(param_group)
+
+    # ---- the step -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
+
+        Raises:
+            RuntimeError: a sparse gradient. No parameter has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        jobs = self._jobs()
+        for group, batch in jobs:
+            for param, _ in batch:
+                if not self.state[param]:
+                    self._create_state(group, param)
+            steps = [self.state[param]["step"] for param, _ in batch]
+            torch._foreach_add_(steps, 1)
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                lr = lr.detach().reshape(()).double()
+            scalars = self.scalars(group, lr, torch.stack(steps).double())
+            wide = batch[0][0].dtype == torch.float64
+            each = zip(*((s if wide else s.float()).unbind() for s in scalars), strict=True)
+            for (param, index), own in zip(batch, each, strict=True):
+                self._step_param(group, param, index, own)
+        return loss
+
+    def _jobs(self) -> list[tuple[dict[str, Any], list[tuple[Tensor, int]]]]:
+        """Groups, and their (parameter, index in the optimizer) to update, of one device and dtype each."""
+        jobs: list[tuple[dict[str, Any], list[tuple[Tensor, int]]]] = []
+        index = 0
+        for group in self.param_groups:
+            batches: dict[Any, list[tuple[Tensor, int]]] = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is not None:
+                    _check_grad(param)
+                    batches[param.device, param.dtype].append((param, index))
+                index += 1
+            jobs.extend((group, batch) for batch in batches.values())
+        return jobs
+
+    def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
+        device = states.local(param).device
+        made = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+        for name, signed in self.state_names(group).items():
+            made[name] = states.new_state(param, group["state"], signed)
+        self.state[param].update(made)
+
+    def _step_param(
+        self, group: dict[str, Any], param: Tensor, index: int, scalars: tuple[Tensor, ...]
+    ) -> None:
+        own = states.local(param)
+        weight = own.master() if isinstance(own, LowbitTensor) else own
+        if weight.numel() == 0:
+            return
+        grad = _local_grad(param)
+        step = self.state[param]["step"]
+        signs = self.state_names(group)
+        stored = {name: states.local(self.state[param][name]) for name in signs}
+        rows, cols = states.rows_of(list(stored.values()), weight.numel())
+        weight_RC = weight.reshape(rows, cols)  # a view, or a copy if the strides allow none
+        grad_RC = grad.reshape(rows, cols)
+        first = states.first_element(param) if group["state"] == "bf16" else 0
+        piece = max(1, (PIECE_CPU if weight.device.type == "cpu" else PIECE_OTHER) // cols)
+        for start in range(0, rows, piece):
+            end = min(start + piece, rows)
+            target = weight_RC[start:end]
+            work = target if target.dtype in (torch.float32, torch.float64) else target.float()
+            values = {name: states.read(t, start, end, cols) for name, t in stored.items()}
+            self.update(group, scalars, work, grad_RC[start:end].float(), values)
+            key = {"step": step, "tensor": index, "offset": first + start * cols}
+            for name, t in stored.items():
+                states.write(t, start, end, values[name], signed=signs[name], **key)
+            if work is not target:
+                target.copy_(work)
+        if not weight.is_contiguous():
+            weight.copy_(weight_RC.view(weight.shape))
+        if isinstance(own, LowbitTensor) and all(t is not weight for t in own._inner().values()):
+            own.copy_(weight)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim.
+
+        Options come from the checkpoint, as with torch.optim; but `state`, the format, stays this optimizer's,
+        and states are converted to it. They are copies: the checkpoint's tensors are not shared.
+
+        Raises:
+            ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        groups = self._loaded_groups(state_dict)
+        saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        slots = [(group, i, p) for group in groups for i, p in enumerate(group["params"])]
+        by_id = dict(zip(saved_ids, slots, strict=True))
+        loaded: defaultdict[Any, Any] = defaultdict(dict)
+        with torch.no_grad():
+            for key, value in state_dict["state"].items():
+                if key in by_id:
+                    group, i, param = by_id[key]
+                    name = group["param_names"][i] if "param_names" in group else f"parameter {key}"
+                    loaded[param] = self._loaded_state(group, param, value, name)
+                else:
+                    loaded[key] = value
+        self.__setstate__({"state": loaded, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded_groups(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(g["params"]) for g in self.param_groups]
+        saved_sizes = [len(g["params"]) for g in saved_groups]
+        if sizes != saved_sizes:
+            raise ValueError(
+                f"the checkpoint has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}; "
+                "build it with the groups of the one that was saved"
+            )
+        groups = []
+        for own, saved in zip(self.param_groups, saved_groups, strict=True):
+            group = {**own, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
+            group.update(params=own["params"], state=own["state"])
+            self.fix_group(group)
+            self.check_group(group)
+            groups.append(group)
+        return groups
+
+    def _loaded_state(
+        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        if not saved:
+            return {}
+        signs = self.state_names(group)
+        if set(saved) != {"step", *signs}:
+            raise ValueError(
+                f"{name}: the checkpoint's state has {sorted(saved)}, {type(self).__name__} takes "
+                f"{sorted(['step', *signs])}; is it the checkpoint of another optimizer?"
+            )
+        step = torch.as_tensor(saved["step"], dtype=torch.float32)
+        if step.numel() != 1:
+            raise ValueError(f"{name}: step must be one number, got shape {tuple(step.shape)}")
+        device = states.local(param).device
+        made = {"step": step.detach().reshape(()).to(device, copy=True)}
+        for key, signed in signs.items():
+            value = saved[key]
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"{name}: {key} has shape {tuple(value.shape)} in the checkpoint, the parameter has "
+                    f"{tuple(param.shape)}"
+                )
+            made[key] = states.converted(value, param, group["state"], signed)
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self.fix_group(group)
+
+    def state_bytes(self) -> int:
+        """Bytes that the states take, on this rank and as of now (states are created at the first step)."""
+        tensors = (t for state in self.state.values() for t in state.values())
+        return sum(states.nbytes(t) for t in tensors if isinstance(t, Tensor))
+
+
+def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The `state_dict()` of a lowbit optimizer with every state in float32: what its namesake in torch.optim loads.
+
+    Returns:
+        A new dictionary. States that were float32 are shared with `state_dict`; step counters are on the CPU,
+        where torch.optim keeps them unless `capturable` or `fused` is set, in which case it moves them itself.
+    """
+    converted = {}
+    for key, state in state_dict["state"].items():
+        converted[key] = {
+            name: value.cpu() if name == "step" and isinstance(value, Tensor) else _float32(value)
+            for name, value in state.items()
+        }
+    groups = [{k: v for k, v in g.items() if k != "state"} for g in state_dict["param_groups"]]
+    return {**state_dict, "state": converted, "param_groups": groups}
+
+
+def check_nonnegative(name: str, value: Any) -> None:
+    """Raise unless `value` is a number of at least 0 (or a tensor that holds one)."""
+    is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value >= 0.0 and value < math.inf):  # also for NaN
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+
+
+def _float32(value: Any) -> Any:
+    value = states.dequantized(value)
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _check_param(name: str, param: Any) -> None:
+    if not isinstance(param, Tensor) or param.dtype in PARAM_DTYPES:
+        return  # torch.optim refuses what is no tensor
+    label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
+    if param.is_complex():
+        way_out = "optimize its real view: torch.view_as_real(param)"
+    else:
+        way_out = (
+            "pass only parameters to train: (p for p in model.parameters() if p.requires_grad)"
+        )
+    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+    raise TypeError(f"{label} is {param.dtype}; accepted are {accepted}. Way out: {way_out}")
+
+
+def _check_grad(param: Tensor) -> None:
+    grad = param.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}), which is not "
+            "supported; use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
+        )
+
+
+def _local_grad(param: Any) -> Tensor:
+    """This rank's part of the gradient, placed as the parameter is."""
+    grad = param.grad
+    if not states.is_dtensor(param):
+        return grad
+    if grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return grad.to_local()

@@ -1,0 +1,46 @@
+"""What the optimizer tests share: the optimizers and formats under test, and small seeded problems."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowbit import optim
+
+FORMATS = ["4bit", "8bit", "float8", "bf16", "fp32"]
+LOW = FORMATS[:-1]
+# (class, format), one for each algorithm in each format, and the drop-in names
+DROP_IN = {
+    optim.AdamW4bit: "4bit",
+    optim.AdamW8bit: "8bit",
+    optim.AdamWFp8: "float8",
+    optim.Adam4bit: "4bit",
+    optim.Adam8bit: "8bit",
+    optim.AdamFp8: "float8",
+}
+
+
+def rand(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [nn.Parameter(rand(*shape, seed=i, dtype=dtype)) for i, shape in enumerate(shapes)]
+
+
+def set_grads(params, step):
+    """Gradients that depend on the step and on each parameter's place, not on its value."""
+    for i, p in enumerate(params):
+        p.grad = rand(*p.shape, seed=1000 * (step + 1) + i).to(p.dtype) + 0.3
+
+
+def run(optimizer, params, steps, first=0):
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def relative(a, b):
+    """Norm of the difference, relative to b's."""
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).norm() / b.norm().clamp_min(1e-300)).item()

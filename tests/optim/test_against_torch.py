@@ -1,0 +1,359 @@
+"""With float32 states lowbit's optimizers are those of torch.optim, arguments and behaviour included."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lowbit import optim
+from lowbit.optim.adamw import reference
+from tests.optim.problems import DROP_IN, parameters, rand, relative, run, set_grads
+
+PAIRS = [("AdamW", torch.optim.AdamW, optim.AdamW), ("Adam", torch.optim.Adam, optim.Adam)]
+pairs = pytest.mark.parametrize("theirs,ours", [p[1:] for p in PAIRS], ids=[p[0] for p in PAIRS])
+SHAPES = [(40, 130), (7, 11), (129,), (), (3, 5, 64), (1, 1), (0, 5), (4, 8, 3, 3)]
+OPTIONS = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "no decay": {"weight_decay": 0},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True, "weight_decay": 0.05},
+    "betas": {"betas": (0.5, 0.9), "eps": 1e-3},
+    "no momentum": {"betas": (0.0, 0.0)},
+}
+
+
+@pairs
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_float32_states_follow_torch(theirs, ours, options):
+    a, b = parameters(*SHAPES), parameters(*SHAPES)
+    reference_optimizer = theirs(a, lr=0.01, **options)
+    optimizer = ours(b, lr=0.01, state="fp32", **options)
+    run(reference_optimizer, a, 50)
+    run(optimizer, b, 50)
+    for p, q, start in zip(a, b, parameters(*SHAPES), strict=True):
+        assert p.numel() == 0 or relative(q, start) > 0.01
+        assert relative(q, p) < 2e-6, tuple(p.shape)
+        for name, value in reference_optimizer.state[p].items():
+            assert relative(optimizer.state[q][name], value) < 2e-6, name
+
+
+@pairs
+def test_the_reference_step_is_what_the_class_does(theirs, ours):
+    (p,) = parameters((40, 130))
+    q = p.detach().double()
+    m, v = torch.zeros_like(q), torch.zeros_like(q)
+    s = torch.zeros_like(q)
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = ours([p], **options, amsgrad=True, maximize=True, state="fp32")
+    for step in range(20):
+        set_grads([p], step)
+        optimizer.step()
+        q, m, v, s = reference(
+            q, p.grad.double(), m, v, step + 1,
+            max_exp_avg_sq=s, maximize=True, decoupled=optimizer.decoupled, **options,
+        )  # fmt: skip
+    assert relative(p, q) < 1e-6
+    assert relative(optimizer.state[p]["max_exp_avg_sq"], s) < 1e-6
+
+
+@pairs
+def test_float64_parameters_keep_their_precision(theirs, ours):
+    a, b = parameters((70, 64), dtype=torch.float64), parameters((70, 64), dtype=torch.float64)
+    run(theirs(a, lr=1e-4, weight_decay=0.1), a, 20)
+    run(ours(b, lr=1e-4, weight_decay=0.1, state="fp32"), b, 20)
+    assert b[0].dtype == torch.float64
+    assert relative(b[0], a[0]) < 1e-9
+
+
+@pairs
+def test_lr_as_a_tensor_and_changed_in_place(theirs, ours):
+    a, b = parameters((40, 130)), parameters((40, 130))
+    lr_a, lr_b = torch.tensor(0.01), torch.tensor([0.01])
+    first, second = (
+        theirs(a, lr=lr_a, weight_decay=0.1),
+        ours(b, lr=lr_b, weight_decay=0.1, state="fp32"),
+    )
+    run(first, a, 3)
+    run(second, b, 3)
+    lr_a.mul_(0.1)
+    lr_b.mul_(0.1)
+    run(first, a, 3, first=3)
+    run(second, b, 3, first=3)
+    assert relative(b[0], a[0]) < 1e-6
+    assert second.param_groups[0]["lr"] is lr_b
+
+
+@pairs
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
+def test_lr_schedulers(theirs, ours, as_tensor):
+    results = []
+    for cls, extra in ((theirs, {}), (ours, {"state": "fp32"})):
+        params = parameters((40, 130))
+        optimizer = cls(params, lr=torch.tensor(0.02) if as_tensor else 0.02, **extra)
+        schedulers = [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+        ]
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[3])
+        for step in range(8):
+            set_grads(params, step)
+            optimizer.step()
+            scheduler.step()
+        results.append((params[0], float(optimizer.param_groups[0]["lr"])))
+    assert results[0][1] == pytest.approx(results[1][1])
+    assert relative(results[1][0], results[0][0]) < 1e-6
+
+
+def test_one_cycle_moves_betas_too():
+    params = parameters((40, 130))
+    optimizer = optim.AdamW4bit(params, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    run(optimizer, params, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"][0] != 0.9
+    run(optimizer, params, 1, first=1)
+
+
+def test_betas_as_tensors():
+    a, b = parameters((40, 130)), parameters((40, 130))
+    run(optim.AdamW(a, betas=(torch.tensor(0.5), torch.tensor([0.9])), state="fp32"), a, 3)
+    run(optim.AdamW(b, betas=(0.5, 0.9), state="fp32"), b, 3)
+    assert relative(a[0], b[0]) < 1e-6
+
+
+@pairs
+def test_takes_every_argument_of_torchs(theirs, ours):
+    known = {"state", *inspect.signature(ours).parameters}
+    asked = set(inspect.signature(theirs).parameters) - {"decoupled_weight_decay"}
+    assert asked <= known
+    ordered = list(inspect.signature(theirs).parameters)[:6]
+    assert list(inspect.signature(ours).parameters)[:6] == ordered
+    defaults = {k: v.default for k, v in inspect.signature(theirs).parameters.items()}
+    for name, parameter in inspect.signature(ours).parameters.items():
+        if name in asked:
+            assert parameter.default == defaults[name], name
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
+def test_implementation_flags_change_nothing(flag):
+    a, b = parameters((40, 130)), parameters((40, 130))
+    run(optim.AdamW(a, **{flag: True}), a, 3)
+    run(optim.AdamW(b), b, 3)
+    assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("cls", DROP_IN, ids=lambda c: c.__name__)
+def test_drop_in_names_are_classes_with_their_format(cls):
+    params = parameters((40, 130))
+    optimizer = cls(params, 0.01, (0.8, 0.9), weight_decay=0.5)
+    assert optimizer.param_groups[0]["state"] == DROP_IN[cls]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(optimizer, optim.AdamW if "AdamW" in cls.__name__ else optim.Adam)
+    assert cls(params, state="fp32").param_groups[0]["state"] == "fp32"
+
+
+# ---- groups and parameters ----------------------------------------------------------------------------------
+
+
+def test_groups_have_their_own_options_and_formats():
+    a, b, c = parameters((40, 130), (40, 130), (40, 130))
+    late = nn.Parameter(rand(40, 130, seed=9))
+    optimizer = optim.AdamW(
+        [
+            {"params": [a], "lr": 0.1, "state": "4bit"},
+            {"params": b, "weight_decay": 0.0},
+            {"params": [c], "state": "fp32"},
+        ],
+        lr=0.01,
+    )
+    run(optimizer, [a, b, c], 2)
+    optimizer.add_param_group({"params": late, "state": "float8", "lr": 0.0})
+    before = late.detach().clone()
+    run(optimizer, [a, b, c, late], 2, first=2)
+    stored = [type(optimizer.state[p]["exp_avg"]).__name__ for p in (a, b, c, late)]
+    assert stored == ["CodebookTensor", "CodebookTensor", "Tensor", "CodebookTensor"]
+    assert [optimizer.state[p]["exp_avg"].format for p in (a, b, late)] == [
+        "4bit",
+        "8bit",
+        "float8",
+    ]
+    assert [optimizer.state[p]["step"].item() for p in (a, b, c, late)] == [4, 4, 4, 2]
+    assert torch.equal(late, before)
+
+
+def test_named_parameters_keep_their_names():
+    model = nn.Linear(8, 4)
+    optimizer = optim.AdamW4bit(model.named_parameters())
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    with pytest.raises(TypeError, match=r"parameter 'ids' of shape \(3,\) is torch\.int64"):
+        ids = nn.Parameter(torch.arange(3), requires_grad=False)
+        optim.AdamW4bit([("weight", model.weight), ("ids", ids)])
+
+
+def test_generators_and_single_pass_iterables_are_parameters():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    assert len(optim.AdamW(model.parameters()).param_groups[0]["params"]) == 4
+    assert len(optim.AdamW([{"params": model[0].parameters()}]).param_groups[0]["params"]) == 2
+
+
+def test_without_gradient_or_frozen_means_untouched():
+    used, unused, frozen = parameters((40, 130), (40, 130), (40, 130))
+    frozen.requires_grad_(False)
+    before = [p.detach().clone() for p in (unused, frozen)]
+    optimizer = optim.AdamW8bit([used, unused, frozen], weight_decay=0.5)
+    run(optimizer, [used], 3)
+    assert torch.equal(unused, before[0]) and torch.equal(frozen, before[1])
+    assert set(optimizer.state) == {used}
+
+
+def test_zero_grad_and_closure():
+    model = nn.Linear(64, 64)
+    optimizer = optim.AdamW4bit(model.parameters(), lr=0.01)
+    x = rand(16, 64)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(model.weight.grad, torch.zeros(64, 64))
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_step_hooks_run():
+    params = parameters((40, 130))
+    optimizer = optim.AdamW4bit(params)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    run(optimizer, params, 1)
+    assert seen == ["before", "after"]
+
+
+def test_grad_scaler_skips_an_overflowing_step():
+    params = parameters((40, 130))
+    optimizer = optim.AdamW4bit(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(params[0].sum()).backward()
+    params[0].grad[0, 0] = float("inf")
+    before = params[0].detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(params[0], before)
+
+
+def test_the_step_counter_is_float32_whatever_the_default_dtype():
+    params = parameters((40, 130))
+    optimizer = optim.AdamW4bit(params)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        run(optimizer, params, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step = optimizer.state[params[0]]["step"]
+    assert step.dtype == torch.float32
+    step.fill_(300)
+    run(optimizer, params, 1)
+    assert step.item() == 301
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------
+
+BAD = {
+    "lr negative": ({"lr": -1.0}, ValueError, r"lr must be.*-1\.0"),
+    "lr nan": ({"lr": float("nan")}, ValueError, r"lr must be.*nan"),
+    "lr text": ({"lr": "0.1"}, TypeError, r"lr must be a number, got '0\.1'"),
+    "lr of two": ({"lr": torch.tensor([0.1, 0.2])}, ValueError, r"one element, got shape \(2,\)"),
+    "eps": ({"eps": -1e-8}, ValueError, r"eps must be.*-1e-08"),
+    "beta 1": ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] must be in \[0, 1\), got 1\.0"),
+    "beta 2": ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]"),
+    "betas": ({"betas": 0.9}, ValueError, r"two numbers"),
+    "decay": ({"weight_decay": -0.1}, ValueError, r"weight_decay"),
+    "state": (
+        {"state": "int4"},
+        ValueError,
+        r"'4bit', '8bit', 'float8', 'bf16', 'fp32', got 'int4'",
+    ),
+    "differentiable": ({"differentiable": True}, ValueError, r"differentiable=True.*torch\.optim"),
+    "foreach and fused": (
+        {"foreach": True, "fused": True},
+        RuntimeError,
+        r"foreach=True and fused=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("options,error,message", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam4bit], ids=lambda c: c.__name__)
+def test_bad_options_are_refused_as_default_and_in_a_group(cls, options, error, message):
+    params = parameters((4, 4))
+    with pytest.raises(error, match=message):
+        cls(params, **options)
+    optimizer = cls(params)
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": parameters((4, 4)), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        optim.AdamW([])
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        optim.AdamW(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"complex64; accepted are float32.*view_as_real"):
+        optim.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match=r"int8; accepted are.*requires_grad"):
+        optim.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)])
+    with pytest.raises(TypeError, match=r"float8_e4m3fn; accepted"):
+        optim.AdamW([nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn), requires_grad=False)])
+    with pytest.raises(ValueError, match="non-leaf"):
+        optim.AdamW([torch.zeros(3, requires_grad=True) * 2])
+    with pytest.raises(TypeError, match="ordered collections"):
+        optim.AdamW([{"params": set(parameters((4, 4)))}])
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    dense = nn.Parameter(rand(40, 130))
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = optim.AdamW4bit([dense, embedding.weight])
+    dense.grad = torch.ones_like(dense)
+    embedding(torch.tensor([1])).sum().backward()
+    before = dense.detach().clone()
+    with pytest.raises(RuntimeError, match=r"shape \(10, 4\) is sparse.*SparseAdam"):
+        optimizer.step()
+    assert torch.equal(dense, before) and not optimizer.state
+
+
+def test_numpy_numbers_are_numbers():
+    optim.AdamW(parameters((4, 4)), lr=np.float32(0.1), eps=np.float64(1e-8))
+
+
+# ---- copies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("cls", DROP_IN, ids=lambda c: c.__name__)
+def test_a_copy_continues_bit_for_bit(cls, how):
+    params = parameters((40, 130), (13,))
+    optimizer = cls(params, lr=0.01)
+    run(optimizer, params, 3)
+    other = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    copies = other.param_groups[0]["params"]
+    run(optimizer, params, 3, first=3)
+    run(other, copies, 3, first=3)
+    assert type(other) is cls
+    for p, q in zip(params, copies, strict=True):
+        assert p is not q and torch.equal(p, q)
