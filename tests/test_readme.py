@@ -30,8 +30,12 @@ RUNNER = textwrap.dedent(
 )
 
 
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+
+
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for tag, text in FENCED if tag == language]
 
 
 def test_python_snippets_run(tmp_path: Path) -> None:
@@ -101,7 +105,7 @@ def test_folder_tree_is_true() -> None:
     assert not unnamed, "name them in the README's tree"
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)", README))))
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)", PROSE))))
 def test_links_lead_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
 
