@@ -12,8 +12,8 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.linear import register_linear
 
 
-def _is_rowwise(weight: LowbitTensor) -> bool:
-    """Per-row symmetric weight, per-token symmetric activation, neither padded nor transposed."""
+def _is_rowwise(weight: LowbitTensor, fmt: Int | Float8) -> bool:
+    """Per-row symmetric weight and per-token symmetric activation, both in `fmt`, stored as [N, K]."""
     return (
         isinstance(weight, AffineTensor)
         and not weight.transposed
@@ -22,11 +22,12 @@ def _is_rowwise(weight: LowbitTensor) -> bool:
         and weight.activation is not None
         and isinstance(weight.activation.granularity, PerToken)
         and weight.activation.mapping.startswith("symmetric")
+        and weight.spec.format == weight.activation.format == fmt
     )
 
 
 def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
-    if not (_is_rowwise(weight) and weight.spec.format == weight.activation.format == Int(8)):
+    if not _is_rowwise(weight, Int(8)):
         return False
     n, k = weight.shape
     tokens = x.numel() // max(k, 1)
@@ -48,7 +49,7 @@ def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) ->
 
 
 def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
-    if not (_is_rowwise(weight) and weight.spec.format == weight.activation.format == Float8()):
+    if not _is_rowwise(weight, Float8()):
         return False
     n, k = weight.shape
     return (

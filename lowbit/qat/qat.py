@@ -40,7 +40,7 @@ def convert_(model: nn.Module) -> Report:
         as it was.
     """
     owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    weights: dict[int, nn.Parameter] = {}
+    weights: dict[int, FakeQuantizedTensor] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if isinstance(param, FakeQuantizedTensor):
@@ -53,12 +53,12 @@ def convert_(model: nn.Module) -> Report:
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
-    targets = [Target(w, w.scheme, tuple(owners[key])) for key, w in weights.items()]
-    for target in targets:
-        check_weight(target.weight.weight, target.owners[0][2])
+    for key, weight in weights.items():
+        check_weight(weight.weight, owners[key][0][2])
+    targets = [Target(w.weight, w.scheme, tuple(owners[key])) for key, w in weights.items()]
     return replace_weights(
         targets,
         Report(),
-        lambda t: AffineTensor.from_float(t.weight.weight, t.scheme),
+        lambda t: AffineTensor.from_float(t.weight, t.scheme),
         trainable=False,
     )

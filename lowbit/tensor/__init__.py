@@ -4,6 +4,7 @@ import torch as _torch
 
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor import affine_ops as affine_ops
 from lowbit.tensor import base_ops as base_ops
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.granularity import PerRow, PerTensor
+from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.scheme import Float8, Int, Scheme, Spec
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
+from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import quantized_linear
 
 
@@ -151,9 +151,36 @@ class AffineTensor(LowbitTensor):
         if self.transposed:
             return self._untransposed().dequantize().transpose(-2, -1)
         shape = tuple(self.shape)
+        if self.codes.is_cuda and self._has_int4_kernel():
+            return self._dequantize_int4()
         codes = self._load(self.spec.padded_shape(shape)[-1])
         zero_point = self._grid_zero_point(codes)
         return self.spec.dequantize(codes, self.scale, zero_point, shape, self.dtype)
+
+    def _has_int4_kernel(self) -> bool:
+        spec = self.spec
+        return (
+            type(self) is AffineTensor
+            and spec.format == Int(4)
+            and isinstance(spec.granularity, PerGroup | PerRow)
+            and spec.mapping != "float_zero_point"
+            and self.dtype is not torch.float64
+        )
+
+    def _dequantize_int4(self) -> Tensor:
+        """The same bits from one kernel. Imported here: a CPU needs neither it nor Triton."""
+        from lowbit_kernels import dequantize_int4
+
+        zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
+        values = dequantize_int4(
+            self.codes.flatten(0, -2),
+            self.scale.flatten(0, -2),
+            zero_point,
+            group_size=self.spec.block_size(self.shape)[-1],
+            size=self.shape[-1],
+            dtype=self.dtype,
+        )
+        return values.view(self.shape)
 
     def _grid_zero_point(self, codes: Tensor) -> Tensor | None:
         fmt = self.spec.format
@@ -214,9 +241,12 @@ class AffineTensor(LowbitTensor):
                 f"slicing dimension {dim} of {size} at {start}:{end} "
                 f"(accepted: multiples of its blocks of {max(block, 1)}, at whole bytes)"
             )
-        stop = min(end, size)
-        if dim == self.ndim - 1 and end == size:  # keep the padding that belongs to the last block
-            end = self.spec.padded_shape(self.shape)[-1]
+        shape = list(self.shape)
+        shape[dim] = end - start
+        if start == end:
+            start = end = 0
+        elif end == size:  # keep the padding that belongs to the last block
+            end = self.spec.padded_shape(self.shape)[dim]
         codes = self.codes.narrow(dim, start * bits // 8, packed_size(end - start, bits))
         tensors: dict[str, Tensor | None] = {"codes": codes}
         for name in ("scale", "zero_point"):
@@ -224,8 +254,6 @@ class AffineTensor(LowbitTensor):
             if t is not None and block:
                 t = t.narrow(dim, start // block, -(-(end - start) // block))
             tensors[name] = t
-        shape = list(self.shape)
-        shape[dim] = stop - start
         return self._with(tensors, shape)
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
@@ -321,67 +349,3 @@ def representation_of(spec: Spec) -> type[AffineTensor]:
     from lowbit.tensor.float8_tensor import Float8Tensor
 
     return AffineTensor if isinstance(spec.format, Int) else Float8Tensor
-
-
-@AffineTensor.implements(aten.t.default, aten.transpose.int)
-def _transpose(func: Any, args: Any, kwargs: Any) -> AffineTensor:
-    self = args[0]
-    check_not_flat(self, "transposition")
-    dims = {d % self.ndim for d in args[1:3]} if len(args) > 1 else {0, 1}
-    if len(dims) == 1:
-        return self._with()
-    if dims != {self.ndim - 2, self.ndim - 1}:
-        raise self._unsupported(f"transposing dimensions {sorted(dims)} (accepted: the last two)")
-    return self._transposed()
-
-
-@AffineTensor.implements(aten.select.int)
-def _select(func: Any, args: Any, kwargs: Any) -> AffineTensor:
-    self, dim, index = args
-    check_not_flat(self, "select")
-    if dim % self.ndim != 0 or self.ndim < 3 or self._blocks_along(0) != 1:
-        raise self._unsupported(
-            f"selecting along dimension {dim} (accepted: an expert, dimension 0 of 3 or more)"
-        )
-    return self._map(lambda t: t.select(0, index), shape=self.shape[1:])
-
-
-@AffineTensor.implements(aten.index_select.default, aten.index.Tensor)
-def _index(func: Any, args: Any, kwargs: Any) -> AffineTensor:
-    self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
-    check_not_flat(self, "indexing")
-    if (
-        dim != 0
-        or self.transposed
-        or (func is aten.index.Tensor and len(args[1]) != 1)
-        or rows.ndim != 1
-    ):
-        raise self._unsupported("indexing but by one 1-D index of dimension 0")
-    return self._take(rows.nonzero().squeeze(1) if rows.dtype is torch.bool else rows)
-
-
-@AffineTensor.implements(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Gather the rows' codes, then dequantize only those."""
-    self, indices = args[0], args[1]
-    rows = self._take(indices.reshape(-1)).dequantize()
-    return rows.view(*indices.shape, *self.shape[1:])
-
-
-@AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
-def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products that arrive below autograd, as DTensor's do."""
-    if func is aten.addmm.default:
-        bias, x, weight = args
-        if kwargs:
-            raise weight._unsupported(f"addmm with {kwargs}")
-    else:
-        x, weight, bias = (*args, None)[:3]
-    if not isinstance(weight, AffineTensor) or isinstance(x, LowbitTensor):
-        quantized = x if isinstance(x, LowbitTensor) else weight
-        raise quantized._unsupported(f"{func} in that position (accepted: input @ weight)")
-    if func is aten.linear.default or weight.transposed:
-        stored = weight if func is aten.linear.default else weight._untransposed()
-        return quantized_linear(x, stored, bias)
-    product = x @ weight.dequantize().to(x.dtype)
-    return product if bias is None else product + bias

@@ -63,7 +63,7 @@ class Report:
 class Target:
     """A weight to convert: where it lives (`owners`: module, attribute, its name there) and by which scheme."""
 
-    weight: nn.Parameter
+    weight: Tensor
     scheme: Scheme
     owners: tuple[tuple[nn.Module, str, str], ...]
 
@@ -87,17 +87,21 @@ def _check_schemes(schemes: Schemes) -> None:
                 f"unknown scheme {scheme!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(group_size=128), or a "
                 "dict of name patterns to a Scheme or None, e.g. {'lm_head': None, '*': lowbit.Int8WeightOnly()}"
             )
+    for pattern in schemes if isinstance(schemes, Mapping) else ():
+        if not isinstance(pattern, str):
+            raise TypeError(f"a pattern must be a str, got {pattern!r}")
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
 
 
-def _scheme_for(schemes: Schemes, names: tuple[str, str], used: set[str]) -> Scheme | None:
-    """The scheme of the first pattern that matches the module's or the weight's name."""
+def _pattern_for(schemes: Schemes, names: tuple[str, str]) -> str | None:
+    """The first pattern that matches the module's or the weight's name."""
     if isinstance(schemes, Scheme):
-        return schemes
-    for pattern, scheme in schemes.items():
-        if any(_matches(pattern, name) for name in names):
-            used.add(pattern)
-            return scheme
-    return None
+        return None
+    return next((p for p in schemes if any(_matches(p, name) for name in names)), None)
 
 
 def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -140,7 +144,8 @@ def find_targets(
                 (module, name, f"{prefix}.{name}" if prefix else name)
             )
     targets: dict[int, Target] = {}
-    report, used = Report(), set()
+    report = Report()
+    used: set[str] = set()
     for prefix, module in model.named_modules():
         selected = filter_fn(module, prefix)
         if not selected and not isinstance(module, nn.Linear | nn.Embedding):

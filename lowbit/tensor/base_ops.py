@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,20 +54,23 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(src, LowbitTensor):
         source = dst._encode(src)
     elif type(src) is type(dst) and src._meta() == dst._meta():
-        source = dict(src._inner())
+        source = {**src._inner()}
     else:
         raise ValueError(
             f"cannot copy {src!r} into {dst!r}: they are stored differently. To replace the tensor use "
             "load_state_dict(..., assign=True); to quantize anew copy src.dequantize()"
         )
     for name, t in dst._inner().items():
-        t.copy_(source[name])
+        t.copy_(cast(Tensor, source[name]))
     return dst
+
+
+_SLICE_DEFAULTS: tuple[Any, ...] = (0, None, None, 1)
 
 
 @_like(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    self, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    self, dim, start, end, step = tuple(args) + _SLICE_DEFAULTS[len(args) - 1 :]
     check_not_flat(self, "a slice")
     if step != 1:
         raise self._unsupported(f"slicing with step {step}")
@@ -211,10 +215,12 @@ def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
     outputs = args[0]
     results = []
     for name in outputs[0]._inner():
-        mapped = tree_map(
-            lambda t: as_bytes(getattr(t, name)) if isinstance(t, LowbitTensor) else t, args
-        )  # noqa: B023
-        results.append(func(*mapped, **kwargs))
+        to_inner = partial(_inner_bytes, name)
+        results.append(func(*tree_map(to_inner, args), **kwargs))
     for _, work in results[:-1]:
         torch._C._distributed_c10d.Work.unbox(work).wait()
     return outputs, results[-1][1]
+
+
+def _inner_bytes(name: str, leaf: Any) -> Any:
+    return as_bytes(getattr(leaf, name)) if isinstance(leaf, LowbitTensor) else leaf

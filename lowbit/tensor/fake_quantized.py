@@ -8,7 +8,7 @@ the clamp range. To everything else (optimizers, norms, initialisers) it is the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class _Master(torch.autograd.Function):
 class FakeQuantizedTensor(LowbitTensor):
     """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
 
-    tensor_attrs = ("weight",)
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
     meta_attrs = ("scheme",)
 
     weight: Tensor

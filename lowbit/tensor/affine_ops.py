@@ -1,0 +1,76 @@
+"""The aten operations of an AffineTensor beyond those of the base: transposition, rows, experts, products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
+from lowbit.tensor.linear import quantized_linear
+
+
+@AffineTensor.implements(aten.t.default, aten.transpose.int)
+def _transpose(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    self = args[0]
+    check_not_flat(self, "transposition")
+    dims = {d % self.ndim for d in args[1:3]} if len(args) > 1 else {0, 1}
+    if len(dims) == 1:
+        return self._with()
+    if dims != {self.ndim - 2, self.ndim - 1}:
+        raise self._unsupported(f"transposing dimensions {sorted(dims)} (accepted: the last two)")
+    return self._transposed()
+
+
+@AffineTensor.implements(aten.select.int)
+def _select(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    self, dim, index = args
+    check_not_flat(self, "select")
+    if dim % self.ndim != 0 or self.ndim < 3 or self._blocks_along(0) != 1:
+        raise self._unsupported(
+            f"selecting along dimension {dim} (accepted: an expert, dimension 0 of 3 or more)"
+        )
+    return self._map(lambda t: t.select(0, index), shape=self.shape[1:])
+
+
+@AffineTensor.implements(aten.index_select.default, aten.index.Tensor)
+def _index(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
+    check_not_flat(self, "indexing")
+    if (
+        dim != 0
+        or self.transposed
+        or (func is aten.index.Tensor and len(args[1]) != 1)
+        or rows.ndim != 1
+    ):
+        raise self._unsupported("indexing but by one 1-D index of dimension 0")
+    return self._take(rows.nonzero().squeeze(1) if rows.dtype is torch.bool else rows)
+
+
+@AffineTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Gather the rows' codes, then dequantize only those."""
+    self, indices = args[0], args[1]
+    rows = self._take(indices.reshape(-1)).dequantize()
+    return rows.view(*indices.shape, *self.shape[1:])
+
+
+@AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products that arrive below autograd, as DTensor's do."""
+    if func is aten.addmm.default:
+        bias, x, weight = args
+        if kwargs:
+            raise weight._unsupported(f"addmm with {kwargs}")
+    else:
+        x, weight, bias = (*args, None)[:3]
+    if not isinstance(weight, AffineTensor) or isinstance(x, LowbitTensor):
+        quantized = x if isinstance(x, LowbitTensor) else weight
+        raise quantized._unsupported(f"{func} in that position (accepted: input @ weight)")
+    if func is aten.linear.default or weight.transposed:
+        stored = weight if func is aten.linear.default else weight._untransposed()
+        return quantized_linear(x, stored, bias)
+    product = x @ weight.dequantize().to(x.dtype)
+    return product if bias is None else product + bias
