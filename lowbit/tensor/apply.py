@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 
 Filter = Callable[[nn.Module, str], bool]
 Schemes = Scheme | Mapping[str, Scheme | None]
@@ -104,21 +105,38 @@ def _pattern_for(schemes: Schemes, names: tuple[str, str]) -> str | None:
     return next((p for p in schemes if any(_matches(p, name) for name in names)), None)
 
 
-def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
+    """id of a parameter → every (module, attribute, fully qualified name) that holds it."""
+    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                fqn = f"{prefix}.{name}" if prefix else name
+                owners.setdefault(id(param), []).append((module, name, fqn))
+    return owners
+
+
+def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module that has been selected that a product could take, with their attribute names."""
-    for name, param in module.named_parameters(recurse=False):
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
         if (
             name == "weight"
             if isinstance(module, nn.Linear | nn.Embedding)
-            else param.ndim in (2, 3)
+            else isinstance(param, nn.UninitializedParameter) or param.ndim in (2, 3)
         ):
             yield name, param
 
 
 def _refusal(module: nn.Module, weight: Tensor) -> str | None:
     """Why a weight of a selected module is left alone, or None."""
+    if isinstance(weight, FakeQuantizedTensor):
+        return "prepared for QAT already; lowbit.qat.convert_(model) converts it"
     if isinstance(weight, LowbitTensor):
         return f"already a {type(weight).__name__}"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "its max_norm rewrites rows at every lookup"
     if type(module).__module__.startswith("torch.nn") and not isinstance(
         module, nn.Linear | nn.Embedding
     ):
@@ -133,37 +151,53 @@ def find_targets(
 
     Raises:
         TypeError: not a scheme. ValueError: a pattern that matches nothing; nothing to convert; an integer, complex,
-        NaN or infinite weight; a model already sharded.
+        NaN or infinite weight; tied weights with different schemes; a model already sharded.
     """
     _check_schemes(schemes)
     filter_fn = filter_fn or is_linear
-    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            owners.setdefault(id(param), []).append(
-                (module, name, f"{prefix}.{name}" if prefix else name)
-            )
-    targets: dict[int, Target] = {}
+    owners = _owners(model)
     report = Report()
     used: set[str] = set()
+    targets: dict[int, Target] = {}
+    chosen: dict[int, tuple[str, Scheme | None]] = {}
     for prefix, module in model.named_modules():
         selected = filter_fn(module, prefix)
         if not selected and not isinstance(module, nn.Linear | nn.Embedding):
             continue
-        for name, param in _weights_of(module, prefix):
+        weights = list(_weights_of(module))
+        if not weights and isinstance(module, nn.Linear | nn.Embedding):
+            fqn = f"{prefix}.weight" if prefix else "weight"
+            report.entries.append(
+                Entry(fqn, (), False, "computed from other parameters, so none to convert")
+            )
+        for name, param in weights:
             fqn = f"{prefix}.{name}" if prefix else name
             note = _refusal(module, param) if selected else "not selected by the filter"
-            scheme = _scheme_for(schemes, (prefix, fqn), used) if note is None else None
-            if note is None and scheme is None:
-                note = "no scheme for this name"
+            scheme = schemes if isinstance(schemes, Scheme) else None
+            if note is None and not isinstance(schemes, Scheme):
+                pattern = _pattern_for(schemes, (prefix, fqn))
+                if pattern is not None:
+                    used.add(pattern)
+                    scheme = schemes[pattern]
+                    _check_ties(chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
             if note is not None or scheme is None:
-                report.entries.append(Entry(fqn, tuple(param.shape), False, note or ""))
+                note = note or "no scheme for this name"
+                shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
+                report.entries.append(Entry(fqn, shape, False, note))
             elif id(param) not in targets:
                 targets[id(param)] = Target(param, scheme, tuple(owners[id(param)]))
     _check_targets(model, schemes, targets, used, report)
     shared = {fqn for t in targets.values() for _, _, fqn in t.owners}
     report.entries = [e for e in report.entries if e.fqn not in shared]
     return list(targets.values()), report
+
+
+def _check_ties(first: tuple[str, Scheme | None], other: tuple[str, Scheme | None]) -> None:
+    if first[1] != other[1]:
+        raise ValueError(
+            f"{first[0]} and {other[0]} are one tied weight, but the patterns give them {first[1]} and {other[1]}; "
+            "give both one scheme, or leave both alone"
+        )
 
 
 def _check_targets(
@@ -179,7 +213,15 @@ def _check_targets(
             raise ValueError(
                 f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
             )
+        if isinstance(target.weight, nn.UninitializedParameter):
+            raise ValueError(
+                f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"
+            )
         check_weight(target.weight, fqn)
+        try:
+            target.scheme.weight.padded_shape(target.weight.shape)
+        except ValueError as error:
+            raise ValueError(f"{fqn}: {error}") from error
     unused = [p for p in schemes if p not in used] if isinstance(schemes, Mapping) else []
     if unused:
         raise ValueError(
