@@ -1,0 +1,9 @@
+"""What lowbit's speed is, against what one would use without it and against what the memory allows.
+
+    python -m benchmarks --list
+    python -m benchmarks dequantize_int4 --out benchmarks/results
+
+A benchmark is one module here that registers a function with ``@benchmark``; see ``registry``. Everything is
+timed in one process on one GPU, which is also where the copy bandwidth under every "floor" is measured. What was
+predicted, and what came of it, is in ``LOG.md``.
+"""

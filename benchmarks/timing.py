@@ -1,0 +1,106 @@
+"""Timing on a CUDA device: medians, cold caches, and the copy bandwidth of the same run.
+
+A candidate gets so many sets of arguments that a full round over them is several times the L2 cache, and runs over
+them in turn; so each run finds its data in memory, as in a model. The rounds are captured in a CUDA graph, which
+is replayed and timed with events: no launch overhead, no host.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.registry import Candidate
+
+COPY_BYTES = 2**30  # read and written
+CACHES_PER_ROUND = 4
+MAX_SETS = 32
+RUNS_PER_GRAPH = 16
+REPEATS = 30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run: the median over the repeats, and the quarter that was fastest and slowest at the best."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        low, _, high = statistics.quantiles(seconds, n=4)
+        return cls(statistics.median(seconds), low, high)
+
+
+def number_of_sets(moved_bytes: int, cache_bytes: int) -> int:
+    """Sets of arguments, so that a round over them moves several times the cache."""
+    return max(1, min(MAX_SETS, -(-CACHES_PER_ROUND * cache_bytes // max(moved_bytes, 1))))
+
+
+def measure(candidate: Candidate, repeats: int = REPEATS) -> Timing:
+    """Time one candidate, and free its memory again."""
+    cache = torch.cuda.get_device_properties().L2_cache_size
+    sets = [candidate.arguments() for _ in range(number_of_sets(candidate.moved_bytes, cache))]
+    time_sets = _time_graph if candidate.graph else _time_calls
+    timing = time_sets(candidate.run, sets, repeats)
+    del sets
+    gc.collect()
+    torch.cuda.empty_cache()
+    return timing
+
+
+def copy_bandwidth(repeats: int = REPEATS) -> float:
+    """Bytes per second, read plus written, of ``copy_`` between two large buffers."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = _time_graph(lambda: target.copy_(source), [()], repeats)
+    return 2 * COPY_BYTES / timing.median
+
+
+def _time_graph(run: Callable, sets: list[tuple], repeats: int) -> Timing:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for arguments in sets + sets[:2]:
+            run(*arguments)  # compiles, and warms allocators up
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+    rounds = -(-RUNS_PER_GRAPH // len(sets))
+    results: list = [None] * len(sets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for i, arguments in enumerate(sets):
+                results[i] = run(*arguments)  # kept, so that no two sets write to one place
+    graph.replay()
+    torch.cuda.synchronize()
+
+    seconds = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) * 1e-3 / (rounds * len(sets)))
+    return Timing.of(seconds)
+
+
+def _time_calls(run: Callable, sets: list[tuple], repeats: int) -> Timing:
+    for arguments in sets * 3:
+        run(*arguments)
+    seconds = []
+    for i in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(*sets[i % len(sets)])
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return Timing.of(seconds)

@@ -1,0 +1,119 @@
+"""The benchmark runner: found, refused without a GPU, rotated past the cache, and rendered as ratios."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.registry import Benchmark, Candidate, all_benchmarks, benchmark
+from benchmarks.report import Machine, Result, render
+from benchmarks.timing import Timing, number_of_sets
+
+ROOT = Path(__file__).resolve().parent.parent
+MACHINE = Machine("Some GPU", "sm_90", "2.13.0", "3.7.1", "CUDA 13.0", "3.11")
+
+
+def test_list_needs_no_gpu(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(all_benchmarks())
+    assert {"dequantize_int4", "adamw_step"} <= set(all_benchmarks())
+
+
+def test_without_a_gpu_nothing_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "dequantize_int4"],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert "need a CUDA device" in done.stderr and "Nothing was measured" in done.stderr
+
+
+def test_an_unknown_name_says_what_there_is(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["no_such_thing"])
+    assert exit.value.code != 0
+    error = capsys.readouterr().err
+    assert "no_such_thing" in error and "dequantize_int4" in error
+
+
+def test_a_name_is_registered_once() -> None:
+    name = next(iter(all_benchmarks()))
+    with pytest.raises(ValueError, match="exists already"):
+        benchmark(name, "again")(lambda: iter(()))
+
+
+@pytest.mark.parametrize(
+    ("moved", "expected"), [(1, 32), (10_000_000, 20), (50_000_000, 4), (10**9, 1)]
+)
+def test_a_round_moves_several_times_the_cache(moved: int, expected: int) -> None:
+    assert number_of_sets(moved, cache_bytes=50_000_000) == expected
+
+
+def test_timing_takes_quartiles() -> None:
+    timing = Timing.of([5.0, 1.0, 2.0, 3.0, 4.0])
+    assert timing.low < timing.median == 3.0 < timing.high
+
+
+def test_report_gives_ratios_to_peer_and_floor() -> None:
+    def candidate(name: str) -> Candidate:
+        return Candidate(name, lambda: None, tuple, 400_000_000)
+
+    result = Result(
+        "a shape",
+        [
+            (candidate("lowbit"), Timing(125e-6, 124e-6, 126e-6)),
+            (candidate("peer"), Timing(1e-3, 0.9e-3, 1.1e-3)),
+        ],
+    )
+    page = render(
+        Benchmark("thing", "what it does", lambda: iter(())),
+        [result],
+        (3.9e12, 4e12),
+        MACHINE,
+        "python -m benchmarks thing",
+        datetime.date(2026, 1, 2),
+    )
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in page.splitlines() if "|" in line]
+    assert rows[2][:4] == ["a shape", "lowbit", "125.0 µs", "124.0 µs .. 126.0 µs"]
+    assert rows[2][4:] == ["400.0 MB", "3.20", "1.25", ""]
+    assert rows[3][1:3] == ["peer", "1.00 ms"] and rows[3][-2:] == ["10.00", "8.00x"]
+    for fact in ("2026-01-02", "Some GPU", "2.13.0", "3.7.1", "python -m benchmarks thing", "4.00"):
+        assert fact in page
+
+
+@pytest.mark.gpu
+def test_measures_on_the_gpu() -> None:
+    from benchmarks.timing import copy_bandwidth, measure
+
+    n = 2**26
+    add = Candidate(
+        "add",
+        torch.add,
+        lambda: (torch.ones(n, device="cuda"), torch.ones(n, device="cuda")),
+        12 * n,
+    )
+    bandwidth = copy_bandwidth(repeats=5)
+    for graph in (True, False):
+        timing = measure(Candidate(add.name, add.run, add.arguments, add.moved_bytes, graph), 5)
+        assert 0.5 < timing.median / (add.moved_bytes / bandwidth) < 5
+
+
+@pytest.mark.gpu
+def test_runs_end_to_end(tmp_path: Path) -> None:
+    assert (
+        main(["dequantize_int4", "--only", "attention", "--repeats", "3", "--out", str(tmp_path)])
+        == 0
+    )
+    (page,) = tmp_path.iterdir()
+    assert torch.cuda.get_device_name() in page.read_text()
