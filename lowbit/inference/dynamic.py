@@ -11,6 +11,8 @@ from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.linear import register_linear
 
+_MOST_K = (2**31 - 1) // 2**14  # codes reach −128 · −128, and the sum is an int32
+
 
 def _is_rowwise(weight: LowbitTensor, fmt: Int | Float8) -> bool:
     """Per-row symmetric weight and per-token symmetric activation, both in `fmt`, stored as [N, K]."""
@@ -30,6 +32,8 @@ def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
     if not _is_rowwise(weight, Int(8)):
         return False
     n, k = weight.shape
+    if k > _MOST_K:
+        return False
     tokens = x.numel() // max(k, 1)
     if x.device.type == "cuda":  # what torch._int_mm takes
         return tokens > 16 and n % 8 == 0 and k % 8 == 0 and k > 0
@@ -42,7 +46,8 @@ def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) ->
     assert weight.activation is not None
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
     product = torch._int_mm(codes, weight.codes.t())
-    y = product.float() * token_scale * weight.scale.float().t()
+    # the weight's scale first: times the token's, which may be huge, the sum could overflow on the way
+    y = product.float() * weight.scale.float().t() * token_scale
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])

@@ -11,10 +11,19 @@ present weight at every step. Source of the procedure: Jacob et al., arXiv 1712.
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
-from lowbit.tensor.apply import Filter, Report, Schemes, Target, find_targets, replace_weights
+from lowbit.tensor.apply import (
+    Filter,
+    Report,
+    Schemes,
+    Target,
+    find_owners,
+    find_targets,
+    replace_weights,
+)
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 
 
@@ -39,26 +48,27 @@ def convert_(model: nn.Module) -> Report:
         ValueError: the model was never prepared, or a trained weight has NaN or infinite values. The model is then
         as it was.
     """
-    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    weights: dict[int, FakeQuantizedTensor] = {}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if isinstance(param, FakeQuantizedTensor):
-                owners.setdefault(id(param), []).append(
-                    (module, name, f"{prefix}.{name}" if prefix else name)
-                )
-                weights[id(param)] = param
-    if not weights:
+    targets = []
+    for owners in find_owners(model).values():
+        module, name, fqn = owners[0]
+        weight = getattr(module, name)
+        if isinstance(weight, DTensor) and isinstance(weight.to_local(), FakeQuantizedTensor):
+            raise ValueError(
+                f"{fqn} is sharded: gather the state dict, load it into a prepared model on one process, convert that"
+            )
+        if isinstance(weight, FakeQuantizedTensor):
+            check_weight(weight.weight, fqn)
+            targets.append(Target(weight, weight.scheme, tuple(owners)))
+    if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
-    for key, weight in weights.items():
-        check_weight(weight.weight, owners[key][0][2])
-    targets = [Target(w.weight, w.scheme, tuple(owners[key])) for key, w in weights.items()]
-    return replace_weights(
-        targets,
-        Report(),
-        lambda t: AffineTensor.from_float(t.weight, t.scheme),
-        trainable=False,
-    )
+    return replace_weights(targets, Report(), _convert, trainable=False)
+
+
+def _convert(target: Target) -> Tensor:
+    """In the dtype of the prepared weight, which model.to(dtype) changes, and not in that of the weight inside."""
+    weight = target.weight
+    assert isinstance(weight, FakeQuantizedTensor)
+    return AffineTensor.from_float(weight.weight, target.scheme).to(weight.dtype)

@@ -96,7 +96,7 @@ class AffineTensor(LowbitTensor):
 
     @classmethod
     def from_float(cls, weight: Tensor, scheme: Scheme | Spec) -> AffineTensor:
-        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype.
+        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64).
 
         A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
         infinite weights.
@@ -106,9 +106,10 @@ class AffineTensor(LowbitTensor):
         )
         check_weight(weight)
         kind = representation_of(spec)
-        dtype = torch.float32 if weight.dtype is torch.float64 else weight.dtype
+        scale_dtype = torch.float32 if weight.dtype is torch.float64 else weight.dtype
         meta = {"spec": spec, "activation": activation, "transposed": False}
-        return kind._build(kind._encode_as(weight.detach(), spec, dtype), meta, weight.shape, dtype)
+        tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
+        return kind._build(tensors, meta, weight.shape, weight.dtype)
 
     @classmethod
     def _encode_as(
@@ -151,6 +152,8 @@ class AffineTensor(LowbitTensor):
         if self.transposed:
             return self._untransposed().dequantize().transpose(-2, -1)
         shape = tuple(self.shape)
+        if 0 in shape:  # an empty slice keeps the scales that it shared
+            return self.scale.new_empty(shape, dtype=self.dtype)
         if self.codes.is_cuda and self._has_int4_kernel():
             return self._dequantize_int4()
         codes = self._load(self.spec.padded_shape(shape)[-1])
@@ -277,6 +280,9 @@ class AffineTensor(LowbitTensor):
         block = self._blocks_along(dim)
         total = sum(t.shape[dim] for t in tensors)
         shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
+        bits = self.spec.format.bits if dim == self.ndim - 1 else 8
+        if any(t.shape[dim] * bits % 8 for t in tensors[:-1]):
+            raise self._unsupported(f"cat along dimension {dim} of parts that end within a byte")
         if block == 0 and all(t.scale.data_ptr() == self.scale.data_ptr() for t in tensors):
             codes = torch.cat(
                 [t.codes for t in tensors], dim

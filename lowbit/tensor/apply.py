@@ -105,7 +105,7 @@ def _pattern_for(schemes: Schemes, names: tuple[str, str]) -> str | None:
     return next((p for p in schemes if any(_matches(p, name) for name in names)), None)
 
 
-def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
+def find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
     """id of a parameter → every (module, attribute, fully qualified name) that holds it."""
     owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in model.named_modules():
@@ -155,7 +155,7 @@ def find_targets(
     """
     _check_schemes(schemes)
     filter_fn = filter_fn or is_linear
-    owners = _owners(model)
+    owners = find_owners(model)
     report = Report()
     used: set[str] = set()
     targets: dict[int, Target] = {}
@@ -239,8 +239,12 @@ def _check_targets(
 def replace_weights(
     targets: list[Target], report: Report, make: Callable[[Target], Tensor], trainable: bool
 ) -> Report:
-    """Replace each target by `make(target)` in every module that holds it, and complete the report."""
-    for target in targets:
+    """Replace each target by `make(target)` in every module that holds it, and complete the report.
+
+    Empties `targets` on the way, so that each old weight's memory is free before the next one's turn.
+    """
+    while targets:
+        target = targets.pop(0)
         keeps_grad = trainable and target.weight.requires_grad
         new = nn.Parameter(make(target), requires_grad=keeps_grad)
         for module, name, _ in target.owners:
