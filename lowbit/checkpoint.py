@@ -52,15 +52,18 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _identity(t: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same memory seen in the same way."""
     if isinstance(t, LowbitTensor):
-        return (type(t), tuple(_identity(inner) for inner in t._inner().values()), tuple(t.shape))
+        inner = tuple(_identity(part) for part in t._inner().values())
+        return (type(t), inner, tuple(t.shape), t.dtype, *t._meta().values())
     return (t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), t.device) if t.numel() else (id(t),)
 
 
 def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Plain:
     """Plain contiguous tensors by name, and the JSON-able description, of a flat state dict.
 
-    Raises CheckpointError for a DTensor, a transposed tensor, a name that is taken, or a value that is neither a
-    tensor nor plain JSON.
+    Views of one memory are stored whole and apart, so a slice takes its own size only. Tuples become lists.
+
+    Raises CheckpointError for a DTensor, a sparse or meta tensor, a transposed tensor, a name that is taken, or a
+    value that is neither a tensor nor plain JSON.
     """
     tensors: dict[str, Tensor] = {}
     info: dict[str, Any] = {
@@ -71,6 +74,8 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
     }
     seen: dict[tuple[Any, ...], str] = {}
     for name, value in state_dict.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"names must be str, got {name!r}; flatten the state dict first")
         if isinstance(value, DTensor):
             raise CheckpointError(
                 f"{name} is a DTensor: save shards with torch.distributed.checkpoint, or gather the state dict first "
@@ -80,18 +85,32 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
             _check_json(name, value)
             info["values"][name] = value
             continue
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise CheckpointError(
+                f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors with "
+                "data can be saved: convert it with .to_dense(), .dequantize() or to_empty()"
+            )
         first = seen.setdefault(_identity(value), name)
         if first != name:
             info["ties"][name] = first
         elif isinstance(value, LowbitTensor):
             info["tensors"][name] = _describe(name, value)
+            for part in (
+                value.tensor_attrs
+            ):  # also one that this tensor has not: a reader would take it for its own
+                if f"{name}.{part}" in state_dict:
+                    raise CheckpointError(
+                        f"{name}.{part} would be taken for a part of {name}; rename it"
+                    )
             for part, inner in value._inner().items():
                 _put(tensors, f"{name}.{part}", inner)
         else:
             _put(tensors, name, value)
+    if not isinstance(metadata, Mapping | None):
+        raise CheckpointError(f"metadata must be a dict, got {metadata!r}")
     _check_json("metadata", metadata)
     info["metadata"] = dict(metadata or {})
-    return tensors, info
+    return _unshared(tensors), info
 
 
 def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
@@ -100,14 +119,33 @@ def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
     tensors[name] = t.detach().contiguous()
 
 
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each with a memory of its own and no more of it than it needs; copied only where that isn't so."""
+    found, taken = {}, set()
+    for name, t in tensors.items():
+        storage = t.untyped_storage()
+        if storage.nbytes() != t.nbytes or storage.data_ptr() in taken:
+            t = t.clone()
+        elif t.numel():
+            taken.add(storage.data_ptr())
+        found[name] = t
+    return found
+
+
 def _check_json(name: str, value: Any) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{name} has the key {key!r}; JSON has only str keys")
+            _check_json(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(f"{name}[{i}]", item)
+    elif not isinstance(value, str | int | float | None):
         raise CheckpointError(
-            f"{name} is a {type(value).__name__}, which is neither a tensor nor plain JSON ({error}); "
-            "use torch.save for such objects"
-        ) from error
+            f"{name} is a {type(value).__name__}, which is neither a tensor nor plain JSON; "
+            "use torch.save for such objects, and flatten a nested dict of tensors"
+        )
 
 
 def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
@@ -133,35 +171,48 @@ def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[s
     Raises CheckpointError for a newer version, an unknown kind, or a missing or misshapen part.
     """
     tensors, info = _migrate(dict(tensors), dict(info))
-    state_dict: dict[str, Any] = {}
-    for name, entry in info["tensors"].items():
-        if entry.get("kind") not in _KINDS:
-            raise CheckpointError(
-                f"{name} is of unknown kind {entry.get('kind')!r}; known: {', '.join(_KINDS)}"
-            )
-        kind = _KINDS[entry["kind"]]
-        inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
-        try:
-            t = kind._build(
-                inner, kind.meta_from_json(entry), entry["shape"], getattr(torch, entry["dtype"])
-            )
-            expected = {part: shape for part, (shape, _) in t._inner_shapes(t.shape).items()}
-        except (KeyError, ValueError, TypeError, AttributeError, StopIteration) as error:
-            raise CheckpointError(f"{name} cannot be put together again: {error!r}") from error
-        found = {part: tuple(p.shape) for part, p in inner.items() if p is not None}
-        if found != expected:
-            raise CheckpointError(f"{name} has parts of shapes {found}; expected {expected}")
-        state_dict[name] = t
+    for section in ("tensors", "ties", "values"):
+        if not isinstance(info.get(section), dict):
+            raise CheckpointError(f"its description has no {section!r}, or a damaged one")
+    state_dict: dict[str, Any] = {
+        name: _assemble(name, entry, tensors) for name, entry in info["tensors"].items()
+    }
     state_dict.update(tensors)
     state_dict.update(info["values"])
     for name, first in info["ties"].items():
+        if first not in state_dict:
+            raise CheckpointError(f"{name} is tied to {first}, which is missing")
         state_dict[name] = state_dict[first]
     return state_dict
 
 
+def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor:
+    """The tensor that `entry` describes; takes its parts out of `tensors`."""
+    if not isinstance(entry, dict) or entry.get("kind") not in _KINDS:
+        raise CheckpointError(
+            f"{name} is of unknown kind: {entry!r}; known: {', '.join(_KINDS)}; it may come from a newer lowbit"
+        )
+    kind = _KINDS[entry["kind"]]
+    inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
+    found = {part: (tuple(p.shape), p.dtype) for part, p in inner.items() if p is not None}
+    if not found:
+        raise CheckpointError(f"{name} has none of its parts {', '.join(kind.tensor_attrs)}")
+    try:
+        dtype = getattr(torch, entry["dtype"])
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype {dtype}")
+        t = kind._build(inner, kind.meta_from_json(entry), entry["shape"], dtype)
+        expected = t._inner_shapes(t.shape)
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{name} cannot be put together again: {error!r}") from error
+    if found != expected:
+        raise CheckpointError(f"{name} has parts of {found}; expected {expected}")
+    return t
+
+
 def _migrate(tensors: dict[str, Tensor], info: dict[str, Any]) -> Plain:
     version = info.get("format_version")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise CheckpointError(f"format_version is {version!r}; accepted: 1 to {FORMAT_VERSION}")
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -184,6 +235,8 @@ def save(
     """
     path = Path(path)
     _check_suffix(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is no folder; make it first")
     state_dict = model.state_dict() if isinstance(model, nn.Module) else model
     tensors, info = to_plain(state_dict, metadata)
     text = json.dumps(info)
@@ -213,8 +266,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     """The state dict that was saved; for a module, `model.load_state_dict(lowbit.load(path), assign=True)`.
 
     Raises:
-        FileNotFoundError: there is no such file. CheckpointError: it is truncated, damaged, not lowbit's, or of a
-        newer format version.
+        FileNotFoundError: there is no such file.
+        CheckpointError, a ValueError: it is truncated, damaged, not lowbit's, or of a newer format version.
     """
     tensors, info = _read(Path(path), device)
     try:
@@ -225,7 +278,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `metadata` that `save` was given. Errors are those of `load`."""
-    return dict(_read(Path(path), "meta")[1]["metadata"])
+    return dict(_read(Path(path), "meta", with_tensors=False)[1].get("metadata") or {})
 
 
 def _check_suffix(path: Path) -> None:
@@ -245,7 +298,7 @@ def _safetensors(module: str) -> Any:
     return safetensors.torch if module == "torch" else safetensors
 
 
-def _read(path: Path, device: str | torch.device) -> Plain:
+def _read(path: Path, device: str | torch.device, with_tensors: bool = True) -> Plain:
     _check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
@@ -253,20 +306,20 @@ def _read(path: Path, device: str | torch.device) -> Plain:
         if path.suffix == ".safetensors":
             with _safetensors("").safe_open(path, framework="pt") as file:
                 text = (file.metadata() or {}).get("lowbit")
-                wanted = [] if str(device) == "meta" else file.keys()
+                wanted = file.keys() if with_tensors else []
                 tensors = {name: file.get_tensor(name).to(device) for name in wanted}
         else:
             content = torch.load(path, map_location=device, weights_only=True)
             is_ours = isinstance(content, dict) and {"lowbit", "tensors"} <= content.keys()
-            text, tensors = (content["lowbit"], content["tensors"]) if is_ours else (None, {})
+            text, tensors = (content["lowbit"], dict(content["tensors"])) if is_ours else (None, {})
         info = None if text is None else json.loads(text)
     except CheckpointError:
         raise
     except Exception as error:  # each reader has its own exceptions for a damaged file
         raise CheckpointError(
-            f"{path} cannot be read: it is truncated, damaged or not a {path.suffix} file ({error})"
+            f"{path} cannot be read: it is truncated, damaged or not a {path.suffix} file ({type(error).__name__})"
         ) from error
-    if not isinstance(info, dict):
+    if not isinstance(info, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise CheckpointError(
             f"{path} was not written by lowbit.save; load it with its own library"
         )

@@ -255,11 +255,17 @@ class Scheme:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Scheme:
-        activation = data.get("activation")
-        return Scheme(
-            weight=_spec_from_dict(data["weight"]),
-            activation=None if activation is None else _spec_from_dict(activation),
-        )
+        """Raises ValueError, and so do the parts of it that cannot be."""
+        try:
+            activation = data.get("activation")
+            return Scheme(
+                weight=_spec_from_dict(data["weight"]),
+                activation=None if activation is None else _spec_from_dict(activation),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{data!r} is not what Scheme.to_dict gives: {type(error).__name__} {error}"
+            ) from error
 
 
 _GRANULARITIES: dict[str, Any] = {
