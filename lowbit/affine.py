@@ -125,16 +125,21 @@ def _min_max(
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
 
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once. By a Python number, CUDA would multiply by its rounded reciprocal."""
+    return x / torch.full_like(x, divisor)
+
+
 def _symmetric_scale(
     mapping: Mapping, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
 ) -> Tensor:
     if mapping == "symmetric":
-        return torch.maximum(-min_neg, max_pos) / (float(high - low) / 2)
+        return _divide(torch.maximum(-min_neg, max_pos), float(high - low) / 2)
     if high == mid:
         raise ValueError(
             f"symmetric_no_clipping_err has no positive code in {low}..{high}; use asymmetric"
         )
-    return torch.maximum(min_neg / float(low - mid), max_pos / float(high - mid))
+    return torch.maximum(_divide(min_neg, float(low - mid)), _divide(max_pos, float(high - mid)))
 
 
 def choose_qparams_affine(
@@ -203,7 +208,9 @@ def choose_qparams_affine(
         span = max_pos - min_neg
         levels = float(high - low)
         # where max − min overflows float32, divide before subtracting
-        scale = torch.where(span.isinf(), max_pos / levels - min_neg / levels, span / levels)
+        scale = torch.where(
+            span.isinf(), _divide(max_pos, levels) - _divide(min_neg, levels), _divide(span, levels)
+        )
         scale = scale.clamp(min=least).to(scale_dtype)
         if mapping == "asymmetric":
             zero_point = (low - torch.round(min_neg / scale.float())).clamp(low, high)
