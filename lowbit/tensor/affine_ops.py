@@ -24,15 +24,17 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> AffineTensor:
     return self._transposed()
 
 
-@AffineTensor.implements(aten.select.int)
-def _select(func: Any, args: Any, kwargs: Any) -> AffineTensor:
-    self, dim, index = args
-    check_not_flat(self, "select")
-    if dim % self.ndim != 0 or self.ndim < 3 or self._blocks_along(0) != 1:
-        raise self._unsupported(
-            f"selecting along dimension {dim} (accepted: an expert, dimension 0 of 3 or more)"
-        )
-    return self._map(lambda t: t.select(0, index), shape=self.shape[1:])
+@AffineTensor.implements(aten.permute.default)
+def _permute(func: Any, args: Any, kwargs: Any) -> AffineTensor:
+    """`.T` and `.mT` arrive here."""
+    self, dims = args[0], [d % args[0].ndim for d in args[1]]
+    check_not_flat(self, "a permutation")
+    identity = list(range(self.ndim))
+    if dims == identity:
+        return self._with()
+    if dims != [*identity[:-2], self.ndim - 1, self.ndim - 2]:
+        raise self._unsupported(f"permuting dimensions as {dims} (accepted: the last two swapped)")
+    return self._transposed()
 
 
 @AffineTensor.implements(aten.index_select.default, aten.index.Tensor)

@@ -297,6 +297,11 @@ class AffineTensor(LowbitTensor):
         }
         return self._with(joined, shape)
 
+    def _expert(self, index: int) -> Self:
+        if self.transposed:
+            return self._untransposed()._expert(index)._transposed()
+        return super()._expert(index)
+
     def _pad_rows(self, rows: int) -> Self:
         if self._blocks_along(0):
             return super()._pad_rows(rows)

@@ -146,6 +146,16 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         total = sum(t.shape[0] for t in tensors)
         return self._with({**self._inner(), **joined}, (total, *self.shape[1:]))
 
+    def _expert(self, index: int) -> Self:
+        """Entry `index` of dimension 0, where each has inner tensors of its own."""
+        shape = tuple(self.shape[1:])
+        selected = {name: getattr(self, name).select(0, index) for name in self._row_attrs()}
+        tensors = {**self._inner(), **selected}
+        expected = {name: size for name, (size, _) in self._inner_shapes(shape).items()}
+        if {name: tuple(t.shape) for name, t in tensors.items()} != expected:
+            raise self._unsupported("selecting an expert, since they share scales")
+        return self._with(tensors, shape)
+
     def _pad_rows(self, rows: int) -> Self:
         """This tensor with `rows` rows of zeros after its own."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]

@@ -94,6 +94,21 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
     return parts
 
 
+@_like(aten.select.int, aten.unbind.int)
+def _select(func: Any, args: Any, kwargs: Any) -> LowbitTensor | list[LowbitTensor]:
+    """Experts, by index or all in turn."""
+    self = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    check_not_flat(self, "select")
+    if dim % self.ndim != 0 or self.ndim < 3:
+        raise self._unsupported(
+            f"selecting along dimension {dim} (accepted: an expert, dimension 0 of 3 or more)"
+        )
+    if func is aten.unbind.int:
+        return [self._expert(index) for index in range(self.shape[0])]
+    return self._expert(args[2])
+
+
 @_like(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, size = args
