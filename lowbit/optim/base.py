@@ -98,15 +98,15 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options that differ from the defaults. Raises before anything is added."""
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], (Tensor, set)):
-            param_group = {**param_group, "params": list(param_group["params"])}
+        if isinstance(param_group, dict):  # torch.optim refuses anything else
+            param_group = {**self.defaults, **param_group}
+            if isinstance(param_group["params"], Tensor):
+                param_group["params"] = [param_group["params"]]
+            elif not isinstance(param_group["params"], set):
+                param_group["params"] = list(param_group["params"])
             for param in param_group["params"]:
                 _check_param(*param) if isinstance(param, tuple) else _check_param("", param)
-        if isinstance(param_group, dict):
-            param_group = {**self.defaults, **param_group}
             self.check_group(param_group)
-            if isinstance(param_group["params"], Tensor):
-                _check_param("", param_group["params"])
         super().add_param_group(param_group)
 
     # ---- the step -------------------------------------------------------------------------------------------
@@ -165,16 +165,17 @@ class LowbitOptimizer(torch.optim.Optimizer):
     ) -> None:
         own = states.local(param)
         weight = own.master() if isinstance(own, LowbitTensor) else own
+        grad = _local_grad(param)  # may communicate, so every rank comes here
         if weight.numel() == 0:
             return
-        grad = _local_grad(param)
         step = self.state[param]["step"]
         signs = self.state_names(group)
         stored = {name: states.local(self.state[param][name]) for name in signs}
         rows, cols = states.rows_of(list(stored.values()), weight.numel())
         weight_RC = weight.reshape(rows, cols)  # a view, or a copy if the strides allow none
         grad_RC = grad.reshape(rows, cols)
-        first = states.first_element(param) if group["state"] == "bf16" else 0
+        has_bf16 = any(t.dtype == torch.bfloat16 for t in stored.values())
+        first = states.first_element(param) if has_bf16 else 0
         piece = max(1, (PIECE_CPU if weight.device.type == "cpu" else PIECE_OTHER) // cols)
         for start in range(0, rows, piece):
             end = min(start + piece, rows)

@@ -238,7 +238,5 @@ def _inner_shapes(shape: Sequence[int], format: str, block_size: int) -> InnerSh
 
 @CodebookTensor.implements(torch.ops._c10d_functional._wrap_tensor_autograd.default)
 def _wait(func: Any, args: Any, kwargs: Any) -> CodebookTensor:
-    """DTensor's gathering wraps its result so that whoever reads it first waits for it; here, wait at once."""
-    self = args[0]
-    wait = torch.ops._c10d_functional.wait_tensor
-    return self._map(wait)
+    """A gathered DTensor would wait for its values when they are first read; this one waits at once."""
+    return args[0]._map(torch.ops._c10d_functional.wait_tensor)

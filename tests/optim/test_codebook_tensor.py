@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -230,3 +234,17 @@ def test_compiles_without_a_graph_break():
     t = make((4, 300))
     compiled = torch.compile(lambda s: s.dequantize() * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(t), t.dequantize() * 2)
+
+
+def test_can_be_gathered_also_where_lowbit_is_imported_before_torch_distributed():
+    code = """
+        import lowbit.optim
+        import torch
+        from lowbit.tensor import CodebookTensor
+        from torch.distributed._functional_collectives import _maybe_wrap_tensor
+        t = CodebookTensor.zeros((4, 300), "4bit", signed=True)
+        assert type(_maybe_wrap_tensor(t)) is CodebookTensor
+    """
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(command, check=True, timeout=120, env=path)

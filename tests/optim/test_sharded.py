@@ -109,6 +109,16 @@ def check_bfloat16_parameters(rank, world_size):
     return True
 
 
+def check_empty_shard(rank, world_size):
+    """A rank without rows still takes part in placing the gradient."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    p = nn.Parameter(distribute_tensor(torch.ones(1, 5000), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(1, 5000), mesh, [Shard(1)])
+    optim.AdamW4bit([p], lr=0.1, weight_decay=0.0).step()
+    assert torch.allclose(p.full_tensor(), torch.tensor(0.9))
+    return True
+
+
 def check_save(rank, world_size, folder):
     """Save from however many processes; hand back the weights after two more steps."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -244,7 +254,7 @@ def check_tensor_parallel(rank, world_size, folder):
 
 
 @pytest.mark.parametrize(
-    "check", [check_fsdp, check_bfloat16_parameters, check_full_state_dict, check_torchs_checkpoint],
+    "check", [check_fsdp, check_bfloat16_parameters, check_empty_shard, check_full_state_dict, check_torchs_checkpoint],
     ids=lambda f: f.__name__.removeprefix("check_"),
 )  # fmt: skip
 def test_two_processes(check):
