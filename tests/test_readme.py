@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,10 +57,26 @@ def test_python_snippets_run(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    for output in blocks("text"):
+        assert output in done.stdout
 
 
 def _clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+
+
+def test_bytes_of_the_optimizer_state() -> None:
+    """The README's figure: 4-bit codes of two moments, and a float32 scale a block of 128 for each."""
+    import lowbit
+
+    weight = torch.nn.Parameter(torch.zeros(512, 1024))
+    weight.grad = torch.ones_like(weight)
+    optimizer = lowbit.optim.AdamW4bit([weight])
+    optimizer.step()
+    moments = [optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
+    parts = [getattr(moment, name) for moment in moments for name in moment.tensor_attrs]
+    size = sum(part.numel() * part.element_size() for part in parts) / weight.numel()
+    assert f"{size:.2f} bytes a parameter" in README
 
 
 def test_commands_name_what_exists() -> None:
