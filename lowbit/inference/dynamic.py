@@ -37,7 +37,8 @@ def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
     tokens = x.numel() // max(k, 1)
     if x.device.type == "cuda":  # what torch._int_mm takes
         return tokens > 16 and n % 8 == 0 and k % 8 == 0 and k > 0
-    return x.device.type == "cpu" and tokens > 0 and n > 0 and k > 0
+    # a single input is a size-1 dimension of the stored codes, whose stride misleads torch._int_mm on CPUs
+    return x.device.type == "cpu" and tokens > 0 and n > 0 and k > 1
 
 
 @register_linear(_can_int8)
@@ -45,7 +46,11 @@ def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) ->
     """int8 × int8 with exact int32 sums, then token scale × row scale in float32: [..., N] in x's dtype."""
     assert weight.activation is not None
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
-    product = torch._int_mm(codes, weight.codes.t())
+    tokens = codes.shape[0]
+    if tokens == 1 and codes.device.type == "cpu":
+        # Inductor may give a single row stride 0, and torch._int_mm is then silently wrong (pytorch issue 195066)
+        codes = torch.cat([codes, codes])
+    product = torch._int_mm(codes, weight.codes.t())[:tokens]
     # the weight's scale first: times the token's, which may be huge, the sum could overflow on the way
     y = product.float() * weight.scale.float().t() * token_scale
     if bias is not None:

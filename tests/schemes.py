@@ -1,0 +1,142 @@
+"""Schemes to test with: every preset by a readable id, hypothesis strategies over all specs, and a reference.
+
+`rounded` quantizes and dequantizes with the primitives of `lowbit.affine` alone: it pads, tiles and picks the
+ranges itself, so that a mistake in `Spec` or in a tensor class shows.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lowbit as lb
+from lowbit.affine import choose_qparams_affine, dequantize_affine, quantize_affine
+
+WEIGHT_ONLY = {
+    "int4-g8": lb.Int4WeightOnly(8),
+    "int4-g32-asymmetric": lb.Int4WeightOnly(32, "asymmetric"),
+    "int4-g16-float-zero": lb.Int4WeightOnly(16, "float_zero_point"),
+    "int8": lb.Int8WeightOnly(),
+    "int8-g32": lb.Int8WeightOnly(32),
+    "int3-g16": lb.IntxWeightOnly(3, 16),
+    "int1-row": lb.IntxWeightOnly(1),
+    "int6-row-asymmetric": lb.IntxWeightOnly(6, None, "asymmetric"),
+    "float8": lb.Float8WeightOnly(),
+    "int5-blocks": lb.Scheme(lb.Spec(lb.Int(5, signed=False), lb.PerBlock(4, 8))),
+    "int4-tensor": lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor(), "symmetric_no_clipping_err")),
+}
+DYNAMIC = {
+    "int8xint8": lb.Int8DynamicActivationInt8Weight(),
+    "int8xint4": lb.Int8DynamicActivationInt4Weight(16),
+    "float8xfloat8": lb.Float8DynamicActivationFloat8Weight(),
+    "uint8xint4-asymmetric": lb.Scheme(
+        lb.Spec(lb.Int(4), lb.PerGroup(16), "asymmetric"),
+        lb.Spec(lb.Int(8), lb.PerToken(), "asymmetric"),
+    ),
+    "tensor-int8xint8": lb.Scheme(
+        lb.Spec(lb.Int(8), lb.PerRow()), lb.Spec(lb.Int(8), lb.PerTensor())
+    ),
+}
+PER_TOKEN = {name: s for name, s in DYNAMIC.items() if name != "tensor-int8xint8"}
+SCHEMES = {**WEIGHT_ONLY, **DYNAMIC}
+
+
+def over(schemes: dict[str, lb.Scheme]) -> pytest.MarkDecorator:
+    """Parametrize `scheme` over these, by their names."""
+    return pytest.mark.parametrize("scheme", list(schemes.values()), ids=list(schemes))
+
+
+# ---- hypothesis ---------------------------------------------------------------------------------------------
+
+_sizes = st.integers(1, 40)
+formats = st.one_of(
+    st.builds(lb.Int, st.integers(1, 8), st.booleans()),
+    st.builds(lb.Float8, st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])),
+)
+granularities = st.one_of(
+    st.sampled_from([lb.PerTensor(), lb.PerRow(), lb.PerToken()]),
+    st.builds(lb.PerGroup, _sizes),
+    st.lists(_sizes, min_size=1, max_size=3).map(lambda shape: lb.PerBlock(*shape)),
+)
+MAPPINGS = ("symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point")
+
+
+def _fits(fmt: lb.Int | lb.Float8, mapping: str) -> bool:
+    if isinstance(fmt, lb.Float8):
+        return mapping == "symmetric"
+    return fmt.bits > 1 or not mapping.startswith("symmetric")
+
+
+specs = (
+    st.tuples(formats, granularities, st.sampled_from(MAPPINGS))
+    .filter(lambda parts: _fits(parts[0], parts[2]))
+    .map(lambda parts: lb.Spec(*parts))
+)
+activation_specs = specs.filter(lambda s: isinstance(s.granularity, lb.PerToken | lb.PerTensor))
+
+
+def weight_specs(rank: int) -> st.SearchStrategy[lb.Spec]:
+    """Specs that a weight of `rank` dimensions takes."""
+    return specs.filter(
+        lambda s: (
+            not isinstance(s.granularity, lb.PerToken)
+            and not (isinstance(s.granularity, lb.PerBlock) and len(s.granularity.shape) > rank)
+        )
+    )
+
+
+# ---- reference ----------------------------------------------------------------------------------------------
+
+
+def _block(granularity: object, shape: tuple[int, ...]) -> tuple[int, ...]:
+    ones = [1] * len(shape)
+    if isinstance(granularity, lb.PerTensor):
+        return tuple(max(n, 1) for n in shape)
+    if isinstance(granularity, lb.PerGroup):
+        return (*ones[:-1], granularity.group_size)
+    if isinstance(granularity, lb.PerBlock):
+        return (*ones[len(granularity.shape) :], *granularity.shape)
+    return (*ones[:-1], max(shape[-1], 1))
+
+
+def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
+    """`x` quantized and dequantized, in float64 (the values have float32's precision), without a rounding to x's."""
+    shape = tuple(x.shape)
+    block = _block(spec.granularity, shape)
+    padded = torch.zeros([-(-n // b) * b for n, b in zip(shape, block, strict=True)], dtype=x.dtype)
+    inside = tuple(slice(n) for n in shape)
+    padded[inside] = x
+    fmt = spec.format
+    if isinstance(fmt, lb.Float8):
+        dtype, low, high = fmt.dtype, None, None
+    elif fmt.signed:
+        dtype, low, high = torch.int8, -(2 ** (fmt.bits - 1)), 2 ** (fmt.bits - 1) - 1
+    else:
+        dtype, low, high = torch.uint8, 0, 2**fmt.bits - 1
+    scale_dtype = torch.float32 if x.dtype is torch.float64 else x.dtype
+    scale, zero = choose_qparams_affine(
+        padded, spec.mapping, block, dtype, low, high, scale_dtype=scale_dtype
+    )
+    codes = quantize_affine(padded, block, scale, zero, dtype, low, high)
+    return dequantize_affine(codes, block, scale, zero, low, high)[inside].double()
+
+
+def rounded_activation(x: Tensor, spec: lb.Spec | None) -> Tensor:
+    """float64; an activation's scales are float32 whatever its dtype."""
+    return x.double() if spec is None else rounded(x.float(), spec)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in float64."""
+    found, expected = found.detach(), expected.detach()
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp(min=1e-300))
+
+
+def all_schemes_and_dtypes() -> list[tuple[str, lb.Scheme, torch.dtype]]:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return [(name, SCHEMES[name], dtype) for name, dtype in product(SCHEMES, dtypes)]

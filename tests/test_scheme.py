@@ -1,0 +1,201 @@
+"""Formats, specs and schemes: what they accept, what they refuse, and that JSON brings them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lowbit as lb
+from tests.schemes import (
+    MAPPINGS,
+    SCHEMES,
+    activation_specs,
+    over,
+    rounded,
+    specs,
+    weight_specs,
+)
+
+ROW = lb.PerRow()
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_integer_ranges(bits: int) -> None:
+    signed, unsigned = lb.Int(bits), lb.Int(bits, signed=False)
+    assert (signed.quant_min, signed.quant_max) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    assert (unsigned.quant_min, unsigned.quant_max) == (0, 2**bits - 1)
+    assert signed.dtype is torch.int8 and unsigned.dtype is torch.uint8
+
+
+def test_float8_ranges() -> None:
+    assert (lb.Float8().quant_max, lb.Float8().bits) == (448.0, 8)
+    assert lb.Float8(torch.float8_e5m2).quant_min == -57344.0
+
+
+@pytest.mark.parametrize("bits", [0, 9, -1, 4.0, "4", True, None])
+def test_bits_that_cannot_be(bits: object) -> None:
+    with pytest.raises(ValueError, match=r"1 to 8 bits, got ") as error:
+        lb.Int(bits)  # type: ignore[arg-type]
+    assert repr(bits) in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fnuz, "float8"])
+def test_float8_dtypes_that_cannot_be(dtype: object) -> None:
+    with pytest.raises(ValueError, match=r"float8_e4m3fn or torch.float8_e5m2, got "):
+        lb.Float8(dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: lb.Spec("int4", ROW), TypeError, r"Int\(bits\) or Float8\(\), got 'int4'"),
+        (lambda: lb.Spec(4, ROW), TypeError, r"got 4"),
+        (lambda: lb.Spec(lb.Int(4), 128), TypeError, r"PerGroup\(g\).*got 128"),
+        (lambda: lb.Spec(lb.Int(4), lb.PerGroup), TypeError, r"granularity must be"),
+        (lambda: lb.Spec(lb.Int(4), ROW, "sym"), ValueError, r"'sym'; accepted: symmetric, "),
+        (lambda: lb.Spec(lb.Int(4), ROW, None), ValueError, r"unknown mapping None"),
+        (lambda: lb.Spec(lb.Float8(), ROW, "asymmetric"), ValueError, r"no zero point.*asymm"),
+        (lambda: lb.Spec(lb.Int(1), ROW), ValueError, r"one bit.*use 'asymmetric'"),
+        (
+            lambda: lb.Spec(lb.Int(1, signed=False), ROW, "symmetric_no_clipping_err"),
+            ValueError,
+            r"one bit",
+        ),
+        (lambda: lb.Scheme(lb.Int(4)), TypeError, r"weight must be a Spec, got Int"),
+        (lambda: lb.Scheme(None), TypeError, r"weight must be a Spec, got None"),
+        (
+            lambda: lb.Scheme(lb.Spec(lb.Int(8), lb.PerToken())),
+            ValueError,
+            r"PerToken\(\) is for activations; a weight takes PerRow",
+        ),
+        (
+            lambda: lb.Scheme(lb.Spec(lb.Int(8), ROW), lb.Int(8)),
+            TypeError,
+            r"activation must be a Spec or None, got Int",
+        ),
+        (
+            lambda: lb.Scheme(lb.Spec(lb.Int(8), ROW), lb.Spec(lb.Int(8), ROW)),
+            ValueError,
+            r"PerToken\(\) or PerTensor\(\), got PerRow",
+        ),
+        (lambda: lb.Int4WeightOnly(0), ValueError, r"group_size.*at least 1, got 0"),
+        (lambda: lb.Int4WeightOnly(-32), ValueError, r"got -32"),
+        (lambda: lb.Int4WeightOnly(12.5), ValueError, r"got 12.5"),
+        (lambda: lb.Int4WeightOnly(True), ValueError, r"got True"),
+        (lambda: lb.IntxWeightOnly(9), ValueError, r"1 to 8 bits, got 9"),
+        (lambda: lb.IntxWeightOnly(0), ValueError, r"1 to 8 bits, got 0"),
+        (lambda: lb.IntxWeightOnly(1, mapping="symmetric"), ValueError, r"one bit"),
+        (lambda: lb.Int8DynamicActivationInt4Weight(0), ValueError, r"got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, error, match) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_presets() -> None:
+    dynamic = lb.Spec(lb.Int(8), lb.PerToken(), "symmetric_no_clipping_err")
+    row8 = lb.Spec(lb.Int(8), ROW)
+    assert lb.Int4WeightOnly() == lb.Scheme(lb.Spec(lb.Int(4), lb.PerGroup(128)))
+    assert lb.Int4WeightOnly(64, "asymmetric").weight.mapping == "asymmetric"
+    assert lb.Int8WeightOnly() == lb.Scheme(row8)
+    assert lb.Int8WeightOnly(32).weight.granularity == lb.PerGroup(32)
+    assert lb.IntxWeightOnly(3, 16) == lb.Scheme(lb.Spec(lb.Int(3), lb.PerGroup(16)))
+    assert lb.IntxWeightOnly(1).weight.mapping == "asymmetric"
+    assert lb.IntxWeightOnly(4, 128) == lb.Int4WeightOnly(128)
+    assert lb.Int8DynamicActivationInt8Weight() == lb.Scheme(row8, dynamic)
+    assert lb.Int8DynamicActivationInt4Weight() == lb.Scheme(
+        lb.Spec(lb.Int(4), lb.PerGroup(32)), dynamic
+    )
+    float8 = lb.Spec(lb.Float8(), ROW)
+    assert lb.Float8WeightOnly() == lb.Scheme(float8)
+    assert lb.Float8DynamicActivationFloat8Weight() == lb.Scheme(
+        float8, lb.Spec(lb.Float8(), lb.PerToken())
+    )
+
+
+@given(weight_specs(3), st.none() | activation_specs)
+def test_json_brings_a_scheme_back(weight: lb.Spec, activation: lb.Spec | None) -> None:
+    scheme = lb.Scheme(weight, activation)
+    again = lb.Scheme.from_dict(json.loads(json.dumps(scheme.to_dict())))
+    assert again == scheme and hash(again) == hash(scheme) and repr(again) == repr(scheme)
+
+
+@given(specs, specs)
+def test_equal_specs_hash_alike_and_different_ones_differ(a: lb.Spec, b: lb.Spec) -> None:
+    copied = dataclasses.replace(a)
+    assert copied == a and hash(copied) == hash(a) and len({a, copied}) == 1
+    assert (a == b) == (repr(a) == repr(b))
+
+
+@over(SCHEMES)
+def test_frozen(scheme: lb.Scheme) -> None:
+    for thing, name in [
+        (scheme, "weight"),
+        (scheme.weight, "mapping"),
+        (scheme.weight.format, "bits"),
+        (scheme.weight.granularity, "group_size"),
+    ]:
+        with pytest.raises(AttributeError):
+            setattr(thing, name, 4)
+    assert {scheme: 1}[lb.Scheme.from_dict(scheme.to_dict())] == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: {},
+        lambda d: None,
+        lambda d: {"weight": None},
+        lambda d: {**d, "activation": 3},
+        lambda d: {"weight": {**d["weight"], "format": {"bits": 9, "signed": True}}},
+        lambda d: {"weight": {**d["weight"], "format": {"float8": "float64"}}},
+        lambda d: {"weight": {**d["weight"], "format": {"float8": "no_such_dtype"}}},
+        lambda d: {"weight": {**d["weight"], "granularity": ["PerGalaxy", 3]}},
+        lambda d: {"weight": {**d["weight"], "granularity": ["PerGroup"]}},
+        lambda d: {"weight": {**d["weight"], "granularity": []}},
+        lambda d: {"weight": {**d["weight"], "mapping": "sideways"}},
+        lambda d: {"weight": {k: v for k, v in d["weight"].items() if k != "mapping"}},
+    ],
+)
+def test_a_damaged_dict_is_a_value_error(damage) -> None:
+    with pytest.raises(ValueError):
+        lb.Scheme.from_dict(damage(lb.Int4WeightOnly().to_dict()))
+
+
+@settings(max_examples=150)
+@given(
+    weight_specs(3),
+    st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.floats(-6, 4),
+)
+def test_a_spec_rounds_as_the_primitives_do(
+    spec: lb.Spec, shape: list[int], dtype: torch.dtype, magnitude: float
+) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = (torch.randn(shape, generator=generator) * 10**magnitude).to(dtype)
+    codes, scale, zero_point = spec.quantize(x, dtype)
+    assert codes.shape == spec.padded_shape(shape) and codes.dtype == spec.format.dtype
+    values = spec.dequantize(codes, scale, zero_point, shape, torch.float32)
+    if x.numel():
+        assert torch.equal(values.double(), rounded(x, spec))
+    assert torch.equal(spec.fake_quantize(x, dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_padding_changes_no_range(mapping) -> None:
+    """Zeros belong to every range anyway: a padded group has the scale of its real elements."""
+    spec = lb.Spec(lb.Int(4), lb.PerGroup(8), mapping)
+    x = torch.rand(3, 11) + 5
+    _, scale, zero_point = spec.quantize(x)
+    _, whole_scale, whole_zero = spec.quantize(x[:, :8].contiguous())
+    assert scale.shape == (3, 2) and torch.equal(scale[:, :1], whole_scale)
+    assert torch.equal(zero_point[:, :1], whole_zero)
+    tail = torch.cat([x[:, 8:], x[:, 8:9].expand(3, 5)], 1)  # the same elements, no zeros
+    assert torch.equal(spec.quantize(tail)[1], scale[:, 1:])
