@@ -16,7 +16,7 @@ tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
     x̂ = (code − mid) · scale + zero_point
 
 Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
-observers, to which this module is bit-exact (see tests/test_affine.py for the one exception, at exact ties).
+observers, to which this module is bit-exact (see tests/test_affine_against_torch.py for the one exception, at exact ties).
 """
 
 from __future__ import annotations
