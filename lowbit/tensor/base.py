@@ -58,14 +58,16 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         flat_from: tuple[int, ...] | None = None,
     ) -> Self:
         first = next(t for t in tensors.values() if t is not None)
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            torch.Size(shape),
-            strides=strides,
-            dtype=dtype,
-            device=first.device,
-            requires_grad=False,
-        )
+        # a view of an ordinary tensor is an ordinary tensor, also in inference mode
+        with torch.inference_mode(torch.is_inference_mode_enabled() and first.is_inference()):
+            self = torch.Tensor._make_wrapper_subclass(
+                cls,
+                torch.Size(shape),
+                strides=strides,
+                dtype=dtype,
+                device=first.device,
+                requires_grad=False,
+            )
         for name in cls.tensor_attrs:
             setattr(self, name, tensors.get(name))
         for name in cls.meta_attrs:
@@ -228,6 +230,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             fn = ancestor.__dict__.get("_ops", {}).get(func)
             if fn is not None:
                 return fn(func, args, kwargs or {})
+        if torch.is_inference_mode_enabled():  # where autograd does not take composite operations apart
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         raise NotImplementedError(
             f"{cls.__name__} does not implement {func}; call .dequantize() for a plain tensor first"
         )
