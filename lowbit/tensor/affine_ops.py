@@ -48,13 +48,19 @@ def _index(func: Any, args: Any, kwargs: Any) -> AffineTensor:
         or rows.ndim != 1
     ):
         raise self._unsupported("indexing but by one 1-D index of dimension 0")
-    return self._take(rows.nonzero().squeeze(1) if rows.dtype is torch.bool else rows)
+    if rows.dtype is torch.bool:
+        rows = rows.nonzero().squeeze(1)
+    elif func is aten.index.Tensor:
+        rows = torch.where(rows < 0, rows + self.shape[0], rows)
+    return self._take(rows)
 
 
 @AffineTensor.implements(aten.embedding.default)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Gather the rows' codes, then dequantize only those."""
     self, indices = args[0], args[1]
+    if self.transposed:
+        raise self._unsupported("an embedding of its transpose")
     rows = self._take(indices.reshape(-1)).dequantize()
     return rows.view(*indices.shape, *self.shape[1:])
 

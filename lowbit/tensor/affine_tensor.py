@@ -336,9 +336,11 @@ class AffineTensor(LowbitTensor):
     _untransposed = _transposed
 
     def _take(self, rows: Tensor) -> Self:
-        """The rows at a 1-D index of dimension 0."""
+        """The rows at a 1-D index of dimension 0. Negative ones are out of range, as in an embedding."""
         names = self._row_attrs()
-        tensors = {name: t[rows] if name in names else t for name, t in self._inner().items()}
+        tensors = {
+            name: _select_rows(t, rows) if name in names else t for name, t in self._inner().items()
+        }
         return self._with(tensors, (rows.shape[0], *self.shape[1:]))
 
     @classmethod
@@ -353,6 +355,12 @@ class AffineTensor(LowbitTensor):
         ):  # codes have no gradient: load_state_dict(assign=True) asks for one
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _select_rows(t: Tensor, rows: Tensor) -> Tensor:
+    if t.dtype.itemsize == 1:  # float8 has fewer kernels than bytes
+        return t.view(torch.uint8).index_select(0, rows).view(t.dtype)
+    return t.index_select(0, rows)
 
 
 def representation_of(spec: Spec) -> type[AffineTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -177,6 +178,6 @@ def test_bits_buy_precision() -> None:
         relative_error(quantized(linear, lb.IntxWeightOnly(bits, 32))(x), exact)
         for bits in range(2, 9)
     ]
-    for fewer, more in zip(errors, errors[1:], strict=False):
+    for fewer, more in itertools.pairwise(errors):
         assert 1.7 < fewer / more < 2.6, errors
     assert errors[-1] < 0.005
