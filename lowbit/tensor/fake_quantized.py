@@ -205,10 +205,13 @@ _PRODUCTS: dict[Any, Any] = {F.linear: _linear, F.embedding: _embedding}
 
 
 @FakeQuantizedTensor.implements(
-    aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default, aten.full_like.default
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default
 )
 def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Optimizer states and gradients of a trainable weight are plain tensors."""
+    """Optimizer states and gradients of a trainable weight are plain tensors.
+
+    Only `empty_like` makes another QAT weight: by it, `Module.to_empty` gives a model on meta its memory.
+    """
     return func(args[0].weight, *args[1:], **{"dtype": args[0].dtype, **kwargs})
 
 
@@ -232,6 +235,7 @@ def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
         aten.neg.default,
     ),
     *(aten.abs.default, aten.pow.Tensor_Scalar, aten.isfinite.default, aten.isnan.default),
+    *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.where.self),
     *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
     aten.linalg_vector_norm.default,
 )
