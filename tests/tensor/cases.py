@@ -1,0 +1,201 @@
+"""Every way a tensor can be stored, as a list that the contract tests run over.
+
+A new representation, exported from `lowbit.tensor`, needs at least one `Case` here; `test_cases.py` fails until it
+has one, and from then on every contract test runs over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import (
+    Float8,
+    Float8DynamicActivationFloat8Weight,
+    Float8WeightOnly,
+    Int,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+    IntxWeightOnly,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    Scheme,
+    Spec,
+)
+from lowbit.tensor import (
+    AffineTensor,
+    CodebookTensor,
+    FakeQuantizedTensor,
+    Float8Tensor,
+    LowbitTensor,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One representation with one choice of its parameters.
+
+    Attributes:
+        name: the test id.
+        kind: the class.
+        how: what it is made with: a Scheme for weights, the arguments of `from_float` for optimizer states.
+        row_step: dimension 0 may be cut at multiples of it; 0: not at all.
+        column_step: likewise the last dimension.
+    """
+
+    name: str
+    kind: type[LowbitTensor]
+    how: Any
+    row_step: int = 1
+    column_step: int = 1
+
+    def make(self, shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+        return self.encode(values(shape, seed, dtype))
+
+    def encode(self, x: Tensor) -> Any:
+        if self.kind is CodebookTensor:
+            x = x if self.how["signed"] else x.square()
+            return CodebookTensor.from_float(x, **self.how)
+        if self.kind is FakeQuantizedTensor:
+            return FakeQuantizedTensor(x, self.how)
+        return AffineTensor.from_float(x, self.how)
+
+    @property
+    def is_weight(self) -> bool:
+        """It can be the weight of a linear."""
+        return self.kind is not CodebookTensor
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.kind is FakeQuantizedTensor
+
+    @property
+    def is_transposable(self) -> bool:
+        return issubclass(self.kind, AffineTensor)
+
+    def values_of(self, t: Any) -> Tensor:
+        """What slicing must commute with: of a QAT weight the weight itself, whose scales a slice may change."""
+        return t.master() if self.is_trainable else t.dequantize()
+
+
+def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same for the same shape and seed, with an offset that asymmetric mappings can see."""
+    x = torch.randn(
+        tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return (x + 0.25).to(dtype)
+
+
+_WEIGHTS = {
+    "int4-g32": (Int4WeightOnly(32), 1, 32),
+    "int4-g32-asymmetric": (Int4WeightOnly(32, "asymmetric"), 1, 32),
+    "int4-g32-float-zero-point": (Int4WeightOnly(32, "float_zero_point"), 1, 32),
+    "int4-row": (IntxWeightOnly(4), 1, 2),
+    "int8-row": (Int8WeightOnly(), 1, 1),
+    "int3-g48": (IntxWeightOnly(3, 48), 1, 48),
+    "int1-g32-asymmetric": (IntxWeightOnly(1, 32), 1, 32),
+    "int5-row": (IntxWeightOnly(5), 1, 8),
+    "uint8-row": (Scheme(Spec(Int(8, signed=False), PerRow(), "asymmetric")), 1, 1),
+    "int8-tensor": (Scheme(Spec(Int(8), PerTensor())), 1, 1),
+    "int4-tensor": (Scheme(Spec(Int(4), PerTensor(), "asymmetric")), 1, 2),
+    "int4-block-8x16": (Scheme(Spec(Int(4), PerBlock(8, 16))), 8, 16),
+    "int8dyn-int4-g32": (Int8DynamicActivationInt4Weight(32), 1, 32),
+    "int8dyn-int8-row": (Int8DynamicActivationInt8Weight(), 1, 1),
+}
+_FLOAT8 = {
+    "e4m3-row": Float8WeightOnly(),
+    "e5m2-tensor": Scheme(Spec(Float8(torch.float8_e5m2), PerTensor())),
+    "e4m3dyn-e4m3-row": Float8DynamicActivationFloat8Weight(),
+}
+_FAKE = {
+    "qat-int4-g32": Int4WeightOnly(32),
+    "qat-int3-g48": IntxWeightOnly(3, 48),
+    "qat-int8dyn-int4-g32": Int8DynamicActivationInt4Weight(32),
+    "qat-int4-block-8x16": Scheme(Spec(Int(4), PerBlock(8, 16))),
+    "qat-e4m3-row": Float8WeightOnly(),
+}
+
+CASES = [
+    *(Case(name, AffineTensor, how, *steps) for name, (how, *steps) in _WEIGHTS.items()),
+    *(Case(name, Float8Tensor, how) for name, how in _FLOAT8.items()),
+    *(
+        Case(
+            f"state-{format}-{'signed' if signed else 'unsigned'}",
+            CodebookTensor,
+            {"format": format, "signed": signed},
+            column_step=128 if format == "4bit" else 256,
+        )
+        for format in ("4bit", "8bit", "float8")
+        for signed in (True, False)
+    ),
+    *(Case(name, FakeQuantizedTensor, how) for name, how in _FAKE.items()),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+def over(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Parametrize a test's `case`."""
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def named(*names: str) -> list[Case]:
+    return [BY_NAME[name] for name in names]
+
+
+every_case = over(CASES)
+every_weight = over([case for case in CASES if case.is_weight])
+every_frozen_weight = over([c for c in CASES if c.is_weight and not c.is_trainable])
+every_trainable = over([case for case in CASES if case.is_trainable])
+
+# Shapes that people meet: even, K to be padded, odd and prime, one row, one element, no rows.
+SHAPES = [(24, 96), (24, 100), (7, 101), (1, 33), (1, 1), (0, 96)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in class, shape, strides, dtype, metadata, and every inner tensor to the bit."""
+    return (
+        type(a) is type(b)
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a._meta() == b._meta()
+        and a.flat_from == b.flat_from
+        and a._inner().keys() == b._inner().keys()
+        and all(same_bits(t, getattr(b, name)) for name, t in a._inner().items())
+    )
+
+
+def check(t: Any) -> None:
+    """The inner tensors have the shapes and dtypes that a tensor of this shape has."""
+    expected = t._inner_shapes(t.flat_from or stored_shape(t))
+    found = {name: (tuple(part.shape), part.dtype) for name, part in t._inner().items()}
+    if t.numel() == 0:  # the scale that an empty slice shares with all rows may stay
+        expected, found = {"codes": expected.get("codes")}, {"codes": found.get("codes")}
+    assert found == expected
+
+
+def stored_shape(t: Any) -> tuple[int, ...]:
+    shape = tuple(t.shape)
+    return (*shape[:-2], shape[-1], shape[-2]) if getattr(t, "transposed", False) else shape
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1) for x in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    """Whether the inner tensors that hold the codes of two low-bit tensors start at the same address."""
+    name = a.tensor_attrs[0]
+    return getattr(a, name).data_ptr() == getattr(b, name).data_ptr()

@@ -1,0 +1,160 @@
+"""torch.compile(fullgraph=True): no graph breaks, the same values and gradients, no compilation for each batch size.
+
+Every representation goes through AOTAutograd (which flattens the tensors); the C++ of inductor, which takes
+seconds, is compiled for one of each kind.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from tests.tensor.cases import (
+    CASES,
+    every_case,
+    named,
+    over,
+    same,
+    same_bits,
+    values,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(fn, backend="aot_eager"):
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(fn, fullgraph=True, backend=counter), counter
+
+
+@every_case
+def test_dequantize(case):
+    fn, counter = compiled(lambda t: t.dequantize() * 2)
+    for seed in range(2):
+        t = case.make((24, 100), seed)
+        assert same_bits(fn(t), t.dequantize() * 2)
+    assert counter.frame_count == 1
+
+
+@over(
+    named(
+        "int4-g32",
+        "int4-g32-float-zero-point",
+        "int3-g48",
+        "int4-block-8x16",
+        "int8dyn-int8-row",
+        "e5m2-tensor",
+        "qat-int3-g48",
+        "qat-int8dyn-int4-g32",
+    )
+)
+def test_linear_with_a_batch_of_any_size(case):
+    linear = nn.Linear(100, 24)
+    linear.weight = nn.Parameter(case.make((24, 100)))
+    fn, counter = compiled(linear)
+    for batch in (5, 7, 33):
+        x = values((batch, 100), 1).requires_grad_()
+        found = outcome(fn, linear, x)
+        expected = outcome(linear, linear, x)
+        for name in expected:
+            assert torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-5), name
+    assert counter.frame_count <= 2, "once for the first size, once for all others"
+
+
+def outcome(fn, linear, x):
+    """Output and gradients by name."""
+    linear.zero_grad()
+    x.grad = None
+    y = fn(x)
+    y.square().sum().backward()
+    found = {"y": y.detach(), "input": x.grad, "bias": linear.bias.grad}
+    if linear.weight.requires_grad:
+        assert type(linear.weight.grad) is torch.Tensor
+        found["weight"] = linear.weight.grad
+    return found
+
+
+@over(named("int4-g32", "int8dyn-int8-row", "e4m3-row", "qat-int8dyn-int4-g32"))
+def test_a_block_by_inductor(case):
+    """A linear and an activation, forward and backward, with a batch of any size."""
+    block = nn.Sequential(nn.Linear(100, 24), nn.SiLU())
+    block[0].weight = nn.Parameter(case.make((24, 100)))
+    fn, counter = compiled(block, "inductor")
+    for batch in (4, 9):
+        x = values((batch, 100), 1)
+        torch._dynamo.mark_dynamic(x, 0)
+        x.requires_grad_()
+        found, expected = outcome(fn, block[0], x), outcome(block, block[0], x)
+        for name in expected:
+            error = (found[name] - expected[name]).norm() / expected[name].norm()
+            assert error < (0.02 if case.how.activation else 1e-5), name
+    assert counter.frame_count == 1
+
+
+@over(named("int4-g32", "state-4bit-signed", "qat-int4-g32"))
+def test_tensors_come_out_of_a_graph(case):
+    fn, _ = compiled(lambda t: (t.detach(), t[8:16], t.clone()))
+    t = case.make((24, 100))
+    alias, rows, clone = fn(t)
+    assert same(alias, t) and same(rows, t[8:16]) and same(clone, t)
+    assert type(rows) is case.kind
+
+
+@over(named("int4-g32", "int8-row", "e4m3-row"))
+def test_transposes_and_experts_in_a_graph(case):
+    fn, _ = compiled(lambda x, w: x @ w[1].t() + F.linear(x, w[0]))
+    x, weight = values((5, 100), 1), case.make((3, 24, 100))
+    eager = x @ weight[1].t() + F.linear(x, weight[0])
+    assert torch.allclose(fn(x, weight), eager, rtol=1e-5, atol=1e-5)
+
+
+@over(named("int4-g32", "int4-g32-asymmetric", "qat-int4-g32"))
+def test_embedding_in_a_graph(case):
+    fn, _ = compiled(lambda i, w: F.embedding(i, w))
+    table = case.make((24, 100))
+    for indices in (torch.tensor([0, 5, 5, 23]), torch.tensor([[1, 2, 3]])):
+        assert same_bits(fn(indices, table), F.embedding(indices, table))
+
+
+@over(named("state-8bit-signed", "state-4bit-unsigned", "state-float8-signed"))
+def test_a_state_updated_in_place_in_a_graph(case):
+    def step(state, gradient):
+        state.copy_(state.dequantize().mul(0.9) + gradient.mul(0.1))
+
+    fn, _ = compiled(step)
+    gradient = values((24, 300), 5).square()
+    state, twin = case.make((24, 300)), case.make((24, 300))
+    for _ in range(2):
+        fn(state, gradient)
+        step(twin, gradient)
+    assert same(state, twin)
+
+
+def test_another_scheme_compiles_anew():
+    """The metadata is guarded on: a graph made for one scheme never serves another."""
+    fn, counter = compiled(lambda x, w: F.linear(x, w))
+    x = values((5, 96), 1)
+    frozen = [case for case in CASES if case.is_weight and not case.is_trainable]
+    for case in frozen[:4]:
+        weight = case.make((24, 96))
+        assert torch.allclose(fn(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 4
+
+
+@over(named("int4-g32", "int8dyn-int8-row", "qat-int4-g32"))
+def test_inference_mode(case):
+    linear = nn.Linear(100, 24)
+    linear.weight = nn.Parameter(case.make((24, 100)))
+    fn, _ = compiled(linear)
+    with torch.inference_mode():
+        for batch in (3, 5):
+            x = values((batch, 100), 1)
+            assert torch.allclose(fn(x), linear(x), rtol=1e-5, atol=1e-5)

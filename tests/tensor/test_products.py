@@ -1,0 +1,355 @@
+"""Products with a quantized weight: values, gradients by name, transposes, grad modes, functional transforms.
+
+The reference is plain PyTorch in float64 on the dequantized weight and, where the scheme says so, on the
+dequantized activation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.tensor import CodebookTensor, FakeQuantizedTensor
+from tests.tensor.cases import (
+    CASES,
+    every_frozen_weight,
+    every_trainable,
+    every_weight,
+    over,
+    same,
+    same_bits,
+    values,
+)
+
+every_transposable = over([case for case in CASES if case.is_transposable])
+
+# tokens, N, K: even; K to be padded and odd sizes; one of each; empty batch; no rows
+PRODUCTS = [
+    ((5, 3), 24, 96),
+    ((7,), 13, 101),
+    ((), 1, 33),
+    ((1, 1), 1, 1),
+    ((0,), 8, 96),
+    ((4,), 0, 96),
+]
+product_shapes = pytest.mark.parametrize("tokens,n,k", PRODUCTS, ids=str)
+
+
+def relative_error(found, reference):
+    """‖found − reference‖ / ‖reference‖ in float64; 0 for two empty or two zero tensors."""
+    found, reference = found.detach().double(), reference.detach().double()
+    assert found.shape == reference.shape
+    norm = reference.norm()
+    return float((found - reference).norm() / (norm if norm > 0 else 1))
+
+
+def activation_of(case, x):
+    """x as the product sees it."""
+    spec = case.how.activation
+    return x if spec is None or x.numel() == 0 else spec.fake_quantize(x)
+
+
+def operands(case, tokens, n, k):
+    weight = case.make((n, k))
+    x = values((*tokens, k), 1).requires_grad_()
+    bias = values((n,), 2).requires_grad_()
+    return x, weight, bias
+
+
+@every_weight
+@product_shapes
+def test_linear_is_the_product_of_the_values(case, tokens, n, k):
+    x, weight, bias = operands(case, tokens, n, k)
+    for b in (bias, None):
+        y = F.linear(x, weight, b)
+        assert type(y) is torch.Tensor and y.dtype == x.dtype and y.shape == (*tokens, n)
+        reference = F.linear(
+            activation_of(case, x).double(),
+            weight.dequantize().double(),
+            None if b is None else b.double(),
+        )
+        assert relative_error(y, reference) < 2e-6
+
+
+@every_weight
+@product_shapes
+def test_gradients_of_input_bias_and_trainable_weight(case, tokens, n, k):
+    x, weight, bias = operands(case, tokens, n, k)
+    if case.is_trainable:
+        weight.requires_grad_()
+    y = F.linear(x, weight, bias)
+    upstream = values(y.shape, 3)
+    y.backward(upstream)
+    flat = upstream.view(math.prod(tokens), n).double()
+    plain = weight.dequantize().double()
+    reference = {
+        "input": (flat @ plain).view(x.shape),  # scales of activations clip nothing
+        "bias": flat.sum(0),
+        "weight": flat.t() @ activation_of(case, x).view(len(flat), k).double(),
+    }
+    found = {"input": x.grad, "bias": bias.grad, "weight": weight.grad}
+    if case.is_trainable:
+        assert type(weight.grad) is torch.Tensor and weight.grad.dtype == weight.dtype
+        reference["weight"] = torch.where(inside_range(weight), reference["weight"], 0.0)
+    else:
+        assert found.pop("weight") is None
+    errors = {name: relative_error(grad, reference[name]) for name, grad in found.items()}
+    assert max(errors.values()) < 2e-6, errors
+
+
+def inside_range(weight):
+    """Where x / scale + zero_point lies within the format's range, after rounding to the nearest integer."""
+    spec, master = weight.scheme.weight, weight.master()
+    if not hasattr(spec.format, "signed"):
+        return torch.ones_like(master, dtype=torch.bool)  # scaled to the largest float8
+    padded = spec.padded_shape(master.shape)
+    _, scale, zero_point = spec.quantize(master)
+    for dim, (size, blocks) in enumerate(zip(padded, scale.shape, strict=True)):
+        if blocks:
+            scale = scale.repeat_interleave(size // blocks, dim)
+            zero_point = zero_point.repeat_interleave(size // blocks, dim)
+    crop = tuple(slice(size) for size in master.shape)
+    codes = (master * (1 / scale[crop])).round() + zero_point[crop].float()
+    return (codes >= spec.format.quant_min) & (codes <= spec.format.quant_max)
+
+
+@every_trainable
+def test_a_converted_weight_gives_the_same_output_to_the_bit(case):
+    for tokens, n, k in PRODUCTS:
+        x, weight, bias = operands(case, tokens, n, k)
+        frozen = next(c for c in CASES if not c.is_trainable and c.is_weight and c.how == case.how)
+        converted = frozen.encode(weight.master())
+        assert same_bits(weight.dequantize(), converted.dequantize())
+        assert same_bits(F.linear(x, weight, bias), F.linear(x, converted, bias))
+
+
+@every_weight
+def test_non_contiguous_inputs_and_sources(case):
+    source = values((101, 24)).t()
+    assert not source.is_contiguous()
+    weight = case.encode(source)
+    assert same(weight, case.encode(source.contiguous()))
+    x = values((101, 6), 1).t()
+    assert relative_error(F.linear(x, weight), F.linear(x.contiguous(), weight)) < 1e-6
+    x = values((6, 3, 101), 1).transpose(0, 1)
+    assert relative_error(F.linear(x, weight), F.linear(x.contiguous(), weight)) < 1e-6
+
+
+@every_weight
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_linear_in_the_dtype_of_the_weight(case, dtype):
+    weight = case.make((24, 100)).to(dtype)
+    x = values((6, 100), 1, dtype).requires_grad_()
+    y = F.linear(x, weight)
+    y.sum().backward()
+    assert y.dtype == dtype and x.grad.dtype == dtype
+    reference = F.linear(activation_of(case, x).double(), weight.dequantize().double())
+    assert relative_error(y, reference) < 2 * torch.finfo(dtype).eps + 2e-6
+    with pytest.raises(ValueError, match=r"float32 input with a weight of dtype.*autocast"):
+        F.linear(x.float(), weight)
+
+
+@every_weight
+def test_linear_under_autocast(case):
+    weight, x = case.make((24, 100)), values((6, 100), 1).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(x, weight, values((24,), 2))
+    y.float().sum().backward()
+    assert y.dtype is torch.bfloat16 and x.grad.dtype is torch.float32
+    reference = F.linear(
+        activation_of(case, x.bfloat16()).double(),
+        weight.dequantize().double(),
+        values((24,), 2).double(),
+    )
+    assert relative_error(y, reference) < 0.02
+
+
+@every_weight
+def test_grad_modes(case):
+    x, weight, bias = operands(case, (4,), 24, 100)
+    expected = F.linear(x, weight, bias).detach()
+    with torch.no_grad():
+        y = F.linear(x, weight, bias)
+        assert not y.requires_grad and same_bits(y, expected)
+    with torch.inference_mode():
+        y = F.linear(x, weight, bias)
+        assert y.is_inference() and same_bits(y, expected)
+        if case.is_transposable:
+            assert relative_error(x @ weight.t() + bias, expected) < 1e-2
+        inside = case.make((24, 100))
+        assert same_bits(F.linear(x, inside, bias), expected)
+        assert same_bits(inside[8:].dequantize(), weight[8:].dequantize())
+        assert same_bits(case.values_of(inside.clone()), case.values_of(weight))
+
+
+@every_frozen_weight
+def test_a_frozen_weight_never_asks_for_a_gradient(case):
+    weight = case.make((24, 100))
+    assert weight.requires_grad_() is weight and not weight.requires_grad
+    assert not weight.requires_grad_(False).requires_grad
+    parameter = nn.Parameter(weight)
+    assert isinstance(parameter, nn.Parameter) and not parameter.requires_grad
+    linear = nn.Linear(100, 24, bias=False)
+    linear.weight = parameter
+    linear.requires_grad_(True)
+    assert not linear.weight.requires_grad
+    x = values((4, 100), 1).requires_grad_()
+    linear(x).sum().backward()
+    assert linear.weight.grad is None and x.grad is not None
+
+
+@every_frozen_weight
+def test_a_frozen_weight_forced_to_require_a_gradient_says_what_to_do(case):
+    weight = case.make((24, 100))
+    weight.requires_grad = True
+    with pytest.raises(RuntimeError, match=r"cannot be trained.*requires_grad_\(False\).*qat"):
+        F.linear(values((4, 100), 1), weight)
+    with torch.no_grad():
+        F.linear(values((4, 100), 1), weight)
+
+
+@every_transposable
+def test_matrix_products_with_the_transpose(case):
+    weight = case.make((24, 100))
+    plain = weight.dequantize().double()
+    for tokens in ((6,), (2, 3), ()):
+        x = values((*tokens, 100), 1).requires_grad_()
+        reference = activation_of(case, x).double() @ plain.t()
+        spellings = [lambda x: x @ weight.t(), lambda x: torch.matmul(x, weight.T)]
+        if len(tokens) == 1:
+            spellings += [
+                lambda x: torch.mm(x, weight.t()),
+                lambda x: torch.addmm(values((24,), 2), x, weight.t()) - values((24,), 2),
+            ]
+        for product in spellings:
+            x.grad = None
+            y = product(x)
+            y.sum().backward()
+            assert type(y) is torch.Tensor and relative_error(y, reference) < 2e-6
+            assert relative_error(x.grad, plain.sum(0).expand(x.shape)) < 2e-6
+    g = values((6, 24), 1)
+    assert relative_error(g @ weight, g.double() @ plain) < 2e-6
+
+
+@every_weight
+def test_products_that_are_missing_say_so(case):
+    weight, x = case.make((24, 96)), values((24, 24), 1)
+    for product in (
+        lambda: weight @ values((96, 4), 1),
+        lambda: torch.bmm(values((3, 5, 96), 1), case.make((3, 24, 96)).transpose(1, 2)),
+        lambda: torch.einsum("oi,bi->bo", weight, values((5, 96), 1)),
+        lambda: F.conv1d(x, weight),
+        lambda: F.linear(weight, weight),
+    ):
+        with pytest.raises(NotImplementedError, match=r"dequantize|only the weight may be"):
+            product()
+
+
+@every_weight
+def test_linear_with_sizes_that_do_not_fit(case):
+    with pytest.raises((ValueError, RuntimeError), match=r"100.*96|96.*100"):
+        F.linear(values((5, 100), 1), case.make((24, 96)))
+    with pytest.raises((ValueError, RuntimeError)):
+        F.linear(values((5, 96), 1), case.make((3, 24, 96)))
+
+
+@over([case for case in CASES if case.is_weight and "tensor" not in case.name])
+def test_experts_of_a_3d_weight_in_products(case):
+    weight = case.make((3, 16, 100))
+    if case.is_trainable:
+        weight.requires_grad_()
+    x = values((5, 100), 1).requires_grad_()
+    upstream = values((5, 16), 3)
+    F.linear(x, weight[1]).backward(upstream)
+    alone = case.encode(weight.master()[1] if case.is_trainable else values((3, 16, 100))[1])
+    if case.is_trainable:
+        alone.requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    F.linear(twin, alone).backward(upstream)
+    assert same_bits(x.grad, twin.grad)
+    if case.is_trainable:
+        assert weight.grad.shape == weight.shape
+        assert same_bits(weight.grad[1], alone.grad)
+        assert not weight.grad[0].any() and not weight.grad[2].any()
+
+
+@every_weight
+def test_embedding_gathers_rows(case):
+    table, indices = case.make((24, 100)), torch.tensor([[0, 5, 5], [23, 1, 2]])
+    if case.is_trainable:
+        table.requires_grad_()
+    if case.row_step > 1 and not case.is_trainable:
+        with pytest.raises(NotImplementedError, match=r"share scales.*dequantize"):
+            F.embedding(indices, table)
+        return
+    rows = F.embedding(indices, table)
+    assert same_bits(rows, table.dequantize()[indices])
+    assert F.embedding(indices[:0], table).shape == (0, 3, 100)
+    if case.is_trainable:
+        upstream = values(rows.shape, 3)
+        rows.backward(upstream)
+        reference = torch.zeros(24, 100).index_put_((indices,), upstream, accumulate=True)
+        reference = torch.where(inside_range(table), reference, 0.0)
+        assert relative_error(table.grad, reference) < 1e-6
+
+
+@every_weight
+def test_functional_call_and_torch_func_grad(case):
+    """functional_call works; grad over the input works or is refused by name."""
+    linear = nn.Linear(100, 24)
+    weight = case.make((24, 100))
+    x = values((4, 100), 1)
+    y = torch.func.functional_call(linear, {"weight": weight}, x)
+    assert same_bits(y, F.linear(x, weight, linear.bias))
+
+    def loss(x):
+        return torch.func.functional_call(linear, {"weight": weight}, x).square().sum()
+
+    try:
+        found = torch.func.grad(loss)(x)
+    except RuntimeError as error:
+        assert "functorch" in str(error) or "vmap" in str(error), error
+        return
+    twin = x.clone().requires_grad_()
+    loss(twin).backward()
+    assert relative_error(found, twin.grad) < 1e-6
+
+
+def test_a_state_is_no_weight():
+    state = CodebookTensor.from_float(values((24, 96)), "8bit", signed=True)
+    with pytest.raises(NotImplementedError, match=r"CodebookTensor.*dequantize"):
+        F.linear(values((5, 96), 1), state)
+
+
+def test_gradients_of_a_qat_weight_accumulate_and_step():
+    weight = nn.Parameter(FakeQuantizedTensor(values((24, 96)), CASES[0].how))
+    before, x = weight.master().clone(), values((5, 96), 1)
+    F.linear(x, weight).sum().backward()
+    first = weight.grad.clone()
+    F.linear(x, weight).sum().backward()
+    assert same_bits(weight.grad, 2 * first)
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert same_bits(weight.master(), before - 0.5 * weight.grad)
+    assert isinstance(weight, nn.Parameter) and isinstance(weight, FakeQuantizedTensor)
+
+
+@every_weight
+def test_activation_checkpointing_and_second_derivatives(case):
+    x, weight, bias = operands(case, (4,), 24, 100)
+    F.linear(x, weight, bias).square().sum().backward()
+    expected, x.grad = x.grad, None
+
+    def loss(x):
+        return F.linear(x, weight, bias).square().sum()
+
+    checkpoint(loss, x, use_reentrant=False).backward()
+    assert same_bits(x.grad, expected)
+    (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    (found,) = torch.autograd.grad(grad.sum(), x)
+    plain = weight.dequantize().double()
+    assert relative_error(found, (2 * plain.t() @ plain).sum(0).expand(x.shape)) < 2e-6
