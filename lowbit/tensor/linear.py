@@ -67,7 +67,8 @@ def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
+        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
+        ctx.save_for_backward(weight.detach())
         return choose_linear(x, weight, bias)(x, weight, bias)
 
     @staticmethod
@@ -82,8 +83,8 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, grad_bias
 
 
-def quantized_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Differentiable in x and bias.
+def quantized_linear(input: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Tensor:
+    """input [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Differentiable in input and bias.
 
     Raises:
         RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
@@ -98,11 +99,11 @@ def quantized_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
-    if x.shape[-1] != weight.shape[1]:
+    if input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
+            f"linear of input {tuple(input.shape)} with weight {tuple(weight.shape)}: K differs"
         )
-    x, bias = autocast_inputs(x, weight, bias)
+    x, bias = autocast_inputs(input, weight, bias)
     return _Linear.apply(x, weight, bias)
 
 

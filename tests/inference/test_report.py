@@ -193,7 +193,7 @@ def test_quantizing_more_of_a_model_later() -> None:
     report = lb.quantize_(model, INT4)
     assert report.left["head.weight"] == "already a AffineTensor" and model.head.weight is weight
     assert len(report.converted) == 4
-    with pytest.raises(ValueError, match="nothing to convert.*already a AffineTensor"):
+    with pytest.raises(ValueError, match=r"nothing to convert.*already a AffineTensor"):
         lb.quantize_(model, INT4)
 
 
