@@ -185,23 +185,43 @@ def _crop(t: Tensor, shape: Sequence[int]) -> Tensor:
     return t[tuple(slice(size) for size in shape)]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, FakeQuantizedTensor) or isinstance(x, LowbitTensor):
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, FakeQuantizedTensor) or isinstance(input, LowbitTensor):
         raise NotImplementedError(
-            f"linear of {x!r} with {weight!r}: only the weight may be a FakeQuantizedTensor"
+            f"linear of {input!r} with {weight!r}: only the weight may be a FakeQuantizedTensor"
         )
-    x, bias = autocast_inputs(x, weight, bias)
+    x, bias = autocast_inputs(input, weight, bias)
     activation = weight.scheme.activation
     if activation is not None:
         x = activation.fake_quantize(x)
     return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
 
 
-def _embedding(indices: Tensor, weight: FakeQuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return weight._embedding(indices, *args, **kwargs)
+def _embedding(input: Tensor, weight: FakeQuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return weight._embedding(input, *args, **kwargs)
 
 
-_PRODUCTS: dict[Any, Any] = {F.linear: _linear, F.embedding: _embedding}
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """nn.MultiheadAttention multiplies by its out_proj.weight where no override of F.linear reaches."""
+
+    def as_seen(x: Any) -> Any:
+        if not isinstance(x, FakeQuantizedTensor):
+            return x
+        if x.scheme.activation is not None:
+            raise NotImplementedError(
+                f"{x!r} in nn.MultiheadAttention, whose inputs cannot be quantized in training: leave its out_proj out "
+                "by filter_fn or a pattern, e.g. {'*.out_proj': None, '*': scheme}, or choose a weight-only scheme"
+            )
+        return x.fake_quantized().to(x.dtype)
+
+    return F.multi_head_attention_forward(*map(as_seen, args), **tree_map(as_seen, kwargs))
+
+
+_PRODUCTS: dict[Any, Any] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.multi_head_attention_forward: _attention,
+}
 
 
 @FakeQuantizedTensor.implements(
