@@ -16,7 +16,7 @@ tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
     x̂ = (code − mid) · scale + zero_point
 
 Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
-observers, to which this module is bit-exact (see tests/test_affine_against_torch.py for the one exception, at exact ties).
+observers, to which this module is bit-exact but for exact ties (tests/test_affine_against_torch.py).
 """
 
 from __future__ import annotations
@@ -125,9 +125,34 @@ def _min_max(
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
 
-def _divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once. By a Python number, CUDA would multiply by its rounded reciprocal."""
-    return x / torch.full_like(x, divisor)
+def _divide(x: Tensor, divisor: float | Tensor) -> Tensor:
+    """x / divisor in float32, rounded once, on every device, eager and compiled.
+
+    Through float64, which gives the very quotient that IEEE float32 division does: CUDA replaces division by a
+    number by a product, and Triton divides float32 approximately, but at ties of the codes the last bit counts.
+    """
+    wide = (
+        divisor.double()
+        if isinstance(divisor, Tensor)
+        else torch.full_like(x, divisor, dtype=torch.float64)
+    )
+    return (x.double() / wide).float()
+
+
+def _multiply_add(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """a · b + c in float32 where b is a code: through float64, in which the product is exact, fused or not."""
+    wide = b.double() if isinstance(b, Tensor) else b
+    return (a.double() * wide + c.double()).float()
+
+
+_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+_LIBRARY.define("cast(Tensor x, ScalarType dtype) -> Tensor")
+_LIBRARY.impl("cast", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
+
+
+def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` as an op of its own, which torch.compile can't leave out: from `x.to(bfloat16).float()` it does."""
+    return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
 
 
 def _symmetric_scale(
@@ -200,7 +225,7 @@ def choose_qparams_affine(
     zero_point: Tensor | None
     if mapping in ("symmetric", "symmetric_no_clipping_err"):
         scale = _symmetric_scale(mapping, min_neg, max_pos, low, high, mid)
-        scale = scale.clamp(min=least).to(scale_dtype)
+        scale = _round_to(scale.clamp(min=least), scale_dtype)
         zero_point = None
         if not is_float8:
             zero_point = torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
@@ -211,13 +236,13 @@ def choose_qparams_affine(
         scale = torch.where(
             span.isinf(), _divide(max_pos, levels) - _divide(min_neg, levels), _divide(span, levels)
         )
-        scale = scale.clamp(min=least).to(scale_dtype)
+        scale = _round_to(scale.clamp(min=least), scale_dtype)
         if mapping == "asymmetric":
-            zero_point = (low - torch.round(min_neg / scale.float())).clamp(low, high)
+            zero_point = (low - torch.round(_divide(min_neg, scale))).clamp(low, high)
             zero_point = zero_point.to(zero_point_dtype or torch.int32)
         else:
-            zero_point = min_neg + scale.float() * (mid - low)
-            zero_point = zero_point.to(zero_point_dtype or scale_dtype)
+            zero_point = _multiply_add(scale, mid - low, min_neg)
+            zero_point = _round_to(zero_point, zero_point_dtype or scale_dtype)
     if not keepdim:
         kept = [n for n, b in zip(scale.shape, block_size, strict=True) if b == 1 or n > 1]
         scale = scale.reshape(kept)
@@ -229,12 +254,12 @@ def _to_grid(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float
 ) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it."""
-    inverse = 1.0 / scale.float()
+    inverse = _divide(torch.ones_like(scale), scale)
     if zero_point is None:
         return x * inverse  # float8: the cast rounds
     if zero_point.dtype.is_floating_point:
         mid = (low + high + 1) // 2
-        min_val = zero_point.float() - scale.float() * (mid - low)
+        min_val = _multiply_add(scale, low - mid, zero_point)
         return torch.round((x - min_val) * inverse) + low
     return torch.round(x * inverse) + zero_point
 
@@ -246,7 +271,7 @@ def _from_grid(
     if zero_point is None:
         return codes * scale.float()
     if zero_point.dtype.is_floating_point:
-        return (codes - (low + high + 1) // 2) * scale.float() + zero_point.float()
+        return _multiply_add(scale, codes - (low + high + 1) // 2, zero_point)
     return (codes - zero_point) * scale.float()
 
 
@@ -330,23 +355,18 @@ def dequantize_affine(
     return values.reshape(codes.shape).to(output_dtype)
 
 
-class _FakeQuantize(torch.autograd.Function):
-    """Quantize and dequantize; gradient: identity inside the clamp range, zero outside (straight-through)."""
+class _StraightThrough(torch.autograd.Function):
+    """`values`, with the gradient of the identity where `inside` and none elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, input, block_size, scale, zero_point, dtype, low, high) -> Tensor:
-        codes = unclamped_codes(input, block_size, scale, zero_point, dtype, low, high)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(within_range(codes, dtype, low, high))
-        codes = codes.clamp(low, high).to(dtype)
-        return dequantize_affine(
-            codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
-        )
+    def forward(ctx: Any, input: Tensor, values: Tensor, inside: Tensor) -> Tensor:
+        ctx.save_for_backward(inside)
+        return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inside,) = ctx.saved_tensors
-        return (torch.where(inside, grads[0], 0.0), None, None, None, None, None, None)
+        return torch.where(inside, grads[0], 0.0), None, None
 
 
 def fake_quantize_affine(
@@ -363,6 +383,12 @@ def fake_quantize_affine(
     Differentiable in `input` by the straight-through estimator (arXiv 1308.3432): the gradient passes where the
     code, before the clamp, lies within the range, and is zero elsewhere. `scale` and `zero_point` are constants.
     """
-    _check_input(input)
     low, high = quant_range(quant_dtype, quant_min, quant_max)
-    return _FakeQuantize.apply(input, block_size, scale, zero_point, quant_dtype, low, high)
+    with torch.no_grad():
+        codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)
+        inside = within_range(codes, quant_dtype, low, high)
+        codes = codes.clamp(low, high).to(quant_dtype)
+        values = dequantize_affine(
+            codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
+        )
+    return _StraightThrough.apply(input, values, inside)
