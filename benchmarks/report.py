@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.registry import Benchmark, Candidate
-from benchmarks.timing import Timing
+from benchmarks.timing import COPY_BYTES, Timing
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def render(
         f"- {date.isoformat()}, `{command}`",
         f"- {machine.gpu} ({machine.capability}), torch {machine.torch}, triton {machine.triton}, "
         f"{machine.driver}, Python {machine.python}",
-        f"- copying 1 GiB in the same run: {before} TB/s before, {after} TB/s after (read plus written); the faster "
+        f"- copying {COPY_BYTES / 2**30:.0f} GiB in the same run: {before} TB/s before, {after} TB/s after (read plus written); the faster "
         "makes the floors",
         "",
         "Medians, with the middle half of the repeats. *floor*: the bytes that must be moved, at the speed of the "
