@@ -194,6 +194,8 @@ class AffineTensor(LowbitTensor):
         )
 
     def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
         padded = self.spec.padded_shape(shape)
         blocks = tuple(n // b for n, b in zip(padded, self.spec.block_size(shape), strict=True))
         bits = self.spec.format.bits
@@ -301,6 +303,13 @@ class AffineTensor(LowbitTensor):
         if self.transposed:
             return self._untransposed()._expert(index)._transposed()
         return super()._expert(index)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
+        """Where all rows share one scale, with it: to an FSDP2 rank without rows it comes from nowhere else."""
+        if self.transposed or self._blocks_along(0) or self.is_meta:
+            return super()._new(shape, dtype, device, make)
+        zeros = self._slice(0, 0, 0)._pad_rows(shape[0])
+        return zeros._map(lambda t: t.to(device, copy=True), dtype=dtype)
 
     def _pad_rows(self, rows: int) -> Self:
         if self._blocks_along(0):

@@ -158,6 +158,17 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             raise self._unsupported("selecting an expert, since they share scales")
         return self._with(tensors, shape)
 
+    def _new(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Callable[..., Tensor]
+    ) -> Self:
+        """A tensor of `shape`, which differs in the rows only; `make` is torch.zeros or torch.empty."""
+        shapes = self._inner_shapes(shape)
+        tensors = {
+            name: make(shapes[name][0], dtype=shapes[name][1], device=device)
+            for name in self._inner()
+        }
+        return self._with(tensors, shape, dtype)
+
     def _pad_rows(self, rows: int) -> Self:
         """This tensor with `rows` rows of zeros after its own."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
@@ -230,7 +241,9 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             fn = ancestor.__dict__.get("_ops", {}).get(func)
             if fn is not None:
                 return fn(func, args, kwargs or {})
-        if torch.is_inference_mode_enabled():  # where autograd does not take composite operations apart
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # where autograd does not take composite operations apart
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result

@@ -156,11 +156,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
     make = torch.zeros if func in (aten.new_zeros.default, aten.zeros_like.default) else torch.empty
     if self.flat_from is not None or not shape or shape[1:] != tuple(self.shape[1:]):
         return make(shape, dtype=dtype, device=device)
-    shapes = self._inner_shapes(shape)
-    tensors = {
-        name: make(shapes[name][0], dtype=shapes[name][1], device=device) for name in self._inner()
-    }
-    return self._with(tensors, shape, dtype)
+    return self._new(shape, dtype, device, make)
 
 
 @_like(aten.cat.default)

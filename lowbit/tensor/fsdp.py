@@ -16,7 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lowbit.tensor.base import LowbitTensor
 
-_DTYPE_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# of those that gloo and NCCL move; only bits are copied
+_DTYPE_OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def _to_rows(tensor: LowbitTensor, rows: int) -> Tensor:
     parts = []
     for name in tensor._row_attrs():
         inner = getattr(tensor, name)
-        parts.append(inner.reshape(inner.shape[0], -1).contiguous().view(torch.uint8))
+        parts.append(inner.flatten(1).contiguous().view(torch.uint8))
     used = sum(part.shape[1] for part in parts)
     elements = max(tensor.shape[1:].numel(), 1)
     width = next((w for w in _DTYPE_OF_BYTES if w * elements >= used), None)
@@ -51,7 +52,8 @@ def _from_rows(tensor: LowbitTensor, packed: Tensor, rows: int) -> dict[str, Ten
     for name in tensor._row_attrs():
         shape, dtype = shapes[name]
         nbytes = dtype.itemsize * torch.Size(shape[1:]).numel()
-        found[name] = flat[:, start : start + nbytes].contiguous().view(dtype).view(shape)
+        part = flat[:, start : start + nbytes].clone(memory_format=torch.contiguous_format)
+        found[name] = part.view(dtype).view(shape)
         start += nbytes
     return found
 
@@ -66,15 +68,13 @@ class FSDPHooks:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """The tensors to gather, and (the tensor itself, its full size, whether rows travel as bytes)."""
+        """The tensors to gather, and (the shard that they are of, the full size, whether rows travel as bytes)."""
+        shard = self._wire()
         if outer_size[0] % mesh.size() == 0:
-            return tuple(getattr(self, name) for name in self._row_attrs()), (
-                self,
-                outer_size,
-                False,
-            )
+            inputs = tuple(as_bytes(getattr(shard, name)) for name in shard._row_attrs())
+            return inputs, (shard, outer_size, False)
         rows = -(-outer_size[0] // mesh.size())
-        return (_to_rows(self, rows),), (self, outer_size, True)
+        return (_to_rows(shard, rows),), (shard, outer_size, True)
 
     def fsdp_post_all_gather(
         self: Any,
@@ -85,8 +85,8 @@ class FSDPHooks:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
-        shard, outer_size, as_bytes = metadata
-        if as_bytes:
+        shard, outer_size, is_rows = metadata
+        if is_rows:
             gathered = _from_rows(shard, outputs[0], outer_size[0])
         else:
             gathered = {
@@ -95,9 +95,9 @@ class FSDPHooks:
             }
         if out is None:
             whole = shard._with({**shard._inner(), **gathered}, outer_size, param_dtype)
-            return whole, tuple(gathered.values()) if as_bytes else outputs
+            return whole, tuple(gathered.values()) if is_rows else outputs
         target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
-        if as_bytes:
+        if is_rows:
             for name, t in gathered.items():
                 getattr(target, name).copy_(t)
         return None
