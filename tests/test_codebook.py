@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise
+from lowbit.codebook import ABSMAX_FLOOR, Codebook, dequantize_blockwise, quantize_blockwise
 
 BOOKS = [Codebook(bits, signed) for bits, signed in itertools.product((4, 8), (True, False))]
 FORMATS = [*BOOKS, torch.float8_e4m3fn]
@@ -195,7 +195,7 @@ def naive_blockwise(x: torch.Tensor, book: Codebook | torch.dtype, block: int) -
     for index in np.ndindex(*x.shape[:-1]):
         for start in range(0, x.shape[-1], block):
             piece = x[index][start : start + block].float()
-            scale = piece.abs().max().clamp_min(1e-12)
+            scale = piece.abs().max().clamp_min(ABSMAX_FLOOR)
             if isinstance(book, Codebook):
                 codes = book.encode_by_search(piece / scale)
                 out[index][start : start + block] = book.table()[codes.long()] * scale
@@ -255,7 +255,7 @@ def test_blockwise_laws(
     error = (y.double() - x.double()).abs() / absmax
     assert (error <= largest_error(book, x.double() / absmax)).all()
     # The largest element of a block keeps its value, where the table ends at +1.
-    top = (x.double() == absmax) & (absmax > 1e-12)
+    top = (x.double() == absmax) & (absmax > ABSMAX_FLOOR)
     assert torch.allclose(y[top], x[top], rtol=1e-6)
     # A second round trip changes nothing, as long as the first kept a largest element.
     if isinstance(book, Codebook) and not book.signed:
@@ -283,7 +283,7 @@ def test_extreme_magnitudes(book: Codebook | torch.dtype, value: float) -> None:
     assert scale.isfinite().all() and (scale > 0).all()
     y = dequantize_blockwise(codes, scale, book, 4)
     assert y.isfinite().all()
-    assert ((y.double() - value).abs() <= max(1e-12, value * 1e-6)).all()
+    assert ((y.double() - value).abs() <= max(ABSMAX_FLOOR, value * 1e-6)).all()
 
 
 def test_wrong_arguments() -> None:

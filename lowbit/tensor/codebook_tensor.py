@@ -49,11 +49,6 @@ FORMATS = {
     "float8": _Format(8, 256),
 }
 
-# A block's scale has a floor of 1e-12, which second moments of ordinary gradients lie below: gradients of 1e-7 have
-# 1e-14, and in 4 bits would decode to at least 1e-12 / 16. A power of two moves them above it, exactly. The range
-# that remains, of second moments from 1e-24 to 3e26, is that of gradients from 1e-12 to 1e13.
-UNSIGNED_SHIFT = 2.0**40
-
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
     """The leading dimensions, which stay, and `cols`, the product of the trailing ones that blocks run along."""
@@ -161,11 +156,7 @@ class CodebookTensor(LowbitTensor):
 
     def _encode_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """codes (packed) and scale of `values` [..., cols]."""
-        if not self.signed:
-            values = values * UNSIGNED_SHIFT
         codes, scale = quantize_blockwise(values, self._book(), self.block_size)
-        if not self.signed:
-            scale /= UNSIGNED_SHIFT
         if self.format == "4bit":
             return pack(codes, 4), scale
         codes = codes.view(torch.uint8)
