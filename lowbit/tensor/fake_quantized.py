@@ -120,6 +120,16 @@ class FakeQuantizedTensor(LowbitTensor):
             return product(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith(_ON_LISTS):
+            return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+"""What torch's optimizers and weight averages do to many weights at once happens to the high-precision ones."""
+
 
 class _FromCodes(torch.autograd.Function):
     """The values of a GatheredWeight; gradient: identity for codes within the range, zero for those that clip."""

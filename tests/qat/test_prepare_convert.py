@@ -1,0 +1,265 @@
+"""prepare_ and convert_ give the same model: weights and outputs equal to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit import qat
+from lowbit.tensor.linear import plain_linear
+from tests.schemes import (
+    MAPPINGS,
+    SCHEMES,
+    WEIGHT_ONLY,
+    activation_specs,
+    over,
+    relative_error,
+    rounded,
+    weight_specs,
+)
+
+INT4 = {
+    f"int4-g{group}-{mapping}": lb.Int4WeightOnly(group, mapping)
+    for group in (8, 32, 128)
+    for mapping in MAPPINGS
+}
+QAT_SCHEMES = {
+    **INT4,
+    **SCHEMES,
+    "int8xint4-g32": lb.Int8DynamicActivationInt4Weight(32),
+    "int8xint4-g8-asymmetric": lb.Int8DynamicActivationInt4Weight(8, "asymmetric"),
+    "int3-g24": lb.IntxWeightOnly(3, 24),
+    "int2-row": lb.IntxWeightOnly(2),
+}
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+
+
+@pytest.fixture
+def plain_path() -> Iterator[None]:
+    """Every product by the reference implementation, not by integer products."""
+    lb.register_linear(lambda x, w, b: True, plain := lambda x, w, b: plain_linear(x, w, b))
+    yield
+    lb.unregister_linear(plain)
+
+
+def prepared(scheme: lb.Scheme, dtype: torch.dtype = torch.float32, k: int = 67) -> nn.Module:
+    model = nn.Sequential(nn.Linear(k, 29), nn.GELU(), nn.Linear(29, 13, bias=False)).to(dtype)
+    qat.prepare_(model, scheme)
+    return model
+
+
+def converted(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    qat.convert_(model)
+    return model
+
+
+@over(QAT_SCHEMES)
+@DTYPES
+@pytest.mark.usefixtures("plain_path")
+def test_the_same_bits(scheme: lb.Scheme, dtype: torch.dtype) -> None:
+    model = prepared(scheme, dtype)
+    final = converted(model)
+    for i in (0, 2):
+        before, after = model[i].weight, final[i].weight
+        assert isinstance(before, lb.FakeQuantizedTensor) and before.requires_grad
+        assert isinstance(after, lb.AffineTensor) and not after.requires_grad
+        assert after.dtype is before.dtype is dtype
+        values = after.dequantize()
+        assert torch.equal(values, before.dequantize())
+        assert torch.equal(values, before.fake_quantized())
+        assert torch.equal(values, rounded(before.master(), scheme.weight).to(dtype))
+    for shape in [(5, 67), (67,), (2, 3, 67), (0, 67)]:
+        x = torch.randn(shape, dtype=dtype)
+        y = model(x)
+        assert y.dtype is dtype and torch.equal(y, final(x))
+        assert y.requires_grad and y.numel() == final(x).numel()
+
+
+@over(QAT_SCHEMES)
+@pytest.mark.usefixtures("plain_path")
+def test_the_same_bits_under_autocast(scheme: lb.Scheme) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = prepared(scheme, dtype)
+        final, x = converted(model), torch.randn(4, 67, dtype=dtype)
+        for autocast in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", autocast):
+                y = model(x)
+                assert y.dtype is autocast and torch.equal(y, final(x))
+
+
+@over(QAT_SCHEMES)
+@pytest.mark.usefixtures("plain_path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_same_bits_after_a_cast_between(scheme: lb.Scheme, dtype: torch.dtype) -> None:
+    """A prepared model that is cast keeps its weights' precision inside; both stages then compute in `dtype`."""
+    model = prepared(scheme)
+    model.to(dtype)
+    assert model[0].weight.dtype is dtype
+    final, x = converted(model), torch.randn(4, 67, dtype=dtype)
+    assert final[0].weight.dtype is dtype
+    assert torch.equal(model[0].weight.dequantize(), final[0].weight.dequantize())
+    assert torch.equal(model(x), final(x))
+
+
+@settings(max_examples=150)
+@given(
+    weight_specs(2),
+    st.none() | activation_specs,
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.floats(-8, 4),
+    st.integers(0, 2**31),
+)
+def test_prepared_equals_converted(weight, activation, n, k, dtype, magnitude, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, k, generator=generator).to(dtype)
+    linear = nn.Linear(k, n, bias=False, dtype=dtype)
+    values = torch.randn(n, k, generator=generator) * 10**magnitude
+    linear.weight.data = values.clamp(-6e4, 6e4).to(dtype)
+    qat.prepare_(linear, lb.Scheme(weight, activation))
+    before = linear.weight.fake_quantized()
+    y = linear(x)
+    qat.convert_(linear)
+    assert torch.equal(linear.weight.dequantize(), before)
+    assert torch.equal(plain_linear(x, linear.weight, None), y)
+
+
+@settings(max_examples=40)
+@given(weight_specs(3), st.lists(st.integers(1, 12), min_size=3, max_size=3))
+def test_prepared_experts_equal_converted_ones(weight: lb.Spec, shape: list[int]) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(shape))
+
+    model = Experts()
+    qat.prepare_(model, lb.Scheme(weight), lambda m, name: True)
+    before = model.w.dequantize()
+    qat.convert_(model)
+    assert torch.equal(model.w.dequantize(), before)
+
+
+@over({k: v for k, v in QAT_SCHEMES.items() if v.activation is not None})
+def test_the_integer_path_is_close(scheme: lb.Scheme) -> None:
+    model = prepared(scheme)
+    x = torch.randn(16, 67)
+    assert relative_error(converted(model)(x), model(x)) < 1e-5
+
+
+@over(QAT_SCHEMES)
+def test_converting_is_quantizing_what_was_trained(scheme: lb.Scheme) -> None:
+    model = prepared(scheme)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5).add_(0.01)
+    plain = nn.Linear(67, 29)
+    plain.load_state_dict({"weight": model[0].weight.master(), "bias": model[0].bias})
+    lb.quantize_(plain, scheme)
+    final = converted(model)
+    assert torch.equal(final[0].weight, plain.weight)
+    assert torch.equal(final[0].bias, plain.bias)
+
+
+@over(WEIGHT_ONLY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings(scheme: lb.Scheme, dtype: torch.dtype) -> None:
+    model = nn.Embedding(21, 37, dtype=dtype)
+    qat.prepare_(model, scheme, lambda m, name: True)
+    indices = torch.tensor([[3, 20], [3, 0]])
+    y = model(indices)
+    assert torch.equal(y, model.weight.dequantize()[indices])
+    y.sum().backward()
+    rows = model.weight.grad.abs().sum(1).nonzero().flatten().tolist()
+    assert rows == [0, 3, 20]
+    table = model.weight.dequantize()
+    qat.convert_(model)
+    assert torch.equal(model.weight.dequantize(), table)
+    if scheme.weight.granularity != lb.PerBlock(4, 8):
+        assert torch.equal(model(indices), y)
+
+
+@over({"int4-g8": lb.Int4WeightOnly(8), "float8": lb.Float8WeightOnly()})
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_a_transformer_layer(scheme: lb.Scheme, train: bool) -> None:
+    """Its attention multiplies by a weight without calling the module that holds it."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(train)
+    qat.prepare_(model, scheme)
+    x = torch.randn(2, 5, 16)
+    y = model(x)
+    y.square().sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
+    with torch.no_grad():
+        quiet = model(x)
+    qat.convert_(model)
+    assert torch.equal(model(x), y)
+    with torch.no_grad():
+        assert torch.equal(model(x), quiet)
+
+
+def test_attention_with_quantized_inputs_says_what_to_do() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    scheme = lb.Int8DynamicActivationInt4Weight(8)
+    qat.prepare_(model, scheme)
+    with pytest.raises(NotImplementedError, match=r"MultiheadAttention.*out_proj.*weight-only"):
+        model(torch.randn(2, 5, 16))
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    qat.prepare_(model, {"*.out_proj": None, "*": scheme})
+    model(torch.randn(2, 5, 16)).sum().backward()
+
+
+def test_functions_take_a_prepared_weight_by_position_and_name() -> None:
+    linear, embedding = nn.Linear(16, 8), nn.Embedding(8, 16)
+    for module in (linear, embedding):
+        qat.prepare_(module, lb.Int4WeightOnly(8), lambda m, name: True)
+    x, i = torch.randn(3, 16), torch.tensor([1, 2])
+    expected = F.linear(x, linear.weight.dequantize(), linear.bias)
+    assert torch.equal(F.linear(x, linear.weight, linear.bias), expected)
+    assert torch.equal(F.linear(input=x, weight=linear.weight, bias=linear.bias), expected)
+    rows = embedding.weight.dequantize()[i]
+    assert torch.equal(F.embedding(i, embedding.weight), rows)
+    assert torch.equal(F.embedding(input=i, weight=embedding.weight), rows)
+
+
+def test_padding_is_cut_off_again() -> None:
+    model = nn.Linear(67, 29, bias=False)
+    report = qat.prepare_(model, lb.Int4WeightOnly(32))
+    assert "padded to 29x96" in str(report)
+    assert model.weight.shape == (29, 67) == model.weight.master().shape
+    model(torch.randn(2, 67)).sum().backward()
+    assert model.weight.grad.shape == (29, 67)
+    qat.convert_(model)
+    assert model.weight.shape == (29, 67) and model.weight.codes.shape == (29, 48)
+
+
+def as_seen(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, lb.LowbitTensor) else weight.detach()
+
+
+@pytest.mark.parametrize("name", ["int4-g8", "int8xint4", "float8"])
+def test_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    model = prepared(SCHEMES[name])
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 67)
+    results = []
+    for run in (model, compiled):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.square().sum().backward()
+        grads = [p.grad for p in run.parameters()]
+        results.append([y.detach(), leaf.grad, *grads])
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 1e-5
+    torch._dynamo.reset()
