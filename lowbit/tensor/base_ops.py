@@ -48,7 +48,9 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     dst, src = args[0], args[1]
     if not isinstance(dst, LowbitTensor):
-        return dst.copy_(src.dequantize())
+        return dst.copy_(
+            src.master()
+        )  # of QAT weights the high-precision ones, so that loading loses nothing
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     if not isinstance(src, LowbitTensor):

@@ -48,6 +48,7 @@ def test_multihead_attention(scheme: lb.Scheme, train: bool) -> None:
     assert leaf.grad.abs().sum() > 0 and model.in_proj_weight.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @over({"int4-g8": INT4, "float8": lb.Float8WeightOnly()})
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_transformer_encoder(scheme: lb.Scheme, train: bool) -> None:
