@@ -68,32 +68,28 @@ class LlamaConfig:
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, one preallocated [B, K, S, E] pair a layer."""
+    """Keys and values of the positions seen so far: for each layer a pair [B, K, S, E].
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        batch: int,
-        positions: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (batch, config.kv_heads, positions or config.context, config.head_dim)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+    Room for all `positions` (by default the context) is taken at a layer's first use, in the dtype and on
+    the device of what it is given.
+    """
+
+    def __init__(self, config: LlamaConfig, batch: int, positions: int | None = None) -> None:
+        self.capacity = positions if positions is not None else config.context
         self.length = 0
-
-    @property
-    def capacity(self) -> int:
-        return self.keys[0].shape[2]
+        self._shape = (batch, config.kv_heads, self.capacity, config.head_dim)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, key_BKTE: Tensor, value_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new positions after the ones held; give all of this layer as [B, K, S, E]."""
+        if layer not in self._layers:
+            made = key_BKTE.new_zeros(self._shape), value_BKTE.new_zeros(self._shape)
+            self._layers[layer] = made
+        keys_BKSE, values_BKSE = self._layers[layer]
         end = self.length + key_BKTE.shape[2]
-        self.keys[layer][:, :, self.length : end] = key_BKTE
-        self.values[layer][:, :, self.length : end] = value_BKTE
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        keys_BKSE[:, :, self.length : end] = key_BKTE
+        values_BKSE[:, :, self.length : end] = value_BKTE
+        return keys_BKSE[:, :, :end], values_BKSE[:, :, :end]
 
 
 def rotary_angles(config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -140,8 +136,8 @@ class Attention(nn.Module):
                 causal = False
         out_BHTE = F.scaled_dot_product_attention(
             query_BHTE,
-            key_BKSE.to(query_BHTE.dtype),
-            value_BKSE.to(query_BHTE.dtype),
+            key_BKSE,
+            value_BKSE,
             attn_mask=mask,
             dropout_p=self.config.dropout if self.training else 0.0,
             is_causal=causal,
@@ -256,13 +252,7 @@ class Llama(nn.Module):
                 f"generate takes a prompt of at least one token (got {length}), new_tokens >= 0 (got "
                 f"{new_tokens}), temperature >= 0 (got {temperature}), top_k >= 1 or None (got {top_k})"
             )
-        cache = KVCache(
-            self.config,
-            batch,
-            length + new_tokens,
-            device=prompt_BT.device,
-            dtype=self.norm.weight.dtype,
-        )
+        cache = KVCache(self.config, batch, length + new_tokens)
         was_training = self.training
         self.eval()
         tokens_BT, new_BT = prompt_BT, prompt_BT

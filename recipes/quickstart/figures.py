@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 
 from recipes.quickstart.config import QuickstartConfig
 from recipes.quickstart.measure import Measurements
+from recipes.quickstart.report import recovered
 from recipes.quickstart.train import phases
 
 COLOURS = {"trunk": "#5b6470", "high": "#1f6fb4", "rtn": "#d9822b", "qat": "#2e8b57"}
@@ -103,13 +104,13 @@ def _finish_loss_axes(config: QuickstartConfig, axes: Any) -> None:
     bottom = min(float(np.min(line.get_ydata())) for line in lines)
     whole.set_ylim(bottom - 0.05 * (top - bottom), top)
     whole.axvline(config.trunk_steps, color="#9aa3ad", linestyle=":", linewidth=1.2)
-    whole.legend(loc="upper right", frameon=False)
-    branches.legend(loc="upper right", frameon=False)
+    for axis in (whole, branches):
+        axis.legend(loc="upper right", edgecolor="none", framealpha=1.0)
     axes[1][0].set_ylabel("learning\nrate")
-    for axis in axes[1]:
+    for axis, highest in zip(axes[1], (config.lr, config.lr * config.branch_lr), strict=True):
         axis.set_xlabel(f"step ({config.step_tokens:,} tokens each)")
-        axis.ticklabel_format(axis="y", style="sci", scilimits=(-3, -3))
-        axis.set_ylim(0, config.lr * 1.15)
+        axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axis.set_ylim(0, highest * 1.15)
 
 
 def _perplexity_figure(config: QuickstartConfig, found: Measurements) -> Any:
@@ -136,13 +137,13 @@ def _draw_lost(axis: Axes, found: Measurements) -> None:
     high = found.by_name("high").perplexity
     tops = []
     for i, recovery in enumerate(found.recoveries):
-        for offset, kind in ((-0.2, "rtn"), (0.2, "qat")):
+        for offset, kind in ((-0.21, "rtn"), (0.21, "qat")):
             value = found.by_name(f"int{recovery.bits}-{kind}").perplexity - high
             label = {"rtn": "rounded after training", "qat": "after QAT"}[kind] if i == 0 else None
-            bar = axis.bar(i + offset, value, width=0.36, color=COLOURS[kind], label=label)
+            bar = axis.bar(i + offset, value, width=0.38, color=COLOURS[kind], label=label)
             note = f"+{value:.2f}" if value >= 0 else f"{value:.2f}"
             if kind == "qat":
-                note += f"\n{recovery.share:.0%} recovered"
+                note += "\n" + recovered(recovery).replace(" ", "\n")
             axis.bar_label(bar, [note], padding=3)
             tops.append(value)
     axis.axhline(0, color=COLOURS["high"], linewidth=1.4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import platform
-import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +108,7 @@ def headline(config: QuickstartConfig, found: Measurements) -> str:
         parts.append(
             f"At {recovery.bits} bits rounding takes the held-out perplexity from {high.perplexity:.2f} "
             f"to {rounded.perplexity:.2f}; trained with QAT it is {qat.perplexity:.2f}"
-            + (f" ({recovery.share:.0%} of the loss recovered)." if recovery.lost > 0 else ".")
+            + f" ({recovered(recovery)})."
         )
     first = found.by_name(f"int{config.bits[0]}-qat")
     fp32, low = found.optimizer_bytes.values()
@@ -167,21 +166,25 @@ def recovery_table(config: QuickstartConfig, found: Measurements) -> list[Block]
         "rounded",
         "after QAT",
         "lost by rounding",
-        "recovered by QAT",
-        "95%",
+        "by QAT",
+        "95% interval",
     ]
     rows = []
     for recovery in found.recoveries:
         names = ("high", f"int{recovery.bits}-rtn", f"int{recovery.bits}-qat")
         values = [f"{found.by_name(name).perplexity:.3f}" for name in names]
-        rows.append([str(recovery.bits), *values, f"{recovery.lost:+.3f}", *_recovered(recovery)])
+        interval = f"{recovery.low:.0%} to {recovery.high:.0%}" if recovery.lost > 0 else ""
+        rows.append(
+            [str(recovery.bits), *values, f"{recovery.lost:+.3f}", recovered(recovery), interval]
+        )
     return [Table(header, rows)]
 
 
-def _recovered(recovery: Recovery) -> list[str]:
+def recovered(recovery: Recovery) -> str:
+    """The share in words that also fit where rounding lost nothing or QAT gained nothing."""
     if recovery.lost <= 0:
-        return ["nothing was lost", ""]
-    return [f"{recovery.share:.0%}", f"{recovery.low:.0%} to {recovery.high:.0%}"]
+        return "rounding lost nothing"
+    return f"{recovery.share:.0%} recovered" if recovery.share > 0 else "nothing recovered"
 
 
 def optimizer_table(found: Measurements) -> list[Block]:
@@ -228,9 +231,7 @@ def setting_table(
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of GPU memory at most"
     else:
         place = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        memory = f"{peak / 2**30:.2f} GiB at most"
+        memory = peak_memory()
     rows = [
         ["preset", config.preset],
         ["model", f"Llama, {found.parameters:,} parameters: {model.layers} layers, width {model.dim}, "
@@ -248,6 +249,17 @@ def setting_table(
         ["software", f"lowbit {lowbit.__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
     ]  # fmt: skip
     return Table(["setting", "value"], rows)
+
+
+def peak_memory() -> str:
+    """The most memory this process has held, in words."""
+    if sys.platform == "win32":
+        return "memory not measured on Windows"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"{peak / 2**30:.2f} GiB at most"
 
 
 def size(count: int) -> str:

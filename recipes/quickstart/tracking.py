@@ -84,6 +84,7 @@ def _start_wandb(folder: RunFolder, config: QuickstartConfig, mode: str) -> Any:
         run = wandb.init(
             project="lowbit-quickstart",
             name=folder.path.name,
+            group=folder.path.name,  # a resumed run is another run of the group
             dir=str(folder.path),
             config=asdict(config),
             mode=mode,  # type: ignore[arg-type]

@@ -91,7 +91,9 @@ class Training:
     seconds: float = 0.0
 
     def state(self) -> dict[str, Any]:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        random = {"cpu": torch.get_rng_state()}
+        if self.model.cos.is_cuda:
+            random["cuda"] = torch.cuda.get_rng_state()
         return {
             "phase": self.phase.name,
             "step": self.step,
@@ -99,7 +101,7 @@ class Training:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
+            "random": random,
         }
 
 
@@ -134,8 +136,8 @@ def start_or_resume(
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     torch.set_rng_state(saved["random"]["cpu"])
-    if device.type == "cuda" and saved["random"]["cuda"]:
-        torch.cuda.set_rng_state_all(saved["random"]["cuda"])
+    if device.type == "cuda" and "cuda" in saved["random"]:
+        torch.cuda.set_rng_state(saved["random"]["cuda"])
     if resumed:
         training.step, training.seconds = saved["step"], saved["seconds"]
     return training

@@ -53,7 +53,7 @@ def test_a_position_never_sees_later_ones(config: LlamaConfig) -> None:
 def test_with_a_cache_equals_the_whole_forward(config: LlamaConfig, parts: tuple[int, ...]) -> None:
     model, text = make(config).double(), tokens(3, 13)
     model.cos, model.sin = (t.double() for t in rotary_angles(config))
-    cache = KVCache(config, 3, dtype=torch.float64)
+    cache = KVCache(config, 3)
     found = torch.cat([model(part, cache) for part in text.split(parts, dim=1)], dim=1)
     assert cache.length == 13
     assert relative(found, model(text)) < 1e-12

@@ -378,3 +378,21 @@ def test_json_of_the_last_line(finished: Finished, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out) == {"int3-qat": found.by_name("int3-qat").perplexity}
     assert main(["--resume", str(folder.path), "--preset", "tiny"]) == 2
     assert "doesn't go with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_in_bfloat16(tmp_path: Path, data: quickstart_data.Data) -> None:
+    config = dataclasses.replace(CONFIG, bf16=True)
+    folder = RunFolder(tmp_path / "run")
+    folder.create(config, data)
+    for stop in (9, 1_000_000):
+        tracker = Tracker(folder, config, "disabled")
+        try:
+            found = run(config, folder, data, tracker, StopAfter(stop))
+        except Interrupted:
+            assert stop == 9
+        finally:
+            tracker.close(0)
+    assert all(r.perplexity == r.reloaded_perplexity for r in found.results)
+    steps = [(r["phase"], r["step"]) for r in read_metrics(folder) if "loss" in r]
+    assert steps == [(p.name, s + 1) for p in train.phases(config) for s in range(p.start, p.end)]
