@@ -137,10 +137,10 @@ def small() -> QuickstartConfig:
             vocab_size=2048, dim=256, layers=4, heads=8, kv_heads=4, hidden=640, context=256
         ),
         batch_size=16,
-        steps=2200,
-        branch_steps=660,
+        steps=1800,
+        branch_steps=540,
         warmup_steps=80,
-        decay_steps=800,
+        decay_steps=650,
         lr=3e-3,
     )
 

@@ -17,7 +17,7 @@ from recipes.llama import LlamaConfig
 from recipes.quickstart import data as quickstart_data
 from recipes.quickstart import evaluate, measure, report, train
 from recipes.quickstart.__main__ import main
-from recipes.quickstart.config import QuickstartConfig, UserError, override, tiny
+from recipes.quickstart.config import UserError, tiny
 from recipes.quickstart.folder import RunFolder, load_checkpoint, save_checkpoint
 from recipes.quickstart.interrupt import Interrupt, Interrupted
 from recipes.quickstart.run import run
@@ -339,37 +339,6 @@ def test_markdown_and_html_escape_what_models_write() -> None:
     assert "<script>" not in report.to_html(blocks)
     assert "~~~~~~python\n```\n<script>\n~~~~~~" in report.to_markdown(blocks)
     assert "a\\|b" in report.to_markdown(blocks)
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("speed=3", "NAME one of"),
-        ("model.width=3", "NAME one of"),
-        ("steps", "NAME=VALUE"),
-        ("steps=many", "accepted: int"),
-        ("lr=fast", "accepted: float or int"),
-        ("steps=0", "steps is 0"),
-        ("branch_steps=5000", "below steps="),
-        ("model.kv_heads=3", "kv_heads=3"),
-        ("bits=9", "bits is"),
-        ("bf16=1", "accepted: bool"),
-        ("corpus=web", "accepted: stdlib"),
-        ("lr=0", "lr is 0"),
-    ],
-)
-def test_settings_that_cannot_be(assignment: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        override(tiny(), [assignment])
-
-
-def test_settings_are_taken() -> None:
-    changes = ["steps=900", "lr=1e-3", "model.dim=64", "bits=(4, 2)", "group_size=32", "bf16=True"]
-    config = override(tiny(), changes)
-    assert (config.steps, config.lr, config.model.dim, config.bits) == (900, 1e-3, 64, (4, 2))
-    assert config.group_size == 32 and config.bf16 is True
-    assert train.scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
-    assert isinstance(config, QuickstartConfig)
 
 
 def test_json_of_the_last_line(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,70 @@
+"""The quick start's settings: presets, overrides, and what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+import lowbit
+from recipes.quickstart import train
+from recipes.quickstart.config import (
+    PRESETS,
+    QuickstartConfig,
+    UserError,
+    from_json,
+    override,
+    tiny,
+    to_json,
+)
+
+
+@pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
+def test_presets_survive_json(name: str) -> None:
+    config = PRESETS[name]()
+    assert config.preset == name and from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
+def test_learning_rate_warms_up_stays_and_falls_to_zero(name: str) -> None:
+    config = PRESETS[name]()
+    rates = [train.learning_rate_factor(config)(step) for step in range(config.steps + 1)]
+    assert rates[0] == pytest.approx(1 / config.warmup_steps) and rates[-1] == 0.0
+    assert max(rates) == 1.0
+    assert rates[config.trunk_steps] == pytest.approx(config.branch_lr)
+    assert rates[config.warmup_steps :] == sorted(rates[config.warmup_steps :], reverse=True)
+
+
+def test_steps_scale_the_parts_of_a_run() -> None:
+    config = override(tiny(), [f"steps={2 * tiny().steps}", "warmup_steps=3"])
+    assert config.branch_steps == 2 * tiny().branch_steps
+    assert (config.warmup_steps, config.decay_steps) == (3, 2 * tiny().decay_steps)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("speed=3", "NAME one of"),
+        ("model.width=3", "NAME one of"),
+        ("steps", "NAME=VALUE"),
+        ("steps=many", "accepted: int"),
+        ("lr=fast", "accepted: float or int"),
+        ("steps=0", "steps is 0"),
+        ("branch_steps=5000", "below steps="),
+        ("model.kv_heads=3", "kv_heads=3"),
+        ("bits=9", "bits is"),
+        ("bf16=1", "accepted: bool"),
+        ("corpus=web", "accepted: stdlib"),
+        ("lr=0", "lr is 0"),
+    ],
+)
+def test_settings_that_cannot_be(assignment: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        override(tiny(), [assignment])
+
+
+def test_settings_are_taken() -> None:
+    changes = ["steps=900", "lr=1e-3", "model.dim=64", "bits=(4, 2)", "group_size=32", "bf16=True"]
+    config = override(tiny(), changes)
+    assert (config.steps, config.lr, config.model.dim, config.bits) == (900, 1e-3, 64, (4, 2))
+    assert config.group_size == 32 and config.bf16 is True
+    assert train.scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
+    assert isinstance(config, QuickstartConfig)
