@@ -67,8 +67,8 @@ def render(
         f"- {date.isoformat()}, `{command}`",
         f"- {machine.gpu} ({machine.capability}), torch {machine.torch}, triton {machine.triton}, "
         f"{machine.driver}, Python {machine.python}",
-        f"- copying {COPY_BYTES / 2**30:.0f} GiB in the same run: {before} TB/s before, {after} TB/s after (read plus written); the faster "
-        "makes the floors",
+        f"- copying {COPY_BYTES / 2**30:.0f} GiB in the same run: {before} TB/s before, {after} TB/s after "
+        "(read plus written); the faster makes the floors",
         "",
         "Medians, with the middle half of the repeats. *floor*: the bytes that must be moved, at the speed of the "
         "copy. *lowbit is*: how many times faster lowbit is than this peer.",
