@@ -1,0 +1,365 @@
+"""Files that cannot be read or written: a clear error, and what was there is still there."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit import checkpoint, qat
+from lowbit.checkpoint import CheckpointError
+from tests.test_checkpoint_versions import rewrite
+
+SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+INT4 = lb.Int4WeightOnly(8)
+
+
+def quantized() -> nn.Module:
+    model = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8))
+    lb.quantize_(model, INT4)
+    return model
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+@SUFFIXES
+def test_a_missing_file(tmp_path: Path, suffix: str) -> None:
+    for read in (lb.load, lb.load_metadata):
+        with pytest.raises(FileNotFoundError, match=rf"nothing{suffix} is no file"):
+            read(tmp_path / f"nothing{suffix}")
+        (tmp_path / f"folder{suffix}").mkdir(exist_ok=True)
+        with pytest.raises(FileNotFoundError, match="is no file"):
+            read(tmp_path / f"folder{suffix}")
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00", b"hello", b"PK\x03\x04", b"\x80\x02]q\x00.", bytes(range(256)) * 40, b"{}" * 50],
+    ids=["empty", "one byte", "text", "zip start", "pickle", "garbage", "json"],
+)
+def test_files_that_are_no_checkpoint(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"m{suffix}"
+    path.write_bytes(content)
+    for read in (lb.load, lb.load_metadata):
+        with pytest.raises(CheckpointError, match=re.escape(str(path))) as error:
+            read(path)
+        assert "truncated, damaged or not" in str(error.value) or "not written by" in str(
+            error.value
+        )
+        assert "weights_only" not in str(error.value), "torch advises to unpickle anything"
+    assert path.read_bytes() == content
+
+
+@SUFFIXES
+def test_truncated_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"m{suffix}"
+    lb.save(quantized(), path)
+    content = path.read_bytes()
+    for share in (0.001, 0.01, 0.1, 0.5, 0.9, 0.999):
+        path.write_bytes(content[: max(1, int(len(content) * share))])
+        with pytest.raises(CheckpointError, match="truncated, damaged"):
+            lb.load(path)
+    path.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError):
+        lb.load(path)
+
+
+@SUFFIXES
+@settings(max_examples=60)
+@given(data=st.data())
+def test_flipped_bits_never_crash(tmp_path_factory, suffix: str, data: st.DataObject) -> None:
+    """A damaged file is an error that names it, or, where only values changed, still a state dict."""
+    path = tmp_path_factory.getbasetemp() / f"flipped{suffix}"
+    lb.save({"w": lb.AffineTensor.from_float(torch.ones(4, 8), INT4), "n": 3}, path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        state = lb.load(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+    else:
+        assert isinstance(state, dict)
+
+
+@SUFFIXES
+def test_files_of_others(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"m{suffix}"
+    if suffix == ".pt":
+        torch.save(nn.Linear(2, 2).state_dict(), path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(nn.Linear(2, 2).state_dict(), path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"not written by lowbit\.save; load it"):
+        lb.load(path)
+
+
+def test_pickles_are_not_executed(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"lowbit": "{}", "tensors": {}, "extra": nn.Linear(2, 2)}, path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        lb.load(path)
+
+
+@pytest.mark.parametrize("name", ["m.bin", "m", "m.PT", "m.safetensor", "m.pt.gz"])
+def test_suffixes(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    suffix = Path(name).suffix
+    for call in (
+        lambda: lb.save(quantized(), path),
+        lambda: lb.load(path),
+        lambda: lb.load_metadata(path),
+    ):
+        with pytest.raises(CheckpointError, match=rf"'{suffix}'; accepted: .safetensors, .pt"):
+            call()
+    assert not path.exists()
+
+
+def weight_entry(info: dict[str, Any]) -> dict[str, Any]:
+    return info["tensors"]["w"]
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no tensors": (lambda i: i.pop("tensors"), "no 'tensors'"),
+    "no ties": (lambda i: i.pop("ties"), "no 'ties'"),
+    "no values": (lambda i: i.pop("values"), "no 'values'"),
+    "tensors are a list": (lambda i: i.update(tensors=[]), "no 'tensors', or a damaged one"),
+    "tie to nothing": (lambda i: i["ties"].update(t="gone"), "t is tied to gone, which is missing"),
+    "unknown kind": (
+        lambda i: weight_entry(i).update(kind="Int2Tensor"),
+        "'Int2Tensor'.*AffineTen",
+    ),
+    "entry is no dict": (lambda i: i["tensors"].update(w=3), "w is of unknown kind: 3"),
+    "no scheme": (lambda i: weight_entry(i).pop("scheme"), "w cannot be put together.*scheme"),
+    "bad bits": (
+        lambda i: weight_entry(i)["scheme"]["weight"]["format"].update(bits=99),
+        "1 to 8 bits, got 99",
+    ),
+    "bad granularity": (
+        lambda i: weight_entry(i)["scheme"]["weight"].update(granularity=["PerMoon"]),
+        "unknown granularity 'PerMoon'; accepted: PerTensor",
+    ),
+    "other bits": (
+        lambda i: weight_entry(i)["scheme"]["weight"]["format"].update(bits=8),
+        r"w has parts of .*\(4, 4\).*expected .*\(4, 8\)",
+    ),
+    "other group": (
+        lambda i: weight_entry(i)["scheme"]["weight"].update(granularity=["PerGroup", 4]),
+        r"w has parts of .*\(4, 1\).*expected .*\(4, 2\)",
+    ),
+    "other kind": (lambda i: weight_entry(i).update(kind="Float8Tensor"), "w has parts of"),
+    "kind of other parts": (
+        lambda i: weight_entry(i).update(kind="FakeQuantizedTensor"),
+        "w has none of its parts weight",
+    ),
+    "other shape": (lambda i: weight_entry(i).update(shape=[5, 8]), r"w has parts of .*\(5, 4\)"),
+    "negative shape": (lambda i: weight_entry(i).update(shape=[-4, 8]), "w cannot be put together"),
+    "shape of text": (lambda i: weight_entry(i).update(shape="4x8"), "w cannot be put together"),
+    "no shape": (lambda i: weight_entry(i).pop("shape"), "w cannot be put together"),
+    "huge shape": (lambda i: weight_entry(i).update(shape=[2**62, 2**62]), "w (cannot|has)"),
+    "integer dtype": (lambda i: weight_entry(i).update(dtype="int64"), "dtype torch.int64"),
+    "no such dtype": (lambda i: weight_entry(i).update(dtype="float7"), "float7"),
+    "dtype of another kind": (lambda i: weight_entry(i).update(dtype="load"), "w cannot be put"),
+}
+
+
+@SUFFIXES
+@pytest.mark.parametrize("name", DAMAGES)
+def test_descriptions_that_do_not_fit(tmp_path: Path, suffix: str, name: str) -> None:
+    change, match = DAMAGES[name]
+    weight = lb.AffineTensor.from_float(torch.randn(4, 8), INT4)
+    path = tmp_path / f"m{suffix}"
+    lb.save({"w": weight, "t": weight, "n": 3}, path)
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match=match) as error:
+        lb.load(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop("w.codes"), r"w has parts of .*scale.*expected .*codes"),
+        (lambda t: t.pop("w.scale"), r"w (has parts|cannot)"),
+        (lambda t: (t.pop("w.codes"), t.pop("w.scale")), r"none of its parts codes, scale"),
+        (lambda t: t.update({"w.codes": t["w.codes"][:3]}), r"\(3, 4\)"),
+        (lambda t: t.update({"w.codes": t["w.codes"].float()}), r"torch.float32.*torch.uint8"),
+        (lambda t: t.update({"w.scale": t["w.scale"][:, :0]}), r"\(4, 0\)"),
+        (lambda t: t.update({"w.zero_point": torch.zeros(3)}), r"w has parts of"),
+    ],
+)
+def test_parts_that_do_not_fit(tmp_path: Path, change, match: str) -> None:
+    weight = lb.AffineTensor.from_float(torch.randn(4, 8), INT4)
+    tensors, info = checkpoint.to_plain({"w": weight})
+    change(tensors)
+    path = tmp_path / "m.pt"
+    torch.save({"lowbit": json.dumps(info), "tensors": tensors}, path)
+    with pytest.raises(CheckpointError, match=match):
+        lb.load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"lowbit": "not json", "tensors": {}},
+        {"lowbit": "[1, 2]", "tensors": {}},
+        {"lowbit": 3, "tensors": {}},
+        {"lowbit": "{}", "tensors": 3},
+        {"lowbit": "{}", "tensors": {"a": 3}},
+        {"lowbit": "{}"},
+        [1, 2],
+        torch.ones(3),
+    ],
+    ids=repr,
+)
+def test_containers_that_do_not_fit(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        lb.load(path)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def transposed() -> Tensor:
+    return lb.AffineTensor.from_float(torch.randn(4, 8), INT4).t()
+
+
+class Unknown(lb.LowbitTensor):
+    tensor_attrs = ("part",)
+
+
+UNSAVABLE = {
+    "object": ({"a": object()}, r"a is a object, which is neither a tensor nor plain JSON"),
+    "nested": ({"state": {"a": torch.ones(2)}}, r"state\.a is a Tensor.*flatten"),
+    "set in a list": ({"a": [1, {2}]}, r"a\[1\] is a set"),
+    "integer keys": ({"a": {1: 2}}, r"a has the key 1; JSON has only str keys"),
+    "integer names": ({3: torch.ones(2)}, r"names must be str, got 3"),
+    "meta": ({"a": torch.empty(2, device="meta")}, r"a is a .* on meta; only dense"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, r"a is a torch.sparse_coo tensor.*to_dense"),
+    "transposed": ({"a": transposed()}, r"a is a transposed .*save the original"),
+    "flattened": (
+        {"a": lb.AffineTensor.from_float(torch.randn(4, 8), INT4).view(-1)},
+        r"a is a transposed or flattened view",
+    ),
+    "name taken": (
+        {"w": transposed().t(), "w.codes": torch.ones(2)},
+        r"w\.codes would be taken for a part of w; rename",
+    ),
+    "name of a part that it has not": (
+        {"w.zero_point": torch.ones(2), "w": transposed().t()},
+        r"w\.zero_point would be taken for a part of w; rename",
+    ),
+    "unknown subclass": (
+        {"a": Unknown._build({"part": torch.ones(2)}, {}, (2,), torch.float32)},
+        r"a is a Unknown; the format knows AffineTensor",
+    ),
+}
+
+
+@SUFFIXES
+@pytest.mark.parametrize("name", UNSAVABLE)
+def test_what_cannot_be_saved_leaves_the_file(tmp_path: Path, suffix: str, name: str) -> None:
+    path = tmp_path / f"m{suffix}"
+    lb.save({"old": torch.ones(3)}, path)
+    before = path.read_bytes()
+    state, match = UNSAVABLE[name]
+    with pytest.raises(CheckpointError, match=match):
+        lb.save(state, path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    "metadata", [[1], "text", 3, {"a": torch.ones(2)}, {1: 2}, {"a": {1}}], ids=str
+)
+def test_metadata_that_cannot_be_saved(tmp_path: Path, suffix: str, metadata: Any) -> None:
+    path = tmp_path / f"m{suffix}"
+    with pytest.raises(CheckpointError, match="metadata"):
+        lb.save({"a": torch.ones(2)}, path, metadata=metadata)
+    assert not list(tmp_path.iterdir())
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr
+)
+def test_a_failure_while_writing_leaves_the_file(
+    tmp_path: Path, suffix: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"m{suffix}"
+    lb.save({"old": torch.ones(3)}, path)
+    before = path.read_bytes()
+
+    def fail(content: Any, target: Any, **kwargs: Any) -> None:
+        Path(target).write_bytes(b"half of it")
+        raise error
+
+    import safetensors.torch
+
+    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    with pytest.raises(type(error)):
+        lb.save(quantized(), path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@SUFFIXES
+def test_a_folder_that_is_not_there(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing is no folder; make it first"):
+        lb.save(quantized(), tmp_path / "missing" / f"m{suffix}")
+
+
+def test_without_the_safetensors_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.safetensors"
+    lb.save(quantized(), path)
+    before = path.read_bytes()
+    real = builtins.__import__
+
+    def no_safetensors(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "safetensors":
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_safetensors)
+    match = r"needs the safetensors package \(pip install safetensors\); \*.pt needs nothing more"
+    for call in (
+        lambda: lb.load(path),
+        lambda: lb.load_metadata(path),
+        lambda: lb.save(quantized(), path),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            call()
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    lb.save(quantized(), tmp_path / "m.pt")
+    assert "0.weight" in lb.load(tmp_path / "m.pt")
+
+
+def test_a_state_dict_that_does_not_fit_the_model(tmp_path: Path) -> None:
+    """load_state_dict tells what is missing, as for any state dict."""
+    path = tmp_path / "m.pt"
+    state = quantized().state_dict()
+    del state["1.weight"]
+    lb.save(state, path)
+    with pytest.raises(RuntimeError, match=r"Missing key.*1\.weight"):
+        quantized().load_state_dict(lb.load(path))
+    prepared = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8))
+    qat.prepare_(prepared, INT4)
+    lb.save(quantized(), path)
+    with pytest.raises(RuntimeError, match="stored differently"):
+        prepared.load_state_dict(lb.load(path))
