@@ -285,10 +285,8 @@ class AffineTensor(LowbitTensor):
         bits = self.spec.format.bits if dim == self.ndim - 1 else 8
         if any(t.shape[dim] * bits % 8 for t in tensors[:-1]):
             raise self._unsupported(f"cat along dimension {dim} of parts that end within a byte")
-        if block == 0 and all(t.scale.data_ptr() == self.scale.data_ptr() for t in tensors):
-            codes = torch.cat(
-                [t.codes for t in tensors], dim
-            )  # slices of one tensor, with its one scale
+        if block == 0 and all(self._has_scales_of(t) for t in tensors):
+            codes = torch.cat([t.codes for t in tensors], dim)
             return self._with({**self._inner(), "codes": codes}, shape)
         if block == 0 or any(t.shape[dim] % block for t in tensors[:-1]):
             raise self._unsupported(
@@ -298,6 +296,12 @@ class AffineTensor(LowbitTensor):
             name: torch.cat([getattr(t, name) for t in tensors], dim) for name in self._inner()
         }
         return self._with(joined, shape)
+
+    def _has_scales_of(self, other: Self) -> bool:
+        """Both are parts of one tensor; each may have been gathered or moved on its own."""
+        names = self._inner().keys() - {"codes"}
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)
 
     def _expert(self, index: int) -> Self:
         if self.transposed:

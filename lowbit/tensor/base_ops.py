@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed._functional_collectives  # defines the operators of that name
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -204,13 +205,15 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 _funcol = torch.ops._c10d_functional
 
 
-@_like(
-    _funcol.wait_tensor.default,
-    _funcol.broadcast.default,
-    *([_funcol._wrap_tensor_autograd.default] if hasattr(_funcol, "_wrap_tensor_autograd") else []),
-)
+@_like(_funcol._wrap_tensor_autograd.default)
+def _wait(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    """A gathered DTensor would wait for its values when they are first read; this one waits at once."""
+    return args[0]._map(_funcol.wait_tensor)
+
+
+@_like(_funcol.wait_tensor.default, _funcol.broadcast.default)
 def _collective(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    return args[0]._map(lambda t: func(as_bytes(t), *args[1:], **kwargs).view(t.dtype))
+    return args[0]._map(lambda t: func(as_bytes(t).contiguous(), *args[1:], **kwargs).view(t.dtype))
 
 
 @_like(_funcol.all_gather_into_tensor.default)
@@ -220,7 +223,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     gathered = {}
     for name in self._row_attrs():
         inner = getattr(self, name)
-        gathered[name] = func(as_bytes(inner), *args[1:], **kwargs).view(inner.dtype)
+        gathered[name] = func(as_bytes(inner).contiguous(), *args[1:], **kwargs).view(inner.dtype)
     return self._with({**self._inner(), **gathered}, (self.shape[0] * world, *self.shape[1:]))
 
 
@@ -228,14 +231,21 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
     """In place on every inner tensor; the caller waits for the last, those before are waited for here."""
     outputs = args[0]
+    check_not_flat(outputs[0], "a collective")
     results = []
     for name in outputs[0]._inner():
-        to_inner = partial(_inner_bytes, name)
-        results.append(func(*tree_map(to_inner, args), **kwargs))
+        inner_args = tree_map(partial(_inner_bytes, name), args)
+        results.append(func(*inner_args, **kwargs))
+        for output, sent in zip(outputs, inner_args[0], strict=True):
+            received = as_bytes(getattr(output, name))
+            if received.data_ptr() != sent.data_ptr():  # it was not contiguous
+                torch._C._distributed_c10d.Work.unbox(results[-1][1]).wait()
+                received.copy_(sent)
     for _, work in results[:-1]:
         torch._C._distributed_c10d.Work.unbox(work).wait()
     return outputs, results[-1][1]
 
 
 def _inner_bytes(name: str, leaf: Any) -> Any:
-    return as_bytes(getattr(leaf, name)) if isinstance(leaf, LowbitTensor) else leaf
+    """Contiguous: slices along the columns are not, though the tensor over them says so."""
+    return as_bytes(getattr(leaf, name)).contiguous() if isinstance(leaf, LowbitTensor) else leaf

@@ -26,10 +26,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.distributed._functional_collectives  # defines the operator at the end of this file
 from torch import Tensor
 
 from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise
@@ -225,9 +224,3 @@ def _inner_shapes(shape: Sequence[int], format: str, block_size: int) -> InnerSh
         "codes": ((*lead, packed_size(cols, form.bits)), torch.uint8),
         "scale": ((*lead, -(-cols // block_size)), torch.float32),
     }
-
-
-@CodebookTensor.implements(torch.ops._c10d_functional._wrap_tensor_autograd.default)
-def _wait(func: Any, args: Any, kwargs: Any) -> CodebookTensor:
-    """A gathered DTensor would wait for its values when they are first read; this one waits at once."""
-    return args[0]._map(torch.ops._c10d_functional.wait_tensor)

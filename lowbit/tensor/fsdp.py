@@ -68,13 +68,16 @@ class FSDPHooks:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """The tensors to gather, and (the shard that they are of, the full size, whether rows travel as bytes)."""
+        """The tensors to gather, and (the shard that they are of, the full size, their names; None: rows as bytes)."""
         shard = self._wire()
-        if outer_size[0] % mesh.size() == 0:
-            inputs = tuple(as_bytes(getattr(shard, name)) for name in shard._row_attrs())
-            return inputs, (shard, outer_size, False)
-        rows = -(-outer_size[0] // mesh.size())
-        return (_to_rows(shard, rows),), (shard, outer_size, True)
+        if outer_size[0] % mesh.size():
+            rows = -(-outer_size[0] // mesh.size())
+            return (_to_rows(shard, rows),), (shard, outer_size, None)
+        names = shard._row_attrs()
+        if mesh.size() == 1:  # where torch 2.13 takes the first only, and nothing is missing anyway
+            names = names[:1]
+        inputs = tuple(as_bytes(getattr(shard, name)) for name in names)
+        return inputs, (shard, outer_size, names)
 
     def fsdp_post_all_gather(
         self: Any,
@@ -85,19 +88,21 @@ class FSDPHooks:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
-        shard, outer_size, is_rows = metadata
-        if is_rows:
+        shard, outer_size, names = metadata
+        if names is None:
             gathered = _from_rows(shard, outputs[0], outer_size[0])
+            owned = tuple(gathered.values())
         else:
             gathered = {
                 name: t.view(getattr(shard, name).dtype)
-                for name, t in zip(shard._row_attrs(), outputs, strict=True)
+                for name, t in zip(names, outputs, strict=True)
             }
+            owned = outputs
+        inner = {**shard._inner(), **gathered}
         if out is None:
-            whole = shard._with({**shard._inner(), **gathered}, outer_size, param_dtype)
-            return whole, tuple(gathered.values()) if is_rows else outputs
+            return shard._with(inner, outer_size, param_dtype), owned
         target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
-        if is_rows:
-            for name, t in gathered.items():
+        for name, t in inner.items():
+            if names is None or name not in names:  # what was gathered as it is lies in place
                 getattr(target, name).copy_(t)
         return None
