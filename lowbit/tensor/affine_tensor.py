@@ -115,7 +115,7 @@ class AffineTensor(LowbitTensor):
     def _encode_as(
         cls, weight: Tensor, spec: Spec, scale_dtype: torch.dtype
     ) -> dict[str, Tensor | None]:
-        codes, scale, zero_point = spec.quantize(weight, scale_dtype)
+        codes, scale, zero_point = spec.quantize(weight.contiguous(), scale_dtype)
         return {
             "codes": cls._store(codes, spec),
             "scale": scale,

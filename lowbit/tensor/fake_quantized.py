@@ -44,9 +44,12 @@ class FakeQuantizedTensor(LowbitTensor):
     scheme: Scheme
 
     def __new__(cls, weight: Tensor, scheme: Scheme) -> Self:
-        """Wrap `weight` [..., N, K], sharing its memory. Raises ValueError as `AffineTensor.from_float` does."""
+        """Wrap `weight` [..., N, K], sharing its memory if it is contiguous.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
         check_weight(weight)
-        weight = weight.detach()
+        weight = weight.detach().contiguous()
         return cls._build({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
 
     def fake_quantized(self) -> Tensor:

@@ -26,6 +26,26 @@ def test_prepared_parameters_share_memory_with_the_old_ones() -> None:
     assert model.head.weight.master().data_ptr() == weight.data_ptr()
 
 
+def test_a_weight_that_is_not_contiguous() -> None:
+    """Its codes are row-major all the same, and it is converted to what was trained."""
+    strided, plain = nn.Linear(64, 24), nn.Linear(64, 24)
+    strided.weight = nn.Parameter(torch.randn(64, 24).t())
+    plain.load_state_dict(strided.state_dict())
+    x = torch.randn(5, 64)
+    for scheme in (INT4, lb.IntxWeightOnly(3), lb.Float8WeightOnly()):
+        prepared, quantized, expected = map(copy.deepcopy, (strided, strided, plain))
+        assert not prepared.weight.is_contiguous()
+        qat.prepare_(prepared, scheme)
+        y = prepared(x)
+        qat.convert_(prepared)
+        lb.quantize_(quantized, scheme)
+        lb.quantize_(expected, scheme)
+        for model in (prepared, quantized):
+            assert torch.equal(model.weight, expected.weight)
+            assert all(t.is_contiguous() for t in model.weight._inner().values())
+            assert torch.equal(model(x), y)
+
+
 def test_schemes_by_name_survive_until_convert() -> None:
     model = Model()
     patterns = {

@@ -1,0 +1,207 @@
+"""The flows on a GPU: same values as on the CPU, integer and float8 products where PyTorch has them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit import qat
+from lowbit.tensor.linear import choose_linear, plain_linear
+from tests.inference.test_report import BOTH, Model
+from tests.schemes import (
+    DYNAMIC,
+    PER_TOKEN,
+    SCHEMES,
+    over,
+    relative_error,
+    rounded,
+    rounded_activation,
+)
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+INT8, FLOAT8 = DYNAMIC["int8xint8"], DYNAMIC["float8xfloat8"]
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> Iterator[None]:
+    """No TF32 in the references."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@over(SCHEMES)
+@DTYPES
+@pytest.mark.parametrize("k", [64, 67])
+def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
+    linear = nn.Linear(k, 48, dtype=dtype)
+    weight = rounded(linear.weight.detach(), scheme.weight)
+    on_cpu = copy.deepcopy(linear)
+    lb.quantize_(on_cpu, scheme)
+    model = linear.cuda()
+    lb.quantize_(model, scheme)
+    for name, inner in on_cpu.weight._inner().items():
+        assert torch.equal(getattr(model.weight, name).cpu(), inner), (
+            f"{name} differs from the CPU's"
+        )
+    assert torch.equal(model.weight.dequantize().cpu(), on_cpu.weight.dequantize())
+    for shape in [(3, k), (40, k), (k,), (2, 20, k), (0, k)]:
+        x = torch.randn(shape, dtype=dtype)
+        expected = F.linear(
+            rounded_activation(x, scheme.activation), weight, on_cpu.bias.detach().double()
+        )
+        y = model(x.cuda())
+        assert y.dtype is dtype and y.shape == expected.shape
+        assert relative_error(y.cpu(), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "k", "n", "dtype", "chosen"),
+    [
+        (INT8, 17, 64, 48, torch.bfloat16, "int8_dynamic_linear"),
+        (INT8, 64, 128, 256, torch.float32, "int8_dynamic_linear"),
+        (INT8, 16, 64, 48, torch.bfloat16, "plain_linear"),
+        (INT8, 64, 67, 48, torch.bfloat16, "plain_linear"),
+        (INT8, 64, 64, 47, torch.bfloat16, "plain_linear"),
+        (FLOAT8, 1, 64, 48, torch.bfloat16, "float8_dynamic_linear"),
+        (FLOAT8, 33, 128, 256, torch.bfloat16, "float8_dynamic_linear"),
+        (FLOAT8, 33, 64, 48, torch.float32, "plain_linear"),
+        (FLOAT8, 33, 72, 48, torch.bfloat16, "plain_linear"),
+    ],
+)
+def test_the_product_that_runs(scheme, tokens, k, n, dtype, chosen) -> None:
+    model = nn.Linear(k, n, dtype=dtype, device="cuda")
+    lb.quantize_(model, scheme)
+    x = torch.randn(tokens, k, dtype=dtype, device="cuda")
+    impl = choose_linear(x, model.weight, model.bias)
+    assert impl.__name__ == chosen
+    bound = 1e-5 if dtype is torch.float32 else 1e-2
+    for bias in (model.bias, None):
+        y = impl(x, model.weight, bias)
+        assert relative_error(y, plain_linear(x, model.weight, bias)) < bound
+        assert torch.equal(y, F.linear(x, model.weight, bias))
+
+
+@pytest.mark.parametrize("tokens", [17, 300])
+def test_integer_products_are_exact(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = torch._int_mm
+    monkeypatch.setattr(
+        torch, "_int_mm", lambda a, b: calls.append((a, b, real(a, b))) or calls[-1][2]
+    )
+    model = nn.Linear(4096, 64, device="cuda")
+    lb.quantize_(model, INT8)
+    model(torch.randn(tokens, 4096, device="cuda"))
+    ((a, b, product),) = calls
+    assert torch.equal(product.cpu().long(), a.cpu().long() @ b.cpu().long())
+
+
+@over(PER_TOKEN)
+@pytest.mark.parametrize("tokens", [4, 32])
+def test_unusual_values(scheme: lb.Scheme, tokens: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Linear(64, 32, dtype=dtype, device="cuda")
+        lb.quantize_(model, scheme)
+        x = torch.randn(tokens, 64, dtype=dtype, device="cuda")
+        clean = model(x)
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            dirty = x.clone()
+            dirty[2, 5] = bad
+            y = model(dirty)
+            others = [i for i in range(tokens) if i != 2]
+            assert torch.equal(y[others], clean[others]) and y[2].isnan().all()
+        x[1] = 0
+        assert torch.equal(model(x)[1], model.bias)
+        model.bias = None
+        for magnitude in (1e-20, 1e10):
+            assert relative_error(model(x * magnitude), model(x).double() * magnitude) < 0.02
+
+
+@over(SCHEMES)
+@DTYPES
+def test_gradients(scheme: lb.Scheme, dtype: torch.dtype) -> None:
+    model = nn.Linear(64, 48, dtype=dtype, device="cuda")
+    lb.quantize_(model, scheme)
+    x = torch.randn(2, 20, 64, dtype=dtype, device="cuda", requires_grad=True)
+    upstream = torch.randn(2, 20, 48, dtype=dtype, device="cuda")
+    model(x).backward(upstream)
+    expected = upstream.double() @ model.weight.dequantize().double()
+    assert relative_error(x.grad, expected) < TOLERANCE[dtype]
+    assert relative_error(model.bias.grad, upstream.double().sum((0, 1))) < TOLERANCE[dtype]
+
+
+@over({k: v for k, v in SCHEMES.items() if k != "int5-blocks"})
+def test_embeddings(scheme: lb.Scheme) -> None:
+    model = nn.Embedding(50, 37, device="cuda")
+    qat.prepare_(model, scheme, lambda m, name: True)
+    indices = torch.randint(50, (2, 7), device="cuda")
+    y = model(indices)
+    qat.convert_(model)
+    assert torch.equal(model(indices), y)
+    assert torch.equal(y, model.weight.dequantize()[indices])
+
+
+@over(SCHEMES)
+@DTYPES
+def test_prepared_equals_converted(scheme: lb.Scheme, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(67, 48), nn.GELU(), nn.Linear(48, 16)).to("cuda", dtype)
+    qat.prepare_(model, scheme)
+    values = [model[i].weight.fake_quantized() for i in (0, 2)]
+    x = torch.randn(9, 67, device="cuda", dtype=dtype)
+    y = model(x)
+    qat.convert_(model)
+    for i, value in zip((0, 2), values, strict=True):
+        assert torch.equal(model[i].weight.dequantize(), value)
+
+    def plain(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None) -> Tensor:
+        return plain_linear(x, weight, bias)
+
+    lb.register_linear(lambda x, w, b: True, plain)
+    try:
+        assert torch.equal(model(x), y)
+    finally:
+        lb.unregister_linear(plain)
+
+
+@pytest.mark.parametrize("name", ["int4-g8", "int8xint4", "float8"])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_qat_trains(name: str, options: dict[str, bool]) -> None:
+    model = Model(tied=True).cuda()
+    qat.prepare_(model, SCHEMES[name], lambda m, n: isinstance(m, BOTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    losses = []
+    for i in range(60):
+        tokens = torch.randint(20, (64,), generator=torch.Generator().manual_seed(i)).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(tokens).float(), (tokens * 7 + 3) % 20)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert model.head.weight is model.embedding.weight
+    qat.convert_(model)
+    assert model(tokens).isfinite().all()
+
+
+@over({"int4-g8": SCHEMES["int4-g8"], "int8xint8": INT8, "float8": SCHEMES["float8"]})
+def test_moving_a_model(scheme: lb.Scheme) -> None:
+    model = Model(tied=True)
+    lb.quantize_(model, scheme)
+    tokens = torch.randint(20, (4, 9))
+    y = model(tokens)
+    model.cuda()
+    assert model.head.weight.is_cuda and model.head.weight is model.embedding.weight
+    assert relative_error(model(tokens.cuda()).cpu(), y) < 0.02
+    model.cpu()
+    assert torch.equal(model(tokens), y)
