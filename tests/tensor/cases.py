@@ -176,16 +176,11 @@ def same(a: Any, b: Any) -> bool:
 
 def check(t: Any) -> None:
     """The inner tensors have the shapes and dtypes that a tensor of this shape has."""
-    expected = t._inner_shapes(t.flat_from or stored_shape(t))
+    expected = t._inner_shapes(t.flat_from or tuple(t.shape))
     found = {name: (tuple(part.shape), part.dtype) for name, part in t._inner().items()}
     if t.numel() == 0:  # the scale that an empty slice shares with all rows may stay
         expected, found = {"codes": expected.get("codes")}, {"codes": found.get("codes")}
     assert found == expected
-
-
-def stored_shape(t: Any) -> tuple[int, ...]:
-    shape = tuple(t.shape)
-    return (*shape[:-2], shape[-1], shape[-2]) if getattr(t, "transposed", False) else shape
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -248,6 +248,29 @@ def test_transposed(case):
         case.make((3, 8, 96)).transpose(0, 1)
 
 
+@every_case
+def test_new_tensors_of_the_same_rows(case):
+    """By these FSDP2 pads a shard, and gives a rank without rows one."""
+    t = case.make((24, 100))
+    for rows in (0, 1, 24, 33):
+        zeros = t.new_zeros((rows, 100))
+        assert type(zeros) is case.kind and zeros.shape == (rows, 100)
+        check(zeros)
+        if not case.is_trainable:
+            assert torch.equal(zeros.dequantize(), torch.zeros(rows, 100))
+        check(t.new_empty((rows, 100)))
+        assert t.new_empty((rows, 100), dtype=torch.bfloat16).dtype is torch.bfloat16
+    assert case.kind is type(t.new_empty((24, 100), device="meta"))
+    for other in ((24, 99), (100,), (2, 24, 100), ()):
+        assert type(t.new_zeros(other)) is torch.Tensor and t.new_zeros(other).shape == other
+    if not case.is_trainable:
+        assert torch.equal(torch.zeros_like(t).dequantize(), torch.zeros(24, 100))
+    if case.is_transposable:
+        turned = torch.zeros_like(t.t())
+        check(turned)
+        assert torch.equal(turned.dequantize(), torch.zeros(100, 24))
+
+
 @every_transposable
 def test_slices_of_a_transposed_weight(case):
     t = case.make((24, 100))
