@@ -173,7 +173,7 @@ def test_a_damaged_dict_is_a_value_error(damage) -> None:
     weight_specs(3),
     st.lists(st.integers(0, 20), min_size=3, max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.floats(-6, 4),
+    st.floats(-6, 3),
 )
 def test_a_spec_rounds_as_the_primitives_do(
     spec: lb.Spec, shape: list[int], dtype: torch.dtype, magnitude: float
@@ -196,6 +196,9 @@ def test_padding_changes_no_range(mapping) -> None:
     _, scale, zero_point = spec.quantize(x)
     _, whole_scale, whole_zero = spec.quantize(x[:, :8].contiguous())
     assert scale.shape == (3, 2) and torch.equal(scale[:, :1], whole_scale)
-    assert torch.equal(zero_point[:, :1], whole_zero)
+    if mapping in ("asymmetric", "float_zero_point"):
+        assert torch.equal(zero_point[:, :1], whole_zero)
+    else:  # a signed symmetric code needs none
+        assert zero_point is whole_zero is None
     tail = torch.cat([x[:, 8:], x[:, 8:9].expand(3, 5)], 1)  # the same elements, no zeros
     assert torch.equal(spec.quantize(tail)[1], scale[:, 1:])

@@ -119,15 +119,14 @@ def test_the_same_bits_after_a_cast_between(scheme: lb.Scheme, dtype: torch.dtyp
     st.integers(1, 40),
     st.integers(1, 40),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.floats(-8, 4),
+    st.floats(-8, 3),
     st.integers(0, 2**31),
 )
 def test_prepared_equals_converted(weight, activation, n, k, dtype, magnitude, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, k, generator=generator).to(dtype)
     linear = nn.Linear(k, n, bias=False, dtype=dtype)
-    values = torch.randn(n, k, generator=generator) * 10**magnitude
-    linear.weight.data = values.clamp(-6e4, 6e4).to(dtype)
+    linear.weight.data = (torch.randn(n, k, generator=generator) * 10**magnitude).to(dtype)
     qat.prepare_(linear, lb.Scheme(weight, activation))
     before = linear.weight.fake_quantized()
     y = linear(x)
