@@ -251,12 +251,14 @@ def choose_qparams_affine(
 
 
 def _to_grid(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, low: float, high: float
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, low: float, high: float
 ) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it."""
     inverse = _divide(torch.ones_like(scale), scale)
+    if dtype in FLOAT8_DTYPES:
+        return x * inverse  # the cast rounds
     if zero_point is None:
-        return x * inverse  # float8: the cast rounds
+        return torch.round(x * inverse)
     if zero_point.dtype.is_floating_point:
         mid = (low + high + 1) // 2
         min_val = _multiply_add(scale, low - mid, zero_point)
@@ -299,10 +301,8 @@ def unclamped_codes(
     _check_input(input)
     low, high = quant_range(dtype, quant_min, quant_max)
     blocks, counts = _blocked(input.float(), block_size)
-    if zero_point is None and dtype not in FLOAT8_DTYPES:
-        zero_point = torch.zeros_like(scale, dtype=torch.int32)
     scale, zero_point = _params(scale, zero_point, counts)
-    return _to_grid(blocks, scale, zero_point, low, high).reshape(input.shape)
+    return _to_grid(blocks, scale, zero_point, dtype, low, high).reshape(input.shape)
 
 
 def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:

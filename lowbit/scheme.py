@@ -134,10 +134,13 @@ class Spec:
         return F.pad(x, [p for extra in reversed(padding) for p in (0, extra)])
 
     def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension]."""
+        """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
+
+        zero_point is None where it is 0 by definition: float8, and symmetric codes that have a sign.
+        """
         fmt = self.format
         integer_zero_point = isinstance(fmt, Int) and self.mapping != "float_zero_point"
-        return choose_qparams_affine(
+        scale, zero_point = choose_qparams_affine(
             x,
             self.mapping,
             self.block_size(x.shape),
@@ -148,6 +151,14 @@ class Spec:
             zero_point_dtype=fmt.dtype if integer_zero_point else None,
             keepdim=True,
         )
+        return scale, zero_point if self.has_zero_point else None
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether a zero point goes with each scale; without one it is 0."""
+        if isinstance(self.format, Float8):
+            return False
+        return not (self.format.signed and self.mapping.startswith("symmetric"))
 
     def quantize(
         self, x: Tensor, scale_dtype: torch.dtype = torch.float32

@@ -4,7 +4,7 @@ Storage, all row-major, sliceable along dimension 0 without unpacking:
 
 - `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code less the format's smallest, packed as a little-endian
   bit stream along the last dimension (`lowbit.packing`); 4 bits: uint8 [..., K/2], even k in the low nibble.
-- `scale`, `zero_point`: one element a block, [..., K/group]. A symmetric mapping stores no zero point.
+- `scale`, `zero_point`: one element a block, [..., K/group]. Signed symmetric codes have no zero point.
 
 K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
 """
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.packing import pack, packed_size, unpack
-from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import quantized_linear
 
@@ -85,6 +85,9 @@ class AffineTensor(LowbitTensor):
         self = cls._build(
             tensors, {"spec": spec, "activation": activation, "transposed": False}, shape, dtype
         )
+        if spec.has_zero_point != (zero_point is not None):
+            takes = "takes a" if spec.has_zero_point else "takes no"
+            raise ValueError(f"{spec} {takes} zero_point, got {zero_point!r}")
         expected = self._inner_shapes(shape)
         for name, t in self._inner().items():
             if name not in expected or tuple(t.shape) != expected[name][0]:
@@ -116,13 +119,7 @@ class AffineTensor(LowbitTensor):
         cls, weight: Tensor, spec: Spec, scale_dtype: torch.dtype
     ) -> dict[str, Tensor | None]:
         codes, scale, zero_point = spec.quantize(weight.contiguous(), scale_dtype)
-        return {
-            "codes": cls._store(codes, spec),
-            "scale": scale,
-            "zero_point": zero_point
-            if spec.mapping in ("asymmetric", "float_zero_point")
-            else None,
-        }
+        return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
 
     # ---- storage of the codes, overridden by Float8Tensor ----------------------------------------------------
 
@@ -157,8 +154,7 @@ class AffineTensor(LowbitTensor):
         if self.codes.is_cuda and self._has_int4_kernel():
             return self._dequantize_int4()
         codes = self._load(self.spec.padded_shape(shape)[-1])
-        zero_point = self._grid_zero_point(codes)
-        return self.spec.dequantize(codes, self.scale, zero_point, shape, self.dtype)
+        return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
 
     def _has_int4_kernel(self) -> bool:
         spec = self.spec
@@ -184,14 +180,6 @@ class AffineTensor(LowbitTensor):
             dtype=self.dtype,
         )
         return values.view(self.shape)
-
-    def _grid_zero_point(self, codes: Tensor) -> Tensor | None:
-        fmt = self.spec.format
-        if self.zero_point is not None or isinstance(fmt, Float8):
-            return self.zero_point
-        return torch.full_like(
-            self.scale, (fmt.quant_min + fmt.quant_max + 1) // 2, dtype=fmt.dtype
-        )
 
     def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
@@ -319,7 +307,7 @@ class AffineTensor(LowbitTensor):
         if self._blocks_along(0):
             return super()._pad_rows(rows)
         codes = self._load(self.spec.padded_shape(self.shape)[-1])
-        zero_point = self._grid_zero_point(codes)
+        zero_point = self.zero_point
         if zero_point is not None and zero_point.is_floating_point():
             raise self._unsupported(
                 "padding with zeros, for which its one float zero point may have no code"

@@ -94,6 +94,7 @@ def straight_through(weight: Tensor, spec: lb.Spec) -> Tensor:
     padded = F.pad(weight, (0, -weight.shape[1] % spec.block_size(weight.shape)[1]))
     blocks = padded.view(weight.shape[0], -1, spec.block_size(weight.shape)[1])
     codes, scale, zero_point = spec.quantize(weight.detach(), weight.dtype)
+    zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     del codes
     grid = blocks * (1 / scale[..., None]) + zero_point[..., None]
     grid = grid + (grid.round() - grid).detach()
