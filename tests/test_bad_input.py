@@ -196,12 +196,24 @@ def test_parts_that_do_not_fit() -> None:
         ("codes", good.codes[:3]),
         ("scale", good.scale[:, :1]),
         ("scale", good.scale.flatten()),
-        ("zero_point", torch.zeros(4, 3, dtype=torch.int8)),
     ]:
         with pytest.raises(ValueError, match=rf"{name} of shape .*does not fit"):
             lb.AffineTensor(
                 **{**parts, name: bad}, spec=INT4.weight, shape=(4, 16), dtype=torch.float32
             )
+    zero_point = torch.zeros(4, 2, dtype=torch.int8)
+    with pytest.raises(
+        ValueError, match=r"symmetric.* takes no zero_point, got one of shape \(4, 2\)"
+    ):
+        lb.AffineTensor(
+            **{**parts, "zero_point": zero_point},
+            spec=INT4.weight,
+            shape=(4, 16),
+            dtype=torch.float32,
+        )
+    asymmetric = lb.Int4WeightOnly(8, "asymmetric").weight
+    with pytest.raises(ValueError, match=r"asymmetric.* takes a zero_point, got none"):
+        lb.AffineTensor(**parts, spec=asymmetric, shape=(4, 16), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("value", ["int4", 4, None, INT4, nn.Linear(4, 4)], ids=str)

@@ -199,11 +199,17 @@ def test_descriptions_that_do_not_fit(tmp_path: Path, suffix: str, name: str) ->
         (lambda t: t.update({"w.codes": t["w.codes"][:3]}), r"\(3, 4\)"),
         (lambda t: t.update({"w.codes": t["w.codes"].float()}), r"torch.float32.*torch.uint8"),
         (lambda t: t.update({"w.scale": t["w.scale"][:, :0]}), r"\(4, 0\)"),
-        (lambda t: t.update({"w.zero_point": torch.zeros(3)}), r"w has parts of"),
+        (lambda t: t.update({"w.zero_point": torch.zeros(4, 1)}), r"w has parts of"),
+        (lambda t: t.pop("w.zero_point"), r"w has parts of .*expected .*zero_point"),
+        (
+            lambda t: t.update({"w.zero_point": torch.zeros(4, 1)}),
+            r"int8.*zero_point|zero_point.*int8",
+        ),
     ],
 )
 def test_parts_that_do_not_fit(tmp_path: Path, change, match: str) -> None:
-    weight = lb.AffineTensor.from_float(torch.randn(4, 8), INT4)
+    mapping = "asymmetric" if "zero_point" in match else "symmetric"
+    weight = lb.AffineTensor.from_float(torch.randn(4, 8), lb.Int4WeightOnly(8, mapping))
     tensors, info = checkpoint.to_plain({"w": weight})
     change(tensors)
     path = tmp_path / "m.pt"

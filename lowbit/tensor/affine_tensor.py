@@ -87,7 +87,8 @@ class AffineTensor(LowbitTensor):
         )
         if spec.has_zero_point != (zero_point is not None):
             takes = "takes a" if spec.has_zero_point else "takes no"
-            raise ValueError(f"{spec} {takes} zero_point, got {zero_point!r}")
+            got = "none" if zero_point is None else f"one of shape {tuple(zero_point.shape)}"
+            raise ValueError(f"{spec} {takes} zero_point, got {got}")
         expected = self._inner_shapes(shape)
         for name, t in self._inner().items():
             if name not in expected or tuple(t.shape) != expected[name][0]:
@@ -191,8 +192,12 @@ class AffineTensor(LowbitTensor):
             "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),
             "scale": (blocks, self.scale.dtype),
         }
-        if self.zero_point is not None:
-            found["zero_point"] = (blocks, self.zero_point.dtype)
+        if (
+            self.spec.has_zero_point
+        ):  # said by the spec, so that a checkpoint which lacks it does not fit
+            is_code = self.spec.mapping != "float_zero_point"
+            dtype = self.spec.format.dtype if is_code else self.scale.dtype
+            found["zero_point"] = (blocks, dtype)
         return found
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
