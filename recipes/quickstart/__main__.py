@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. 0 done, 2 something to put right (one line says what), 130 interrupted."""
     options = parse(arguments)
+    # Threads that wait by spinning take each other's time on a machine that does anything else: one busy core
+    # of two made a step 5 times slower. Read by OpenMP when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from recipes.quickstart.config import UserError
         from recipes.quickstart.interrupt import Interrupt, Interrupted
