@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import random
 
+# Tests are many and small: threads that wait for each other on a busy machine make them several times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch

@@ -112,7 +112,8 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
 
     Raises ValueError where, without autocast, x and the weight differ in dtype.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    takes_part = not x.is_meta and x.dtype is not torch.float64
+    if takes_part and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
         return x, None if bias is None else bias.to(x.dtype)
     if x.dtype != weight.dtype:
