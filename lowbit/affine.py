@@ -331,6 +331,8 @@ def quantize_affine(
     """
     low, high = quant_range(output_dtype, quant_min, quant_max)
     codes = unclamped_codes(input, block_size, scale, zero_point, output_dtype, low, high)
+    if output_dtype is torch.int32:
+        high = min(high, 2**31 - 128)  # the largest float32 that int32 holds
     return codes.clamp(low, high).to(output_dtype)
 
 

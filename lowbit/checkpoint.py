@@ -41,6 +41,9 @@ _KINDS: dict[str, type[LowbitTensor]] = {
 }
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read, and why."""
 
@@ -180,7 +183,7 @@ def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[s
     state_dict.update(tensors)
     state_dict.update(info["values"])
     for name, first in info["ties"].items():
-        if first not in state_dict:
+        if str(first) not in state_dict:
             raise CheckpointError(f"{name} is tied to {first}, which is missing")
         state_dict[name] = state_dict[first]
     return state_dict
@@ -188,29 +191,39 @@ def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[s
 
 def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor:
     """The tensor that `entry` describes; takes its parts out of `tensors`."""
-    if not isinstance(entry, dict) or entry.get("kind") not in _KINDS:
+    if not isinstance(entry, dict) or str(entry.get("kind")) not in _KINDS:
         raise CheckpointError(
             f"{name} is of unknown kind: {entry!r}; known: {', '.join(_KINDS)}; it may come from a newer lowbit"
         )
-    kind = _KINDS[entry["kind"]]
+    kind = _KINDS[str(entry["kind"])]
     inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
     found = {part: (tuple(p.shape), p.dtype) for part, p in inner.items() if p is not None}
     if not found:
         raise CheckpointError(f"{name} has none of its parts {', '.join(kind.tensor_attrs)}")
+    for part in found.keys() & {"scale", "weight"}:
+        if found[part][1] not in _FLOATS:
+            raise CheckpointError(f"{name}.{part} is {found[part][1]}; accepted: {_FLOATS}")
     try:
         dtype = getattr(torch, entry["dtype"])
         if not dtype.is_floating_point:
             raise ValueError(f"dtype {dtype}")
         t = kind._build(inner, kind.meta_from_json(entry), entry["shape"], dtype)
         expected = t._inner_shapes(t.shape)
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except (
+        ArithmeticError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise CheckpointError(f"{name} cannot be put together again: {error!r}") from error
     if found != expected:
         raise CheckpointError(f"{name} has parts of {found}; expected {expected}")
     return t
 
 
-def _migrate(tensors: dict[str, Tensor], info: dict[str, Any]) -> Plain:
+def _check_version(info: Mapping[str, Any]) -> int:
     version = info.get("format_version")
     if type(version) is not int or version < 1:
         raise CheckpointError(f"format_version is {version!r}; accepted: 1 to {FORMAT_VERSION}")
@@ -218,7 +231,11 @@ def _migrate(tensors: dict[str, Tensor], info: dict[str, Any]) -> Plain:
         raise CheckpointError(
             f"the checkpoint has format version {version}; this lowbit reads versions 1 to {FORMAT_VERSION}: upgrade it"
         )
-    for v in range(version, FORMAT_VERSION):
+    return version
+
+
+def _migrate(tensors: dict[str, Tensor], info: dict[str, Any]) -> Plain:
+    for v in range(_check_version(info), FORMAT_VERSION):
         tensors, info = MIGRATIONS[v](tensors, info)
     return tensors, info
 
@@ -278,7 +295,12 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `metadata` that `save` was given. Errors are those of `load`."""
-    return dict(_read(Path(path), "meta", with_tensors=False)[1].get("metadata") or {})
+    info = _read(Path(path), "meta", with_tensors=False)[1]
+    _check_version(info)
+    metadata = info.get("metadata")
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: its metadata is {metadata!r}, not a dict of names")
+    return metadata
 
 
 def _check_suffix(path: Path) -> None:
@@ -302,6 +324,7 @@ def _read(path: Path, device: str | torch.device, with_tensors: bool = True) -> 
     _check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
+    torch.empty(0, device=device)  # a device that isn't there raises what torch says of it
     try:
         if path.suffix == ".safetensors":
             with _safetensors("").safe_open(path, framework="pt") as file:

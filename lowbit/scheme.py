@@ -193,7 +193,7 @@ class Spec:
         )
         if isinstance(fmt, Float8):
             return codes.clamp(low, high).to(fmt.dtype), scale, zero_point
-        dtype = torch.int8 if fmt.bits < 8 else torch.int16
+        dtype = torch.int8 if low > -128 and high < 127 else torch.int16
         return codes.clamp(low - 1, high + 1).to(dtype), scale, zero_point
 
     @property

@@ -51,6 +51,9 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
         )
 
 
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
 class AffineTensor(LowbitTensor):
     """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
 
@@ -356,10 +359,10 @@ class AffineTensor(LowbitTensor):
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):
             return quantized_linear(*args, **kwargs)
-        if (
-            func is Tensor.requires_grad_
-        ):  # codes have no gradient: load_state_dict(assign=True) asks for one
+        if func is Tensor.requires_grad_:  # load_state_dict(assign=True) asks for a gradient
             return args[0]
+        if func == _SET_REQUIRES_GRAD and args[1]:
+            raise args[0]._unsupported("requires_grad=True: codes have no gradient")
         return super().__torch_function__(func, types, args, kwargs)
 
 

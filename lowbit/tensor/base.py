@@ -29,6 +29,9 @@ aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class LowbitTensor(FSDPHooks, torch.Tensor):
     """A tensor of logical `shape` and `dtype`, stored in low bits. See the module for how to write a subclass."""
 
@@ -232,6 +235,8 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:  # it would change nothing: the values are in the inner tensors
+            raise args[0]._unsupported("assigning .data (accepted: copy_, under no_grad)")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

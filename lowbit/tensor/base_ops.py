@@ -157,7 +157,8 @@ def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
     dtype = kwargs.get("dtype") or self.dtype
     device = kwargs.get("device") or self.device
     make = torch.zeros if func in (aten.new_zeros.default, aten.zeros_like.default) else torch.empty
-    if self.flat_from is not None or not shape or shape[1:] != tuple(self.shape[1:]):
+    rows_differ_only = bool(shape) and shape[1:] == tuple(self.shape[1:])
+    if self.flat_from is not None or not rows_differ_only or not dtype.is_floating_point:
         return make(shape, dtype=dtype, device=device)
     return self._new(shape, dtype, device, make)
 

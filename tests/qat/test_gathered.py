@@ -1,0 +1,47 @@
+"""What FSDP2 gathers of a QAT weight gives the products and gradients of the weight itself, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowbit
+from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
+
+FORMATS = {
+    f"{'int' if signed else 'uint'}{bits}": Int(bits, signed)
+    for bits in range(2, 9)
+    for signed in (True, False)
+}
+MAPPINGS = ("symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point")
+
+
+def _check(spec: Spec) -> None:
+    weight = FakeQuantizedTensor(torch.randn(9, 40), Scheme(spec))
+    own, gathered = nn.Parameter(weight), nn.Parameter(weight._wire())
+    assert type(gathered) is not type(own)
+    assert torch.equal(gathered.dequantize(), own.dequantize())
+    x = torch.randn(5, 40)
+    expected = torch.autograd.grad(F.linear(x, own).square().sum(), own)[0]
+    found = torch.autograd.grad(F.linear(x, gathered).square().sum(), gathered)[0]
+    assert torch.equal(found, expected) and found.any()
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_codes_that_clip_are_told_apart(fmt: Int, mapping) -> None:
+    _check(Spec(fmt, PerRow(), mapping))
+    _check(Spec(fmt, PerGroup(16), mapping))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_float8(dtype: torch.dtype) -> None:
+    _check(Spec(Float8(dtype), PerRow()))
+
+
+def test_one_byte_an_element() -> None:
+    weight = FakeQuantizedTensor(torch.randn(8, 64), lowbit.Int4WeightOnly(group_size=32))
+    codes = weight._wire().codes
+    assert codes.dtype is torch.int8 and codes.shape == (8, 64)

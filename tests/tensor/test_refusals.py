@@ -1,0 +1,55 @@
+"""Assignments that could only be lost, or mislead, are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly, quantize_affine
+
+SCHEME = Int4WeightOnly(group_size=16)
+
+
+@pytest.mark.parametrize(
+    "kind", [AffineTensor.from_float, FakeQuantizedTensor], ids=["int4", "qat"]
+)
+def test_data_cannot_be_assigned(kind) -> None:
+    layer = nn.Linear(32, 8)
+    layer.weight = nn.Parameter(kind(torch.randn(8, 32), SCHEME), requires_grad=False)
+    before = layer.weight.dequantize()
+    with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
+        layer.weight.data = torch.zeros(8, 32)
+    assert torch.equal(layer.weight.dequantize(), before)
+
+
+def test_codes_take_no_gradient() -> None:
+    weight = AffineTensor.from_float(torch.randn(8, 32), SCHEME)
+    assert not weight.requires_grad_().requires_grad
+    with pytest.raises(NotImplementedError, match="codes have no gradient"):
+        weight.requires_grad = True
+    weight.requires_grad = False
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_no_low_bit_tensor_of_integers(dtype: torch.dtype) -> None:
+    weight = AffineTensor.from_float(torch.randn(8, 32), SCHEME)
+    made = torch.zeros_like(weight, dtype=dtype)
+    assert type(made) is torch.Tensor and made.dtype is dtype and not made.any()
+
+
+def test_int32_does_not_wrap() -> None:
+    x = torch.tensor([1e10, -1e10, 5.0])
+    codes = quantize_affine(x, (3,), torch.ones(()), None, torch.int32)
+    assert codes.tolist() == [2**31 - 128, -(2**31), 5]
+
+
+@pytest.mark.parametrize("part", ["scale", "codes"])
+def test_a_checkpoint_with_a_part_of_another_dtype(tmp_path, part: str) -> None:
+    tensors, info = lowbit.checkpoint.to_plain(
+        {"w": AffineTensor.from_float(torch.randn(8, 32), SCHEME)}
+    )
+    tensors[f"w.{part}"] = tensors[f"w.{part}"].to(torch.int32)
+    with pytest.raises(lowbit.CheckpointError, match=rf"w.*{part}.*int32"):
+        lowbit.checkpoint.from_plain(tensors, info)
