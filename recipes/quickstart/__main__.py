@@ -104,10 +104,16 @@ def _missing(error: ImportError) -> int:
     return EXIT_USER_ERROR
 
 
+def default_preset() -> str:
+    """ "gpu" on a machine that has one, else "tiny"."""
+    from recipes.quickstart.evaluate import choose_device
+
+    return "gpu" if choose_device().type == "cuda" else "tiny"
+
+
 def _run(options: argparse.Namespace, interrupt: Interrupt) -> int:
     from recipes.quickstart import data as quickstart_data
     from recipes.quickstart.config import PRESETS, UserError, override
-    from recipes.quickstart.evaluate import choose_device
     from recipes.quickstart.folder import RunFolder, latest
     from recipes.quickstart.interrupt import Interrupted
     from recipes.quickstart.run import run
@@ -130,7 +136,7 @@ def _run(options: argparse.Namespace, interrupt: Interrupt) -> int:
         config = folder.config()
         data = quickstart_data.load(folder.data)
     else:
-        preset = options.preset or ("gpu" if choose_device().type == "cuda" else "tiny")
+        preset = options.preset or default_preset()
         config = override(PRESETS[preset](), options.assignments)
         folder = RunFolder(options.out or RUNS / f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}")
         folder.check_free()

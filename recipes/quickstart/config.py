@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +89,31 @@ class QuickstartConfig:
             raise UserError(f"heldout_share is {self.heldout_share}; it must be between 0 and 0.5")
         if self.corpus not in CORPORA:
             raise UserError(f"corpus is {self.corpus!r}; accepted: {', '.join(CORPORA)}")
-        if not self.bits or any(not 2 <= bits <= 8 for bits in self.bits):
-            raise UserError(f"bits is {self.bits}; it takes one or more whole numbers from 2 to 8")
+        self._check_quantization()
+        if not 0 <= self.beta2 < 1:
+            raise UserError(f"beta2 is {self.beta2}; it must be at least 0 and below 1")
+        for name in ("weight_decay", "grad_clip", "lr"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}; it must be 0 or more, and finite"
+                )
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
         if self.sample_tokens >= self.model.context:
             raise UserError(
                 f"sample_tokens is {self.sample_tokens}; the model's context of {self.model.context} "
                 "must hold them and the prompt"
+            )
+
+    def _check_quantization(self) -> None:
+        whole = all(type(bits) is int and 2 <= bits <= 8 for bits in self.bits)
+        if not self.bits or not whole or len(set(self.bits)) != len(self.bits):
+            raise UserError(
+                f"bits is {self.bits}; it takes one or more different whole numbers from 2 to 8"
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise UserError(
+                f"group_size is {self.group_size}; it must be at least 1, or None for one scale a row"
             )
 
     @property

@@ -6,6 +6,7 @@ import pytest
 
 import lowbit
 from recipes.quickstart import train
+from recipes.quickstart.__main__ import default_preset
 from recipes.quickstart.config import (
     PRESETS,
     QuickstartConfig,
@@ -54,11 +55,29 @@ def test_steps_scale_the_parts_of_a_run() -> None:
         ("bf16=1", "accepted: bool"),
         ("corpus=web", "accepted: stdlib"),
         ("lr=0", "lr is 0"),
+        ("lr=1e999", "lr is inf"),
+        ("group_size=0", "group_size is 0"),
+        ("group_size=-4", "group_size is -4"),
+        ("bits=(4.5,)", "bits is"),
+        ("bits=(4, 4)", "bits is"),
+        ("bits=('a',)", "bits is"),
+        ("beta2=1.5", "beta2 is 1.5"),
+        ("weight_decay=-1", "weight_decay is -1"),
+        ("grad_clip=-1", "grad_clip is -1"),
+        ("seed=-1", "seed is -1"),
     ],
 )
 def test_settings_that_cannot_be(assignment: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         override(tiny(), [assignment])
+
+
+@pytest.mark.parametrize(("has_gpu", "preset"), [(True, "gpu"), (False, "tiny")])
+def test_the_machine_chooses_the_preset(
+    has_gpu: bool, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert default_preset() == preset
 
 
 def test_settings_are_taken() -> None:
