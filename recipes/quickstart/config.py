@@ -138,12 +138,11 @@ def tiny() -> QuickstartConfig:
             vocab_size=512, dim=128, layers=2, heads=4, kv_heads=2, hidden=320, context=256
         ),
         batch_size=8,
-        steps=1300,
-        branch_steps=400,
+        steps=1200,
+        branch_steps=360,
         warmup_steps=40,
-        decay_steps=460,
-        lr=5e-3,
-        branch_lr=0.07,
+        decay_steps=440,
+        lr=2.5e-3,
         probe_sequences=32,
         save_every=200,
     )
@@ -161,7 +160,7 @@ def small() -> QuickstartConfig:
         branch_steps=540,
         warmup_steps=80,
         decay_steps=650,
-        lr=3e-3,
+        lr=2e-3,
     )
 
 
