@@ -362,7 +362,9 @@ class AffineTensor(LowbitTensor):
         if func is Tensor.requires_grad_:  # load_state_dict(assign=True) asks for a gradient
             return args[0]
         if func == _SET_REQUIRES_GRAD and args[1]:
-            raise args[0]._unsupported("requires_grad=True: codes have no gradient")
+            raise args[0]._unsupported(
+                "requires_grad=True: codes have no gradient; train with lowbit.qat.prepare_"
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -7,6 +7,7 @@ once and stays shared.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowbit.granularity import PerBlock
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import LowbitTensor
@@ -124,7 +126,7 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if (
             name == "weight"
             if isinstance(module, nn.Linear | nn.Embedding)
-            else isinstance(param, nn.UninitializedParameter) or param.ndim in (2, 3)
+            else isinstance(param, nn.UninitializedParameter) or param.ndim >= 2
         ):
             yield name, param
 
@@ -141,6 +143,20 @@ def _refusal(module: nn.Module, weight: Tensor) -> str | None:
         module, nn.Linear | nn.Embedding
     ):
         return f"no low-bit product for {type(module).__name__}"
+    if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
+        return f"no low-bit product takes {weight.ndim} dimensions"
+    return None
+
+
+def _refusal_of_rows(scheme: Scheme) -> str | None:
+    """Why an embedding, which looks single rows up, is left alone under this scheme, or None."""
+    granularity = scheme.weight.granularity
+    if (
+        isinstance(granularity, PerBlock)
+        and len(granularity.shape) > 1
+        and granularity.shape[0] > 1
+    ):
+        return f"its rows would share scales in blocks of {granularity.shape[0]}, and are looked up singly"
     return None
 
 
@@ -180,6 +196,8 @@ def find_targets(
                     used.add(pattern)
                     scheme = schemes[pattern]
                     _check_ties(chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
+            if note is None and scheme is not None and isinstance(module, nn.Embedding):
+                note = _refusal_of_rows(scheme)
             if note is not None or scheme is None:
                 note = note or "no scheme for this name"
                 shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
@@ -262,5 +280,6 @@ def _describe(target: Target, new: Tensor) -> str:
         note += f"; activation {activation.format}, {activation.granularity}"
     padded = spec.padded_shape(new.shape)
     if padded != tuple(new.shape):
-        note += f"; padded to {'x'.join(map(str, padded))}"
+        growth = math.prod(padded) / max(new.numel(), 1)
+        note += f"; padded to {'x'.join(map(str, padded))}, {growth:.2f} times the weights"
     return note

@@ -279,3 +279,24 @@ def test_one_parameter_under_two_names_of_one_module_stays_one() -> None:
     report = lb.quantize_(model, INT8, lambda m, name: True)
     assert model.first is model.second and isinstance(model.first, lb.AffineTensor)
     assert report.converted == ["first", "second"]
+
+
+def test_what_has_no_low_bit_product_is_reported() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 4))
+    report = lb.quantize_(model, lb.Int8WeightOnly(), lambda module, name: True)
+    assert report.left == {"0.weight": "no low-bit product for Conv2d"}
+    with pytest.raises(ValueError, match="no low-bit product for Conv2d"):
+        lb.quantize_(nn.Sequential(nn.Conv2d(3, 8, 3)), lb.Int8WeightOnly(), lambda m, n: True)
+
+
+def test_an_embedding_whose_rows_would_share_scales_is_left_alone() -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+    scheme = lb.Scheme(lb.Spec(lb.Int(4), lb.PerBlock(8, 8)))
+    report = lb.quantize_(model, scheme, lambda module, name: True)
+    assert report.converted == ["1.weight"] and "blocks of 8" in report.left["0.weight"]
+    assert model(torch.tensor([[3, 1]])).shape == (1, 2, 16)
+
+
+def test_padding_tells_what_it_costs() -> None:
+    report = lb.quantize_(nn.Linear(16, 8), lb.Int4WeightOnly(group_size=128))
+    assert "padded to 8x128, 8.00 times the weights" in str(report)
