@@ -80,6 +80,14 @@ class Float8:
         return torch.finfo(self.dtype).max
 
 
+def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """The leading `shape` of a padded tensor: a view, or `t` itself where nothing was padded."""
+    for dim, size in enumerate(shape):
+        if t.shape[dim] != size:
+            t = t.narrow(dim, 0, size)
+    return t
+
+
 @dataclass(frozen=True)
 class Spec:
     """How one tensor is quantized.
@@ -122,6 +130,11 @@ class Spec:
         """`shape` with each dimension rounded up to a whole number of blocks."""
         block = self.granularity.block_size(shape)
         return tuple(-(-size // b) * b for size, b in zip(shape, block, strict=True))
+
+    def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Blocks along each dimension: the shape of scale and zero point."""
+        block = self.block_size(shape)
+        return tuple(n // b for n, b in zip(self.padded_shape(shape), block, strict=True))
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.granularity.block_size(shape)
@@ -215,10 +228,7 @@ class Spec:
         values = dequantize_affine(
             codes, block, scale, zero_point, fmt.quant_min, fmt.quant_max, output_dtype=output_dtype
         )
-        for dim, size in enumerate(shape):
-            if values.shape[dim] != size:
-                values = values.narrow(dim, 0, size)
-        return values
+        return crop(values, shape)
 
     def fake_quantize(self, x: Tensor, scale_dtype: torch.dtype = torch.float32) -> Tensor:
         """`dequantize(*quantize(x))` to the bit, in `x`'s shape and dtype, with straight-through gradients."""
@@ -230,10 +240,7 @@ class Spec:
         values = fake_quantize_affine(
             padded, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
         )
-        for dim, size in enumerate(x.shape):
-            if values.shape[dim] != size:
-                values = values.narrow(dim, 0, size)
-        return values
+        return crop(values, x.shape)
 
 
 @dataclass(frozen=True)

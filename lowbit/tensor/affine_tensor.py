@@ -188,8 +188,7 @@ class AffineTensor(LowbitTensor):
     def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        padded = self.spec.padded_shape(shape)
-        blocks = tuple(n // b for n, b in zip(padded, self.spec.block_size(shape), strict=True))
+        padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
         bits = self.spec.format.bits
         found: InnerShapes = {
             "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),

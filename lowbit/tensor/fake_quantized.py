@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lowbit.affine import within_range
-from lowbit.scheme import Float8, Scheme
+from lowbit.scheme import Float8, Scheme, crop
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.linear import autocast_inputs
@@ -142,7 +142,7 @@ class _FromCodes(torch.autograd.Function):
         fmt, codes = weight.scheme.weight.format, weight.codes
         low, high = fmt.quant_min, fmt.quant_max
         inside = within_range(codes.float(), fmt.dtype, low, high)
-        ctx.save_for_backward(_crop(inside, weight.shape))
+        ctx.save_for_backward(crop(inside, weight.shape))
         clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
         return weight.scheme.weight.dequantize(
             clamped.to(fmt.dtype), weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
@@ -178,10 +178,9 @@ class GatheredWeight(FakeQuantizedTensor):
 
     def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         spec = self.scheme.weight
-        padded = spec.padded_shape(shape)
-        blocks = tuple(n // b for n, b in zip(padded, spec.block_size(shape), strict=True))
+        blocks = spec.blocks(shape)
         shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self._inner().items()}
-        shapes["codes"] = (padded, self.codes.dtype)
+        shapes["codes"] = (spec.padded_shape(shape), self.codes.dtype)
         return shapes
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
@@ -192,10 +191,6 @@ class GatheredWeight(FakeQuantizedTensor):
 
     def _wire(self) -> LowbitTensor:
         return self
-
-
-def _crop(t: Tensor, shape: Sequence[int]) -> Tensor:
-    return t[tuple(slice(size) for size in shape)]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
