@@ -219,8 +219,13 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """torch.compile's caches key a graph by this: all that dispatch may depend on."""
-        names, context = self.__tensor_flatten__()
-        return f"{type(self).__qualname__}{names}{context}"
+        _, context = self.__tensor_flatten__()
+        tensors = {"": self, **self._inner()}
+        layout = [
+            (name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+            for name, t in tensors.items()
+        ]
+        return f"{type(self).__qualname__}{layout}{context}"
 
     @classmethod
     def implements(cls, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

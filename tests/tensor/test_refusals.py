@@ -53,3 +53,12 @@ def test_a_checkpoint_with_a_part_of_another_dtype(tmp_path, part: str) -> None:
     tensors[f"w.{part}"] = tensors[f"w.{part}"].to(torch.int32)
     with pytest.raises(lowbit.CheckpointError, match=rf"w.*{part}.*int32"):
         lowbit.checkpoint.from_plain(tensors, info)
+
+
+def test_the_compilers_cache_tells_shapes_apart() -> None:
+    """Keyed by the metadata alone, a graph compiled for one shape was taken from disk for another."""
+    keys = {
+        AffineTensor.from_float(torch.randn(shape), SCHEME)._stable_hash_for_caching()
+        for shape in [(8, 32), (16, 32), (8, 64)]
+    }
+    assert len(keys) == 3
