@@ -214,37 +214,44 @@ def _wait(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 @_like(_funcol.wait_tensor.default, _funcol.broadcast.default)
 def _collective(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    return args[0]._map(lambda t: func(as_bytes(t).contiguous(), *args[1:], **kwargs).view(t.dtype))
+    return args[0]._map(partial(_finished, func, args[1:], kwargs))
+
+
+def _finished(func: Any, args: Any, kwargs: Any, inner: Tensor) -> Tensor:
+    """A collective over the bytes of `inner`, waited for while what it reads is still held.
+
+    Gloo's threads drop their references after the result is there. A temporary freed by Python in
+    the middle of that corrupts the heap (torch 2.13, some hundred thousand collectives to one abort).
+    """
+    sent = as_bytes(inner).contiguous()
+    return _funcol.wait_tensor(func(sent, *args, **kwargs)).view(inner.dtype)
 
 
 @_like(_funcol.all_gather_into_tensor.default)
 def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, world = args[0], args[1]
     check_not_flat(self, "an all-gather")
-    gathered = {}
-    for name in self._row_attrs():
-        inner = getattr(self, name)
-        gathered[name] = func(as_bytes(inner).contiguous(), *args[1:], **kwargs).view(inner.dtype)
+    gathered = {
+        name: _finished(func, args[1:], kwargs, getattr(self, name)) for name in self._row_attrs()
+    }
     return self._with({**self._inner(), **gathered}, (self.shape[0] * world, *self.shape[1:]))
 
 
 @_like(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)
 def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
-    """In place on every inner tensor; the caller waits for the last, those before are waited for here."""
+    """In place on every inner tensor, each waited for here (see _finished): the caller's wait is none."""
     outputs = args[0]
     check_not_flat(outputs[0], "a collective")
-    results = []
+    work = None
     for name in outputs[0]._inner():
         inner_args = tree_map(partial(_inner_bytes, name), args)
-        results.append(func(*inner_args, **kwargs))
+        _, work = func(*inner_args, **kwargs)
+        torch._C._distributed_c10d.Work.unbox(work).wait()
         for output, sent in zip(outputs, inner_args[0], strict=True):
             received = as_bytes(getattr(output, name))
             if received.data_ptr() != sent.data_ptr():  # it was not contiguous
-                torch._C._distributed_c10d.Work.unbox(results[-1][1]).wait()
                 received.copy_(sent)
-    for _, work in results[:-1]:
-        torch._C._distributed_c10d.Work.unbox(work).wait()
-    return outputs, results[-1][1]
+    return outputs, work
 
 
 def _inner_bytes(name: str, leaf: Any) -> Any:
