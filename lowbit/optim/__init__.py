@@ -2,7 +2,7 @@
 
 from lowbit.optim.adam import Adam, Adam4bit, Adam8bit, AdamFp8
 from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
-from lowbit.optim.base import dequantize_state_dict
+from lowbit.optim.base import CommonOptions, dequantize_state_dict
 
 __all__ = [
     "Adam",
@@ -13,5 +13,6 @@ __all__ = [
     "AdamW4bit",
     "AdamW8bit",
     "AdamWFp8",
+    "CommonOptions",
     "dequantize_state_dict",
 ]

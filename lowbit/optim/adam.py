@@ -5,10 +5,12 @@ reference (`decoupled=False`).
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
 from lowbit.optim.adamw import AdamBase
-from lowbit.optim.base import ParamsT
+from lowbit.optim.base import CommonOptions, ParamsT
 
 
 class Adam(AdamBase):
@@ -29,27 +31,18 @@ class Adam(AdamBase):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state: str | None = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state=state,
-        )
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, options, common)
 
 
 class Adam4bit(Adam):

@@ -13,12 +13,21 @@ encoded again, and the weight is rounded to its own dtype once.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from lowbit.optim.base import LowbitOptimizer, ParamsT, check_nonnegative
+from lowbit.optim.base import (
+    CommonOptions,
+    LowbitOptimizer,
+    ParamsT,
+    check_flag,
+    check_nonnegative,
+)
+
+if TYPE_CHECKING:
+    from lowbit_kernels.fused_step import Rule
 
 
 def reference(
@@ -67,20 +76,12 @@ class AdamBase(LowbitOptimizer):
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
     decoupled: ClassVar[bool]
-    default_state: ClassVar[str] = "8bit"
-
-    def __init__(self, params: ParamsT, *, state: str | None, **options: Any) -> None:
-        defaults = {
-            **options,
-            "decoupled_weight_decay": self.decoupled,
-            "state": self.default_state if state is None else state,
-        }
-        super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        check_nonnegative("eps", group["eps"])
-        check_nonnegative("weight_decay", group["weight_decay"])
+        for name in ("eps", "weight_decay"):
+            check_nonnegative(name, group[name])
+            group[name] = float(group[name])
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
@@ -89,8 +90,12 @@ class AdamBase(LowbitOptimizer):
             if not beta < 1.0:
                 raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
         group["betas"] = tuple(float(beta) for beta in betas)
+        check_flag("amsgrad", group["amsgrad"])
+        check_flag("maximize", group["maximize"])
+        group["decoupled_weight_decay"] = self.decoupled
 
     def fix_group(self, group: dict[str, Any]) -> None:
+        super().fix_group(group)
         group.setdefault("amsgrad", False)
         group.setdefault("maximize", False)
         group["decoupled_weight_decay"] = self.decoupled
@@ -138,6 +143,37 @@ class AdamBase(LowbitOptimizer):
             weight.mul_(keep)
         weight.sub_(change)
 
+    def rule(self, group: dict[str, Any]) -> Rule:
+        from lowbit_kernels.fused_step import Rule
+
+        lines = ["g = -g;"] if group["maximize"] else []
+        if group["weight_decay"] and not self.decoupled:
+            lines.append("g += c[6] * w;")
+        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
+        if group["amsgrad"]:  # fmaxf would drop a NaN
+            lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
+        if group["weight_decay"] and self.decoupled:
+            lines.append("w *= c[2];")
+        second = "s[2]" if group["amsgrad"] else "s[1]"
+        lines.append(f"w -= s[0] / (sqrtf({second}) + c[1]) * c[0];")
+        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
+
+    def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*group["betas"], group["eps"], group["weight_decay"])
+
+
+_HYPER = ("beta1", "beta2", "eps", "weight_decay")
+_PREPARE = """
+double root = sqrt(1.0 - pow(beta2, t));
+c[0] = lr * root / (1.0 - pow(beta1, t));
+c[1] = eps * root;
+c[2] = 1.0 - lr * weight_decay;
+c[3] = 1.0 - beta1;
+c[4] = beta2;
+c[5] = 1.0 - beta2;
+c[6] = weight_decay;
+"""
+
 
 class AdamW(AdamBase):
     """`torch.optim.AdamW` with its states in few bits.
@@ -151,8 +187,19 @@ class AdamW(AdamBase):
         weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
         amsgrad: divide by the largest second moment so far; one more state.
         maximize: ascend.
-        foreach, fused, capturable: accepted for compatibility, and without effect: a step never synchronises
-            with the host, and can always be captured in a CUDA graph (after one step that creates the states).
+        bf16_stochastic_round: round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half
+            of their last bit are not lost. The draws are a function of (seed, step, parameter, element): the same
+            at any sharding, and after a restart. Weights of other dtypes are unaffected.
+        weight_correction: "8bit" keeps the bits below a bfloat16 weight in one more byte of state, so that it
+            behaves as a weight of 24 bits. Not together with `bf16_stochastic_round`.
+        max_grad_norm: scale the gradients to at most this norm over all of them and all ranks, as
+            `torch.nn.utils.clip_grad_norm_` does, inside the step; `.grad` stays as it is. The same in all groups.
+        skip_nonfinite: a step whose gradients hold a NaN or an infinity changes no weight, state or step counter.
+            The same in all groups.
+        seed: of the random draws.
+        fused: None takes a CUDA kernel where it applies, False never, True always: where it can't, an error.
+        foreach, capturable: accepted for compatibility, and without effect: a step never waits for a GPU, and can
+            always be captured in a CUDA graph (after one step that creates the states).
         differentiable: True is refused.
         state: the format of the moments; by default this class's own, "8bit" for AdamW itself. May differ between
             groups. Bytes that both moments of an element take:
@@ -184,26 +231,17 @@ class AdamW(AdamBase):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state: str | None = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state=state,
-        )
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, options, common)
 
 
 class AdamW4bit(AdamW):

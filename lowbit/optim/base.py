@@ -14,35 +14,64 @@ What the base does with them:
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
-from numbers import Real
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim import state as states
+from lowbit.optim.options import (
+    COMMON_DEFAULTS,
+    KEPT_ON_LOADING,
+    CommonOptions,
+    check_common,
+    check_flag,
+    check_nonnegative,
+    check_param,
+    check_shared,
+)
 from lowbit.tensor.base import LowbitTensor
 
-__all__ = ["LowbitOptimizer", "ParamsT", "check_nonnegative", "dequantize_state_dict"]
+if TYPE_CHECKING:
+    from lowbit_kernels.fused_step import Rule
 
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+__all__ = [
+    "CommonOptions",
+    "LowbitOptimizer",
+    "ParamsT",
+    "check_flag",
+    "check_nonnegative",
+    "dequantize_state_dict",
+]
+
 # Elements updated at once: in the processor's cache on a CPU, enough to fill a GPU.
 PIECE_CPU, PIECE_OTHER = 2**17, 2**24
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments`, `scalars` and `update`."""
+    """See the module. Subclasses give `moments`, `scalars` and `update`, and `rule` and `hyper` for CUDA."""
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
+    default_state: ClassVar[str] = "8bit"
+    """The format of states where none is asked for."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
+        """`options`: the algorithm's own, with their values. Raises TypeError, ValueError for bad ones."""
+        unknown = sorted(set(common) - set(CommonOptions.__annotations__))
+        if unknown:
+            accepted = ", ".join([*options, *CommonOptions.__annotations__])
+            raise TypeError(
+                f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}; accepted: {accepted}"
+            )
+        defaults = {**options, **COMMON_DEFAULTS, **common}
+        if defaults.get("state") is None:
+            defaults["state"] = self.default_state
         self.check_group(defaults)
         super().__init__(params, defaults)
 
@@ -70,29 +99,22 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Update `weight` [R, C] (float32, or float64) and float32 `states` in place; leave `grad` alone."""
         raise NotImplementedError
 
+    def rule(self, group: dict[str, Any]) -> Rule | None:
+        """The same step as C++ text for the CUDA kernel; None: there is none, and `update` runs on GPUs too."""
+        return None
+
+    def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """The values of `Rule.hyper`, in that order."""
+        raise NotImplementedError
+
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that isn't taken; put options into their normal form."""
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(
-                f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}"
-            )
-        check_nonnegative("lr", lr)
-        if group["state"] not in states.STATE_FORMATS:
-            formats = ", ".join(map(repr, states.STATE_FORMATS))
-            raise ValueError(f"state must be one of {formats}, got {group['state']!r}")
-        if group.get("differentiable"):
-            raise ValueError(
-                "differentiable=True is not supported: states are rounded, which has no gradient; "
-                "use torch.optim for a differentiable step"
-            )
-        if group.get("foreach") and group.get("fused"):
-            raise RuntimeError(
-                "foreach=True and fused=True cannot be asked for together; leave both out"
-            )
+        check_common(group)
 
     def fix_group(self, group: dict[str, Any]) -> None:
-        """Give a loaded group the options that are this class's own."""
+        """Give a loaded group, which an older version may have saved, the options that it lacks."""
+        for name, value in COMMON_DEFAULTS.items():
+            group.setdefault(name, value)
 
     # ---- groups ---------------------------------------------------------------------------------------------
 
@@ -105,8 +127,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
             elif not isinstance(param_group["params"], set):
                 param_group["params"] = list(param_group["params"])
             for param in param_group["params"]:
-                _check_param(*param) if isinstance(param, tuple) else _check_param("", param)
+                check_param(*param) if isinstance(param, tuple) else check_param("", param)
+            if param_group["state"] is None:
+                param_group["state"] = self.defaults["state"]
             self.check_group(param_group)
+            check_shared(param_group, self.param_groups)
         super().add_param_group(param_group)
 
     # ---- the step -------------------------------------------------------------------------------------------
@@ -235,12 +260,13 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 f"the checkpoint has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}; "
                 "build it with the groups of the one that was saved"
             )
-        groups = []
+        groups: list[dict[str, Any]] = []
         for own, saved in zip(self.param_groups, saved_groups, strict=True):
             group = {**own, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
-            group.update(params=own["params"], state=own["state"])
+            group.update({name: own[name] for name in ("params", *KEPT_ON_LOADING)})
             self.fix_group(group)
             self.check_group(group)
+            check_shared(group, groups)
             groups.append(group)
         return groups
 
@@ -300,32 +326,9 @@ def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": converted, "param_groups": groups}
 
 
-def check_nonnegative(name: str, value: Any) -> None:
-    """Raise unless `value` is a number of at least 0 (or a tensor that holds one)."""
-    is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
-    if not is_number:
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (value >= 0.0 and value < math.inf):  # also for NaN
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-
-
 def _float32(value: Any) -> Any:
     value = states.dequantized(value)
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _check_param(name: str, param: Any) -> None:
-    if not isinstance(param, Tensor) or param.dtype in PARAM_DTYPES:
-        return  # torch.optim refuses what is no tensor
-    label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
-    if param.is_complex():
-        way_out = "optimize its real view: torch.view_as_real(param)"
-    else:
-        way_out = (
-            "pass only parameters to train: (p for p in model.parameters() if p.requires_grad)"
-        )
-    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
-    raise TypeError(f"{label} is {param.dtype}; accepted are {accepted}. Way out: {way_out}")
 
 
 def _check_grad(param: Tensor) -> None:

@@ -130,15 +130,15 @@ def test_betas_as_tensors():
 
 @pairs
 def test_takes_every_argument_of_torchs(theirs, ours):
-    known = {"state", *inspect.signature(ours).parameters}
+    known = {*inspect.signature(ours).parameters, *optim.CommonOptions.__annotations__}
     asked = set(inspect.signature(theirs).parameters) - {"decoupled_weight_decay"}
     assert asked <= known
     ordered = list(inspect.signature(theirs).parameters)[:6]
     assert list(inspect.signature(ours).parameters)[:6] == ordered
-    defaults = {k: v.default for k, v in inspect.signature(theirs).parameters.items()}
-    for name, parameter in inspect.signature(ours).parameters.items():
-        if name in asked:
-            assert parameter.default == defaults[name], name
+    group = ours(parameters((4, 4))).param_groups[0]
+    for name, parameter in inspect.signature(theirs).parameters.items():
+        if name in asked - {"params"}:
+            assert group[name] == parameter.default, name
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
@@ -288,6 +288,29 @@ BAD = {
         r"'4bit', '8bit', 'float8', 'bf16', 'fp32', got 'int4'",
     ),
     "differentiable": ({"differentiable": True}, ValueError, r"differentiable=True.*torch\.optim"),
+    "rounding": (
+        {"bf16_stochastic_round": 1},
+        TypeError,
+        r"bf16_stochastic_round must be True or False, got 1",
+    ),
+    "correction": ({"weight_correction": "4bit"}, ValueError, r"None or '8bit', got '4bit'"),
+    "both": (
+        {"weight_correction": "8bit", "bf16_stochastic_round": True},
+        ValueError,
+        r"leave one out",
+    ),
+    "norm": ({"max_grad_norm": -1.0}, ValueError, r"max_grad_norm must be.*-1\.0"),
+    "norm 0": ({"max_grad_norm": 0.0}, ValueError, r"max_grad_norm must be above 0, or None"),
+    "norm text": ({"max_grad_norm": "1"}, TypeError, r"max_grad_norm must be a number, got '1'"),
+    "skip": (
+        {"skip_nonfinite": None},
+        TypeError,
+        r"skip_nonfinite must be True or False, got None",
+    ),
+    "seed": ({"seed": 0.5}, TypeError, r"seed must be an int, got 0\.5"),
+    "fused": ({"fused": "yes"}, TypeError, r"fused must be True, False or None, got 'yes'"),
+    "amsgrad": ({"amsgrad": 1}, TypeError, r"amsgrad must be True or False, got 1"),
+    "maximize": ({"maximize": None}, TypeError, r"maximize must be True or False, got None"),
     "foreach and fused": (
         {"foreach": True, "fused": True},
         RuntimeError,
@@ -335,6 +358,19 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     with pytest.raises(RuntimeError, match=r"shape \(10, 4\) is sparse.*SparseAdam"):
         optimizer.step()
     assert torch.equal(dense, before) and not optimizer.state
+
+
+def test_an_unknown_option_is_refused_with_those_that_exist():
+    with pytest.raises(TypeError, match=r"AdamW8bit got .*'decay'; accepted: lr, betas.*seed"):
+        optim.AdamW8bit(parameters((4, 4)), decay=0.1)
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 2.0}, {"skip_nonfinite": True}], ids=str)
+def test_what_concerns_all_gradients_is_the_same_in_all_groups(options):
+    optimizer = optim.AdamW(parameters((4, 4)))
+    with pytest.raises(ValueError, match=r"in one group and .* in another: it concerns"):
+        optimizer.add_param_group({"params": parameters((4, 4)), **options})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_numpy_numbers_are_numbers():

@@ -1,0 +1,148 @@
+"""The options that every optimizer takes, and the checks of options and parameters.
+
+A check raises before anything has changed, and says what it got, what is accepted, and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from lowbit.optim import state as states
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class CommonOptions(TypedDict, total=False):
+    """The options that every optimizer of lowbit takes. A group may have its own, but for `max_grad_norm` and
+    `skip_nonfinite`, which concern the gradients of all groups together."""
+
+    state: str | None
+    """Format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own."""
+    bf16_stochastic_round: bool
+    """Round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of their last bit are
+    not lost. The draws are a function of (seed, step, parameter, element): the same at any sharding, and after a
+    restart. Weights of other dtypes are unaffected. False by default."""
+    weight_correction: str | None
+    """"8bit": keep the bits below a bfloat16 weight in one more byte of state, so that it behaves as a weight of
+    24 bits. Weights of other dtypes are unaffected. Not together with `bf16_stochastic_round`. None by default."""
+    max_grad_norm: float | None
+    """Scale the gradients of a step to at most this norm over all of them (and all ranks), as
+    `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default."""
+    skip_nonfinite: bool
+    """A step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step counter. False by
+    default."""
+    seed: int
+    """Of the random draws. 0 by default."""
+    fused: bool | None
+    """None: a CUDA kernel where it applies. False: never. True: always; where it can't, an error."""
+    foreach: bool | None
+    """Without effect; as in torch.optim, not together with `fused`."""
+    capturable: bool
+    """Without effect: a step never waits for a GPU, and can always be captured in a CUDA graph (after one step
+    that creates the states)."""
+    differentiable: bool
+    """True is refused."""
+
+
+COMMON_DEFAULTS: dict[str, Any] = {
+    "bf16_stochastic_round": False,
+    "weight_correction": None,
+    "max_grad_norm": None,
+    "skip_nonfinite": False,
+    "seed": 0,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+SHARED = ("max_grad_norm", "skip_nonfinite")
+"""Options that all groups have alike."""
+KEPT_ON_LOADING = ("state", "foreach", "fused")
+"""How an optimizer works, not what it computes: those of a checkpoint are not taken over."""
+
+
+def check_common(group: dict[str, Any]) -> None:
+    """Raise for a learning rate or a common option that isn't taken."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(
+            f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}"
+        )
+    check_nonnegative("lr", lr)
+    if group["state"] not in states.STATE_FORMATS:
+        formats = ", ".join(map(repr, states.STATE_FORMATS))
+        raise ValueError(f"state must be one of {formats}, got {group['state']!r}")
+    for name in ("bf16_stochastic_round", "skip_nonfinite", "capturable", "differentiable"):
+        check_flag(name, group[name])
+    for name in ("foreach", "fused"):
+        check_flag(name, group[name], or_none=True)
+    if group["weight_correction"] not in (None, "8bit"):
+        raise ValueError(
+            f"weight_correction must be None or '8bit', got {group['weight_correction']!r}"
+        )
+    if group["weight_correction"] and group["bf16_stochastic_round"]:
+        raise ValueError(
+            "weight_correction='8bit' and bf16_stochastic_round=True cannot be asked for together: a corrected "
+            "weight loses nothing that a draw could make up for; leave one out"
+        )
+    if group["max_grad_norm"] is not None:
+        check_nonnegative("max_grad_norm", group["max_grad_norm"])
+        if not group["max_grad_norm"] > 0:
+            raise ValueError("max_grad_norm must be above 0, or None not to clip; got 0")
+    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
+        raise TypeError(f"seed must be an int, got {group['seed']!r}")
+    if group["differentiable"]:
+        raise ValueError(
+            "differentiable=True is not supported: states are rounded, which has no gradient; "
+            "use torch.optim for a differentiable step"
+        )
+    if group["foreach"] and group["fused"]:
+        raise RuntimeError(
+            "foreach=True and fused=True cannot be asked for together; leave both out"
+        )
+
+
+def check_shared(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Raise where `group` differs from `others` in what concerns all gradients together."""
+    for name in SHARED:
+        for other in others:
+            if group[name] != other[name]:
+                raise ValueError(
+                    f"{name}={group[name]!r} in one group and {other[name]!r} in another: it concerns the "
+                    "gradients of all groups together; give it once, to the optimizer"
+                )
+
+
+def check_nonnegative(name: str, value: Any) -> None:
+    """Raise unless `value` is a number of at least 0 (or a tensor that holds one)."""
+    is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value >= 0.0 and value < math.inf):  # also for NaN
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+
+
+def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
+    """Raise unless `value` is True or False, or None where that is taken too."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        accepted = "True, False or None" if or_none else "True or False"
+        raise TypeError(f"{name} must be {accepted}, got {value!r}")
+
+
+def check_param(name: str, param: Any) -> None:
+    if not isinstance(param, Tensor) or param.dtype in PARAM_DTYPES:
+        return  # torch.optim refuses what is no tensor
+    label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
+    if param.is_complex():
+        way_out = "optimize its real view: torch.view_as_real(param)"
+    else:
+        way_out = (
+            "pass only parameters to train: (p for p in model.parameters() if p.requires_grad)"
+        )
+    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+    raise TypeError(f"{label} is {param.dtype}; accepted are {accepted}. Way out: {way_out}")
