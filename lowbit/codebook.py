@@ -93,6 +93,14 @@ class Codebook:
             raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
         return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed)
 
+    def cells(self) -> Cells:
+        """The table in the form in which a kernel looks codes up: see :class:`Cells`.
+
+        Raises:
+            ValueError: the linear book (4 bits, unsigned), whose codes are computed.
+        """
+        return _cells(self.bits, self.signed)
+
     def encode_by_search(self, x: Tensor) -> Tensor:
         """What :meth:`encode` must equal, by binary search over exact float64 midpoints."""
         values = _values(self.bits, self.signed).astype(np.float64)
@@ -199,6 +207,45 @@ def _values(bits: int, signed: bool) -> np.ndarray:
     positive = 10.0 ** (decade - last) * (0.1 + step * (rank - 2**decade + 0.5))
     mirrored = -positive[::-1] if signed else positive[:0]
     return np.concatenate([mirrored, [0.0], positive, [1.0]]).astype(np.float32)
+
+
+class Cells(NamedTuple):
+    """A book's boundaries between magnitudes, packed for one read of 4 bytes an element.
+
+    The cell of ``y`` is ``r >> shift``, where r are the bits of float32 y rotated left by one (the sign comes
+    last), clamped to ``first .. first + len(words) - 1``. Then the rank of \\|y\\| among the magnitudes of the book,
+    nearest and with ties to the lower code (for negative y the larger magnitude), is::
+
+        (words[cell - first] + (r & (2**shift - 1))) >> shift
+
+    A word is the rank of the cell's smallest element above ``shift`` bits, which carry where the boundary lies.
+    """
+
+    first: int
+    shift: int
+    words: np.ndarray  # uint32
+
+
+@functools.cache
+def _cells(bits: int, signed: bool) -> Cells:
+    if bits == 4 and not signed:
+        raise ValueError("the linear 4-bit book has no cells: code = ceil(16 y - 0.5) - 1")
+    values = _values(bits, signed).astype(np.float64)
+    values = values[values >= 0]
+    midpoints = (values[:-1] + values[1:]) / 2
+    below = midpoints.astype(np.float32)
+    below = np.where(below > midpoints, np.nextafter(below, np.float32(0)), below)
+    boundary_bits = below.view(np.uint32)
+    # keep as few bits of the mantissa as leave at most one boundary in a cell
+    low = next(n for n in range(22, 0, -1) if len(set(boundary_bits >> n)) == len(boundary_bits))
+    cell = (boundary_bits >> low).astype(np.int64)
+    first = int(cell[0]) - 1
+    rank = np.searchsorted(cell, np.arange(first, int(cell[-1]) + 2), side="left")
+    carry = np.zeros(len(rank), np.int64)  # up from 2 * low bits + sign >= threshold
+    threshold = 2 * (boundary_bits & ((1 << low) - 1)).astype(np.int64) + 2
+    threshold -= below.astype(np.float64) == midpoints  # a tie: only a negative y goes up
+    carry[cell - first] = (1 << (low + 1)) - threshold
+    return Cells(first, low + 1, ((rank << (low + 1)) + carry).astype(np.uint32))
 
 
 class _Tables(NamedTuple):

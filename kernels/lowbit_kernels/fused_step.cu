@@ -1,0 +1,535 @@
+// One step of an optimizer over many tensors: decode the states, update in float32, encode, in one launch.
+//
+// fused_step.py compiles this once for each combination of
+//   PARAM, GRAD        dtypes: FP32, BF16, FP16
+//   STATE              format of all states: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
+//   STATES             how many states an element has, 0..3; SIGNED: a bit for each whose values have a sign
+//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED by a byte below the bf16 (24-bit weights)
+//   SCALED             whether gradients are multiplied by a factor from memory (unscaling, clipping)
+//   PREPARE, UPDATE    the algorithm, as statements; HYPER names for its options in `h`
+//   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `encode`)
+//
+// Work is cut into tiles of 256 elements of one row of one tensor, a tile a warp, eight neighbouring elements a
+// lane: 16-byte accesses of bf16. A block of 8-bit states is a tile, so its absmax is one warp-wide maximum; one of
+// 4-bit states half a tile. Rows and blocks are those of lowbit's CodebookTensor. Whatever the addresses, only loads
+// and stores differ; the arithmetic between them is one piece of code, so results don't depend on alignment or
+// sharding.
+
+enum { FP32, BF16, FP16 };
+enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
+enum { NEAREST, STOCHASTIC, CORRECTED };
+
+typedef unsigned int uint32;
+typedef unsigned long long uint64;
+
+static constexpr int TILE = 256;
+static constexpr int BLOCK = STATE == STATE_4BIT ? 128 : 256;
+static constexpr int LOCATE = 256;  // tiles an entry of `locate`
+static constexpr bool CODES = STATE == STATE_8BIT || STATE == STATE_4BIT;
+static constexpr bool SCALES = CODES || STATE == STATE_FLOAT8;
+static constexpr bool DRAWS = ROUNDING == STOCHASTIC || STATE == STATE_BF16;
+
+// A row of the table that the host fills in. All fields are 64 bits.
+struct Tensor {
+    const void *grad;
+    void *param;
+    signed char *correction;  // [numel], only if CORRECTED
+    void *state[3];           // codes, or values
+    float *scale[3];          // [rows, ceil(cols / BLOCK)]
+    float *step;              // steps done
+    long long first_tile;     // tiles of the tensors before this one
+    uint64 numel;
+    uint64 cols;              // elements of a row
+    uint64 aligned;           // 1 if eight elements can be read at once from every array
+    uint64 group;
+    uint64 key;               // the first word of the random draws' key; state n takes key + 1 + n
+    uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
+    uint64 run, stride;       // or first_index + i if run is 0
+    uint64 unused;
+};
+
+// The options of a parameter group.
+struct Group {
+    double lr;
+    const void *lr_pointer;  // on the device, read instead of `lr` if not null
+    uint64 lr_is_double;
+    uint64 seed;
+    double h[8];
+};
+
+// What `prepare` works out for every tensor.
+struct Scalars {
+    float c[8];
+    float factor;  // of the gradient
+    uint32 skip;
+    uint32 keys[4][2];  // of the weight's draws, and of each state's
+    uint32 unused[2];
+};
+
+// ---- random draws: lowbit/rounding.py defines them ---------------------------------------------------------------
+
+DEVICE uint32 finalise(uint32 h) {
+    h ^= h >> 16;
+    h *= 0x7feb352du;
+    h ^= h >> 15;
+    h *= 0x846ca68bu;
+    return h ^ (h >> 16);
+}
+
+DEVICE uint32 mix(uint32 key, uint64 word) {
+    key = finalise((key ^ (uint32)word) + 0x9e3779b9u);
+    return finalise((key ^ (uint32)(word >> 32)) + 0x9e3779b9u);
+}
+
+DEVICE uint32 hash(const uint32 *keys, uint64 pair) {
+    return finalise(finalise((uint32)pair ^ keys[0]) ^ (uint32)(pair >> 32) ^ keys[1]);
+}
+
+DEVICE uint64 global_index(const Tensor &t, uint64 element) {
+    if (t.run == 0) return t.first_index + element;
+    return t.first_index + element / t.run * t.stride + element % t.run;
+}
+
+// 16-bit draws of eight neighbouring elements.
+DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 draws[8]) {
+    const uint64 first = global_index(t, element);
+    if (t.run == 0 && (first & 1) == 0) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const uint32 h = hash(keys, (first + i) >> 1);
+            draws[i] = h & 0xffff;
+            draws[i + 1] = h >> 16;
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) {
+            const uint64 index = global_index(t, element + i);
+            const uint32 h = hash(keys, index >> 1);
+            const uint32 drawn = index & 1 ? h >> 16 : h & 0xffff;
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                if (i == j) draws[j] = drawn;  // indexed by constants, or `draws` would leave the registers
+        }
+    }
+}
+
+// The float32 whose upper half is x rounded to bf16 up or down, by chance.
+DEVICE float round_stochastically(float x, uint32 drawn) {
+    const uint32 bits = float_bits(x);
+    const uint32 rounded = (bits + drawn) & 0xffff0000u;
+    if (!(x == x)) return x;
+    return bits_float((rounded & 0x7f800000u) == 0x7f800000u ? bits & 0xffff0000u : rounded);
+}
+
+// ---- eight elements, as they are stored --------------------------------------------------------------------------
+
+template <int WORDS>
+struct Raw {
+    uint32 word[WORDS];
+};
+
+template <int WORDS>
+DEVICE void load_vector(const void *p, Raw<WORDS> &raw) {
+    if constexpr (WORDS == 1) {
+        raw.word[0] = stream_load((const uint32 *)p);
+    } else if constexpr (WORDS == 2) {
+        const uint2 x = stream_load((const uint2 *)p);
+        raw.word[0] = x.x, raw.word[1] = x.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4) {
+            const uint4 x = stream_load((const uint4 *)p + i / 4);
+            raw.word[i] = x.x, raw.word[i + 1] = x.y, raw.word[i + 2] = x.z, raw.word[i + 3] = x.w;
+        }
+    }
+}
+
+template <int WORDS>
+DEVICE void store_vector(void *p, const Raw<WORDS> &raw) {
+    if constexpr (WORDS == 1) {
+        stream_store((uint32 *)p, raw.word[0]);
+    } else if constexpr (WORDS == 2) {
+        stream_store((uint2 *)p, make_uint2(raw.word[0], raw.word[1]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4)
+            stream_store((uint4 *)p + i / 4,
+                         make_uint4(raw.word[i], raw.word[i + 1], raw.word[i + 2], raw.word[i + 3]));
+    }
+}
+
+// `units` items of T, the others 0. WORDS words hold the eight elements of a lane.
+template <typename T, int WORDS>
+DEVICE void load_items(const void *p, int units, Raw<WORDS> &raw) {
+    constexpr int PER_WORD = 4 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+        raw.word[i] = 0;
+#pragma unroll
+        for (int j = 0; j < PER_WORD; ++j)
+            if (i * PER_WORD + j < units)
+                raw.word[i] |= (uint32)((const T *)p)[i * PER_WORD + j] << (j * 8 * (int)sizeof(T) & 31);
+    }
+}
+
+template <typename T, int WORDS>
+DEVICE void store_items(void *p, int units, const Raw<WORDS> &raw) {
+    constexpr int PER_WORD = 4 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < WORDS * PER_WORD; ++i)
+        if (i < units) ((T *)p)[i] = (T)(raw.word[i / PER_WORD] >> (i % PER_WORD * 8 * (int)sizeof(T) & 31));
+}
+
+template <int DTYPE>
+struct Floats {
+    static constexpr int WORDS = DTYPE == FP32 ? 8 : 4;
+    static constexpr int BYTES = DTYPE == FP32 ? 4 : 2;
+    Raw<WORDS> raw;
+
+    MEMBER void load(const void *p, uint64 element, int count, bool vector) {
+        p = (const char *)p + element * BYTES;
+        if (vector) load_vector(p, raw);
+        else if constexpr (DTYPE == FP32) load_items<uint32>(p, count, raw);
+        else load_items<unsigned short>(p, count, raw);
+    }
+    MEMBER void store(void *p, uint64 element, int count, bool vector) const {
+        p = (char *)p + element * BYTES;
+        if (vector) store_vector(p, raw);
+        else if constexpr (DTYPE == FP32) store_items<uint32>(p, count, raw);
+        else store_items<unsigned short>(p, count, raw);
+    }
+    MEMBER void decode(float x[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if constexpr (DTYPE == FP32) x[i] = bits_float(raw.word[i]);
+            else {
+                const uint32 half = i & 1 ? raw.word[i / 2] >> 16 : raw.word[i / 2] & 0xffff;
+                if constexpr (DTYPE == BF16) x[i] = bits_float(half << 16);
+                else x[i] = from_half(half);
+            }
+        }
+    }
+    MEMBER void encode(const float x[8]) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            if constexpr (DTYPE == FP32) raw.word[i] = float_bits(x[i]);
+            else if constexpr (DTYPE == BF16) raw.word[i] = to_bf16x2(x[2 * i], x[2 * i + 1]);
+            else raw.word[i] = to_half2(x[2 * i], x[2 * i + 1]);
+        }
+    }
+};
+
+// ---- states in few bits ------------------------------------------------------------------------------------------
+
+static constexpr int VALUES = STATE == STATE_4BIT ? 16 : 256;
+static constexpr int CODE_WORDS = STATE == STATE_4BIT ? 1 : 2;
+static constexpr int CELLS[3] = {CELLS_0, CELLS_1, CELLS_2};
+static constexpr int BASES[3] = {BASE_0, BASE_1, BASE_2};
+static constexpr int SHIFTS[3] = {SHIFT_0, SHIFT_1, SHIFT_2};
+
+DEVICE constexpr int cells_before(int slot) {
+    return (slot > 0 ? CELLS_0 : 0) + (slot > 1 ? CELLS_1 : 0) + (slot > 2 ? CELLS_2 : 0);
+}
+
+// The tables, in shared memory: values of the codes of each state, then its cells.
+static constexpr int TABLE_WORDS = CODES ? STATES * VALUES + cells_before(STATES) : 1;
+
+DEVICE const uint32 *cells_of(const uint32 *table, int slot) { return table + STATES * VALUES + cells_before(slot); }
+
+// The code whose value is nearest to y in [-1, 1]; a tie takes the lower code.
+//
+// The upper bits of |y| name a cell, into which at most one boundary between two codes falls. A cell's word holds the
+// code of its smallest element above SHIFT bits that count up to the boundary, so that adding the lower bits of |y|
+// carries into the code exactly if |y| lies beyond it. Those bits end with the sign: where the boundary is a tie,
+// a negative y goes to the larger magnitude, which is the lower code.
+template <int SLOT>
+DEVICE uint32 encode(const uint32 *table, float y) {
+    constexpr int SHIFT = SHIFTS[SLOT];
+    constexpr uint32 BASE = BASES[SLOT], LAST = BASES[SLOT] + CELLS[SLOT] - 1;
+    const uint32 bits = rotate_left_by_1(float_bits(y));
+    uint32 cell = bits >> SHIFT;
+    cell = cell < BASE ? BASE : cell;
+    cell = cell > LAST ? LAST : cell;
+    const uint32 word = cells_of(table, SLOT)[cell - BASE];
+    const int magnitude = (word + (bits & ((1u << SHIFT) - 1))) >> SHIFT;
+    if constexpr ((SIGNED >> SLOT & 1) != 0) {
+        constexpr int ZERO = VALUES / 2 - 1;
+        const int code = bits & 1 ? ZERO - magnitude : ZERO + magnitude;
+        return code < 0 ? 0 : code;  // there is no -1
+    } else {
+        return STATE == STATE_8BIT && magnitude == 0 ? 1 : magnitude;  // a second moment never rounds to zero
+    }
+}
+
+template <int SLOT>
+DEVICE void decode_codes(const Raw<CODE_WORDS> &raw, const uint32 *table, float scale, float x[8]) {
+    if constexpr (STATE == STATE_FLOAT8) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32 halves = from_e4m3x2(raw.word[i / 2] >> (i % 2 * 16) & 0xffff);
+            x[2 * i] = from_half(halves & 0xffff) * scale;
+            x[2 * i + 1] = from_half(halves >> 16) * scale;
+        }
+    } else {
+        constexpr int BITS = STATE == STATE_4BIT ? 4 : 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint32 code = raw.word[i * BITS / 32] >> (i * BITS % 32) & (VALUES - 1);
+            if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) x[i] = (float)(code + 1) * 0.0625f * scale;
+            else x[i] = bits_float(table[SLOT * VALUES + code]) * scale;
+        }
+    }
+}
+
+template <int SLOT>
+DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<CODE_WORDS> &raw) {
+    uint32 largest = 0;  // of the magnitudes; as bits they are in order, with infinity and NaN above all
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32 magnitude = float_bits(x[i]) & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const uint32 mask = BLOCK == TILE ? 0xffffffff : lane < 16 ? 0x0000ffff : 0xffff0000;
+    largest = warp_max(mask, largest);
+    constexpr uint32 FLOOR = 0x0d800000;  // 2**-100
+    float scale = bits_float(largest < FLOOR ? FLOOR : largest);
+    if (largest >= 0x7f800000) scale = bits_float(0x7fffffff);
+    if constexpr (STATE == STATE_FLOAT8) scale = __fdiv_rn(scale, 448.0f);
+    const float inverse = __fdiv_rn(1.0f, scale);
+#pragma unroll
+    for (int i = 0; i < CODE_WORDS; ++i) raw.word[i] = 0;
+    if constexpr (STATE == STATE_FLOAT8) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32 pair = to_e4m3x2(x[2 * i] * inverse, x[2 * i + 1] * inverse);
+            if constexpr ((SIGNED >> SLOT & 1) == 0) {  // a second moment never rounds to zero
+                if ((pair & 0x00ff) == 0) pair |= 0x0001;
+                if ((pair & 0xff00) == 0) pair |= 0x0100;
+            }
+            raw.word[i / 2] |= pair << (i % 2 * 16);
+        }
+    } else {
+        constexpr int BITS = STATE == STATE_4BIT ? 4 : 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint32 code;
+            if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) {
+                // the table is i / 16, i from 1; 16 y - 0.5 is exact where it matters
+                const int up = (int)ceilf(fmaf(x[i] * inverse, 16.0f, -0.5f)) - 1;
+                code = up < 0 ? 0 : up > 15 ? 15 : up;
+            } else {
+                code = encode<SLOT>(table, x[i] * inverse);
+            }
+            raw.word[i * BITS / 32] |= code << (i * BITS % 32);
+        }
+    }
+    return scale;
+}
+
+// ---- a tile ------------------------------------------------------------------------------------------------------
+
+struct Place {  // of a lane's eight elements
+    uint64 element;  // index in the tensor
+    uint64 code;     // byte offset in the codes
+    uint64 scale;    // index in the scales
+    int count;       // elements that exist, 0..8
+    bool vector;
+};
+
+DEVICE Place locate_lane(const Tensor &t, uint64 tile, int lane) {
+    const uint64 tiles_a_row = (t.cols + TILE - 1) / TILE;
+    uint64 row = 0, tile_in_row = tile;
+    if (t.cols != t.numel) row = tile / tiles_a_row, tile_in_row = tile % tiles_a_row;
+    const uint64 col = tile_in_row * TILE + lane * 8;
+    Place place;
+    place.element = row * t.cols + col;
+    place.code = STATE == STATE_4BIT ? row * ((t.cols + 1) / 2) + col / 2 : place.element;
+    place.scale = row * ((t.cols + BLOCK - 1) / BLOCK) + col / BLOCK;
+    place.count = col >= t.cols ? 0 : t.cols - col < 8 ? (int)(t.cols - col) : 8;
+    place.vector = t.aligned && place.count == 8;
+    return place;
+}
+
+template <int SLOT>
+struct State {
+    Floats<STATE == STATE_BF16 ? BF16 : FP32> values;
+    Raw<CODE_WORDS> codes;
+    float scale;
+
+    MEMBER void load(const Tensor &t, const Place &at) {
+        if constexpr (SCALES) {
+            constexpr int CODES_A_BYTE = STATE == STATE_4BIT ? 2 : 1;
+            const char *p = (const char *)t.state[SLOT] + at.code;
+            if (at.vector) load_vector(p, codes);
+            else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
+            scale = at.count ? t.scale[SLOT][at.scale] : 0.0f;
+        } else {
+            values.load(t.state[SLOT], at.element, at.count, at.vector);
+        }
+    }
+    MEMBER void decode(const uint32 *table, float x[8]) const {
+        if constexpr (SCALES) decode_codes<SLOT>(codes, table, scale, x);
+        else values.decode(x);
+    }
+    MEMBER void store(const Tensor &t, const Scalars &k, const Place &at, int lane, const uint32 *table, float x[8]) {
+        if constexpr (SCALES) {
+            constexpr int CODES_A_BYTE = STATE == STATE_4BIT ? 2 : 1;
+            if (at.count < 8) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (i >= at.count) x[i] = 0.0f;  // it must not reach the absmax
+            }
+            scale = encode_codes<SLOT>(x, lane, table, codes);
+            if constexpr (STATE == STATE_4BIT)  // the last half byte of an odd row is 0
+                if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;
+            char *p = (char *)t.state[SLOT] + at.code;
+            if (at.vector) store_vector(p, codes);
+            else store_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
+            if (lane % (BLOCK / 8) == 0 && at.count) t.scale[SLOT][at.scale] = scale;
+        } else {
+            if constexpr (STATE == STATE_BF16 && (SIGNED >> SLOT & 1) == 0) {
+                uint32 draws[8];
+                draw(t, k.keys[SLOT + 1], at.element, draws);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) x[i] = round_stochastically(x[i], draws[i]);
+            }
+            values.encode(x);
+            values.store(t.state[SLOT], at.element, at.count, at.vector);
+        }
+    }
+};
+
+// bf16 weights with eight bits more: (bf16 << 16) + (correction << 8), the bf16 to nearest.
+DEVICE void decode_corrected(const Raw<2> &correction, float w[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int byte = (int)(signed char)(correction.word[i / 4] >> (i % 4 * 8) & 0xff);
+        w[i] = bits_float(float_bits(w[i]) + (byte << 8));
+    }
+}
+
+DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
+    correction.word[0] = correction.word[1] = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32 bits = (float_bits(w[i]) + 0x80) & 0xffffff00u;
+        const uint32 upper = (bits + 0x8000) & 0xffff0000u;
+        if ((upper & 0x7f800000u) == 0x7f800000u) continue;  // beyond bf16, or no number: the ordinary conversion
+        w[i] = bits_float(upper);
+        correction.word[i / 4] |= (bits - upper >> 8 & 0xff) << (i % 4 * 8);
+    }
+}
+
+DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
+
+DEVICE void step_tile(const Tensor &t, const Scalars &k, uint64 tile, int lane, const uint32 *table) {
+    const Place at = locate_lane(t, tile, lane);
+    Floats<GRAD> grad;
+    Floats<PARAM> param;
+    Raw<2> correction;
+    State<0> s0;
+    State<1> s1;
+    State<2> s2;
+    grad.load(t.grad, at.element, at.count, at.vector);
+    param.load(t.param, at.element, at.count, at.vector);
+    if constexpr (STATES > 0) s0.load(t, at);
+    if constexpr (STATES > 1) s1.load(t, at);
+    if constexpr (STATES > 2) s2.load(t, at);
+    if constexpr (ROUNDING == CORRECTED) {
+        if (at.vector) load_vector(t.correction + at.element, correction);
+        else load_items<unsigned char>(t.correction + at.element, at.count, correction);
+    }
+
+    float g[8], w[8], x0[8] = {}, x1[8] = {}, x2[8] = {};
+    grad.decode(g);
+    param.decode(w);
+    if constexpr (ROUNDING == CORRECTED) decode_corrected(correction, w);
+    if constexpr (STATES > 0) s0.decode(table, x0);
+    if constexpr (STATES > 1) s1.decode(table, x1);
+    if constexpr (STATES > 2) s2.decode(table, x2);
+    float c[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i] = k.c[i];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float s[3] = {x0[i], x1[i], x2[i]};
+        update_element(c, SCALED ? g[i] * k.factor : g[i], w[i], s);
+        x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
+    }
+
+    if constexpr (ROUNDING == STOCHASTIC) {
+        uint32 draws[8];
+        draw(t, k.keys[0], at.element, draws);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) w[i] = round_stochastically(w[i], draws[i]);
+    }
+    if constexpr (ROUNDING == CORRECTED) {
+        encode_corrected(w, correction);
+        if (at.vector) store_vector(t.correction + at.element, correction);
+        else store_items<unsigned char>(t.correction + at.element, at.count, correction);
+    }
+    param.encode(w);
+    param.store(t.param, at.element, at.count, at.vector);
+    if constexpr (STATES > 0) s0.store(t, k, at, lane, table, x0);
+    if constexpr (STATES > 1) s1.store(t, k, at, lane, table, x1);
+    if constexpr (STATES > 2) s2.store(t, k, at, lane, table, x2);
+}
+
+// ---- the kernels -------------------------------------------------------------------------------------------------
+
+// A thread a tensor: count the step, work out what depends on it, and the keys of the draws.
+// `control` is null, or holds the factor of the gradients and whether to skip the step (not 0).
+extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, Scalars *scalars, long long count,
+                                   const float *control) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    const Tensor &tensor = tensors[i];
+    const Group &group = groups[tensor.group];
+    Scalars &out = scalars[i];
+    out.factor = control ? control[0] : 1.0f;
+    out.skip = control ? control[1] != 0.0f : 0;
+    if (out.skip) return;
+    const float counted = *tensor.step + 1.0f;
+    *tensor.step = counted;
+    double lr = group.lr;
+    if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
+    const double *h = group.h;
+    const double t = counted;
+    double c[8] = {};
+    HYPER
+    { PREPARE }
+    for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
+    if constexpr (DRAWS) {
+        for (int slot = 0; slot <= STATES; ++slot) {
+            const uint64 words[3] = {group.seed, (uint64)counted, tensor.key + slot};
+            uint32 k0 = 0x243f6a88u, k1 = 0x85a308d3u;
+            for (int j = 0; j < 3; ++j) k0 = mix(k0, words[j]), k1 = mix(k1, words[j]);
+            out.keys[slot][0] = k0, out.keys[slot][1] = k1;
+        }
+    }
+}
+
+// A tile a warp. `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
+// `source` [TABLE_WORDS]: the tables of the states, copied to shared memory once a block.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
+     const uint32 *__restrict__ source, long long tiles) {
+    __shared__ uint32 table[TABLE_WORDS];
+    if constexpr (CODES) {
+        for (int i = threadIdx.x; i < TABLE_WORDS; i += THREADS) table[i] = source[i];
+        __syncthreads();
+    }
+    const int lane = threadIdx.x % 32;
+    const long long warps = (long long)gridDim.x * (THREADS / 32);
+    for (long long tile = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; tile < tiles; tile += warps) {
+        int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
+        while (low < high) {  // the last tensor that begins at this tile or before
+            const int middle = (low + high + 1) / 2;
+            if (tensors[middle].first_tile <= tile) low = middle;
+            else high = middle - 1;
+        }
+        const Tensor &tensor = tensors[low];
+        const Scalars &own = scalars[low];
+        if (!own.skip) step_tile(tensor, own, tile - tensor.first_tile, lane, table);
+    }
+}

@@ -1,0 +1,262 @@
+"""One optimizer step over any number of tensors in one launch: the kernel of ``fused_step.cu``.
+
+The tensors are given as a table of pointers that lies on the device. For each element of each tensor: the states are
+decoded from their format to float32, an algorithm (`Rule`) updates them and the weight, and all are stored again;
+nothing is materialised in between, and nothing is read by the host. Options, step counters and the learning rate are
+read on the device, so that no change of them compiles anything, and a step can be captured in a CUDA graph.
+
+This is no operator of ``torch.ops``: its operands are addresses in a table, which an operator's schema can't name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lowbit_kernels import nvrtc
+
+DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
+STATES = {
+    "fp32": "STATE_FP32",
+    "bf16": "STATE_BF16",
+    "float8": "STATE_FLOAT8",
+    "8bit": "STATE_8BIT",
+    "4bit": "STATE_4BIT",
+}
+ROUNDINGS = ("nearest", "stochastic", "corrected")
+TILE = 256  # elements of a row that a warp works on
+LOCATE = 256  # tiles an entry of `locate`
+MAX_HYPER, MAX_STATES = 8, 3
+
+# Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
+TENSOR = (
+    *(
+        "grad",
+        "param",
+        "correction",
+        "state_0",
+        "state_1",
+        "state_2",
+        "scale_0",
+        "scale_1",
+        "scale_2",
+        "step",
+    ),
+    *(
+        "first_tile",
+        "numel",
+        "cols",
+        "aligned",
+        "group",
+        "key",
+        "first_index",
+        "run",
+        "stride",
+        "unused",
+    ),
+)
+COLUMN = {name: i for i, name in enumerate(TENSOR)}
+GROUP_WORDS = 4 + MAX_HYPER
+SCALARS_WORDS = 10
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An algorithm in CUDA C++.
+
+    Args:
+        hyper: names of its options (never lr), at most 8.
+        prepare: statements in double, run once a tensor: reads ``lr``, ``t`` (the step, from 1) and the options by
+            name, writes ``c[0]`` .. ``c[7]``.
+        update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
+            not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``.
+    """
+
+    hyper: tuple[str, ...]
+    prepare: str
+    update: str
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """How the codes of a state are looked up: ``values`` by code (float32), ``cells`` by magnitude (uint32), with the
+    first cell's number and the bits below a cell's (`lowbit.codebook.Cells`)."""
+
+    values: np.ndarray
+    first: int
+    shift: int
+    cells: np.ndarray
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for.
+
+    Args:
+        rule: the algorithm.
+        param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
+        state: the format of all states: a key of `STATES`.
+        signed: for each state, whether its values have a sign.
+        rounding: of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each in an array of bytes.
+        scaled: whether gradients are multiplied by the first number of `control`.
+        tables: for 8 and 4 bits, of each state; None where codes are computed.
+    """
+
+    rule: Rule
+    param: torch.dtype
+    grad: torch.dtype
+    state: str
+    signed: tuple[bool, ...]
+    rounding: str = "nearest"
+    scaled: bool = False
+    tables: tuple[Table | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("param", self.param), ("grad", self.grad)):
+            if dtype not in DTYPES:
+                raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        if self.state not in STATES:
+            raise ValueError(f"state must be one of {', '.join(STATES)}, got {self.state!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
+            )
+        if len(self.signed) > MAX_STATES or len(self.rule.hyper) > MAX_HYPER:
+            raise ValueError(
+                f"at most {MAX_STATES} states and {MAX_HYPER} options are taken, got {len(self.signed)} states and "
+                f"the options {', '.join(self.rule.hyper)}"
+            )
+
+    @property
+    def uses_codes(self) -> bool:
+        return self.state in ("8bit", "4bit")
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 3 if self.uses_codes else 4
+
+    def table_words(self) -> np.ndarray:
+        """What the kernel keeps in shared memory: the values of every state, then the cells of every state."""
+        if not self.uses_codes:
+            return np.zeros(1, np.uint32)
+        size = 16 if self.state == "4bit" else 256
+        values = [np.zeros(size, np.float32) if t is None else t.values for t in self.tables]
+        cells = [np.zeros(0, np.uint32) if t is None else t.cells for t in self.tables]
+        return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
+
+    def source(self) -> str:
+        """The CUDA C++ to compile."""
+        defines: dict[str, object] = {
+            "PARAM": DTYPES[self.param],
+            "GRAD": DTYPES[self.grad],
+            "STATE": STATES[self.state],
+            "STATES": len(self.signed),
+            "SIGNED": sum(signed << i for i, signed in enumerate(self.signed)),
+            "ROUNDING": self.rounding.upper(),
+            "SCALED": int(self.scaled),
+            "THREADS": self.threads,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
+            "PREPARE": " ".join(self.rule.prepare.split()),
+            "UPDATE": " ".join(self.rule.update.split()),
+        }
+        for i in range(MAX_STATES):
+            table = self.tables[i] if self.uses_codes and i < len(self.tables) else None
+            defines[f"CELLS_{i}"] = len(table.cells) if table else 0
+            defines[f"BASE_{i}"] = table.first if table else 0
+            defines[f"SHIFT_{i}"] = table.shift if table else 1
+        lines = [f"#define {name} {value}" for name, value in defines.items()]
+        return "\n".join([*lines, _file("ptx.cuh"), _file("fused_step.cu")])
+
+
+def is_available() -> bool:
+    """Whether `FusedStep` runs on this machine's GPUs."""
+    return nvrtc.is_available()
+
+
+def tiles(numel: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """Tiles of tensors of that many elements, in rows of that many: int64."""
+    rows = np.divide(numel, cols, out=np.zeros_like(numel), where=cols > 0, casting="unsafe")
+    return rows * -(-cols // TILE)
+
+
+def locate(first_tile: np.ndarray, total: int) -> np.ndarray:
+    """Of tensors that begin at these tiles: the one that every `LOCATE`-th tile lies in, and the last; int32."""
+    marks = np.append(np.arange(0, total, LOCATE), max(total - 1, 0))
+    return (np.searchsorted(first_tile, marks, side="right") - 1).astype(np.int32)
+
+
+class FusedStep:
+    """The kernel of one variant, on one device.
+
+    Args:
+        variant: what it is compiled for.
+        device: a CUDA device.
+    """
+
+    def __init__(self, variant: Variant, device: torch.device) -> None:
+        self.variant, self.device = variant, device
+        with torch.cuda.device(device):
+            module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
+            self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 5)
+        words = torch.from_numpy(variant.table_words().view(np.int32))
+        self._tables = words.to(device)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._persistent = multiprocessors * variant.blocks_per_sm
+
+    def __call__(
+        self,
+        tensors: int,
+        groups: int,
+        scalars: torch.Tensor,
+        locate: torch.Tensor,
+        count: int,
+        tiles: int,
+        control: torch.Tensor | None,
+    ) -> None:
+        """Launch the step on the current stream.
+
+        Args:
+            tensors, groups: addresses on the device of the rows of `TENSOR` words, and of `GROUP_WORDS`.
+            scalars: int64 [count, SCALARS_WORDS], scratch.
+            locate: int32, see `locate`.
+            count, tiles: of tensors, and of all their tiles.
+            control: float32 [2], the factor of the gradients and whether to skip (not 0); or None.
+        """
+        flag = 0 if control is None else control.data_ptr()
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            self._prepare(
+                stream, -(-count // 128), 128, tensors, groups, scalars.data_ptr(), count, flag
+            )
+            if tiles == 0:
+                return
+            blocks = -(-tiles // (self.variant.threads // 32))
+            grid = min(blocks, self._persistent if self.variant.uses_codes else 2**31 - 1)
+            arguments = (
+                tensors,
+                scalars.data_ptr(),
+                locate.data_ptr(),
+                self._tables.data_ptr(),
+                tiles,
+            )
+            self._step(stream, grid, self.variant.threads, *arguments)
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The addresses of their first elements."""
+    return [t.data_ptr() for t in tensors]
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -1,0 +1,149 @@
+"""CUDA C++ compiled at first use by NVRTC, kept on disk, and launched on torch's current stream.
+
+Both NVRTC and ``cuda.bindings`` come with torch's CUDA builds: nothing is compiled when lowbit is installed, and no
+compiler is needed. A compiled kernel is kept under its source, the compiler's version and the GPU's architecture in
+``$LOWBIT_CACHE_DIR``, else ``$XDG_CACHE_HOME/lowbit``, else ``~/.cache/lowbit``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OPTIONS = ("--std=c++17", "--prec-sqrt=false", "--prec-div=false")
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether kernels can be compiled for this machine's GPUs: NVIDIA ones, with ``cuda.bindings`` installed."""
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return False
+    return importlib.util.find_spec("cuda.bindings") is not None
+
+
+class Kernel:
+    """A kernel on one device. Calls take device pointers and integers, each passed in 64 bits."""
+
+    def __init__(self, function: Any, arguments: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._function = function
+        self._values = (ctypes.c_uint64 * arguments)()
+        size = ctypes.sizeof(ctypes.c_uint64)
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * arguments)(
+            *(first + i * size for i in range(arguments))
+        )
+
+    def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
+        """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
+        self._values[:] = arguments  # the driver copies them before it returns
+        (error,) = self._driver.cuLaunchKernel(
+            self._function,
+            grid,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            0,
+            stream,
+            ctypes.addressof(self._pointers),
+            0,
+        )
+        _check(error)
+
+
+class Module:
+    """The kernels of one source, loaded on the current device."""
+
+    def __init__(self, cubin: bytes) -> None:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # makes torch's context the current one
+        self._cubin = cubin
+        error, self._module = driver.cuModuleLoadData(cubin)
+        _check(error)
+
+    def kernel(self, name: str, arguments: int) -> Kernel:
+        """The ``extern "C"`` kernel of that name and number of arguments."""
+        from cuda.bindings import driver
+
+        error, function = driver.cuModuleGetFunction(self._module, name.encode())
+        _check(error)
+        return Kernel(function, arguments)
+
+
+def architecture(device: torch.device) -> str:
+    """As NVRTC names it: ``sm_90``."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def compiled(source: str, arch: str) -> bytes:
+    """The machine code of `source` for `arch`: from the disk if it has been compiled before.
+
+    Raises:
+        RuntimeError: NVRTC refuses the source; the message holds its log.
+    """
+    from cuda.bindings import nvrtc
+
+    error, major, minor = nvrtc.nvrtcVersion()
+    _check(error)
+    key = "\0".join((source, arch, f"{major}.{minor}", *OPTIONS))
+    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    cubin = _compile(source, arch)
+    try:  # whole or not at all, whoever else writes it; a folder that can't be written to is no error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, path)
+    except OSError:
+        pass
+    return cubin
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
+    if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
+
+
+def _compile(source: str, arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"lowbit.cu", 0, [], [])
+    _check(error)
+    options = [option.encode() for option in (f"--gpu-architecture={arch}", *OPTIONS)]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC cannot compile for {arch}:\n{log.decode(errors='replace')}")
+    error, size = nvrtc.nvrtcGetCUBINSize(program)
+    _check(error)
+    cubin = b" " * size
+    (error,) = nvrtc.nvrtcGetCUBIN(program, cubin)
+    _check(error)
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def _check(error: Any) -> None:
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA answered {error!r}")

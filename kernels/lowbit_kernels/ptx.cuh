@@ -1,0 +1,59 @@
+// The machine's instructions that C++ has no operator for, each in a function that says what it does.
+// Nothing is included: the files compile under NVRTC alone, and on a CPU with a stand-in for this one.
+
+#define DEVICE static __device__ __forceinline__
+#define MEMBER __device__ __forceinline__
+
+DEVICE unsigned int float_bits(float x) { return __float_as_uint(x); }
+DEVICE float bits_float(unsigned int x) { return __uint_as_float(x); }
+
+// Two floats to two neighbouring bf16 in one word, to nearest even; `low` goes to the lower half.
+DEVICE unsigned int to_bf16x2(float low, float high) {
+    unsigned int packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The same to fp16; beyond its range: infinity, as torch converts.
+DEVICE unsigned int to_half2(float low, float high) {
+    unsigned int packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+DEVICE float from_half(unsigned int half) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)half));
+    return x;
+}
+
+// Two floats to two e4m3 bytes, to nearest even, clamped to 448: `low` goes to the lower byte.
+DEVICE unsigned int to_e4m3x2(float low, float high) {
+    unsigned short packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Two e4m3 bytes to two fp16 in one word, exactly.
+DEVICE unsigned int from_e4m3x2(unsigned int packed) {
+    unsigned int halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)packed));
+    return halves;
+}
+
+// The largest `x` of the lanes in `mask`, in one instruction (sm_80 and newer).
+DEVICE unsigned int warp_max(unsigned int mask, unsigned int x) {
+    unsigned int result;
+    asm volatile("redux.sync.max.u32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(mask));
+    return result;
+}
+
+DEVICE unsigned int rotate_left_by_1(unsigned int x) { return __funnelshift_l(x, x, 1); }
+
+// Read once and not again: kept out of L1, first to leave L2.
+DEVICE uint4 stream_load(const uint4 *p) { return __ldcs(p); }
+DEVICE uint2 stream_load(const uint2 *p) { return __ldcs(p); }
+DEVICE unsigned int stream_load(const unsigned int *p) { return __ldcs(p); }
+DEVICE void stream_store(uint4 *p, uint4 x) { __stcs(p, x); }
+DEVICE void stream_store(uint2 *p, uint2 x) { __stcs(p, x); }
+DEVICE void stream_store(unsigned int *p, unsigned int x) { __stcs(p, x); }
