@@ -4,49 +4,101 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import re
 import shlex
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.registry import Benchmark, all_benchmarks
-from benchmarks.report import Machine, Result, render
-from benchmarks.timing import REPEATS, copy_bandwidth, measure
+from benchmarks.registry import Benchmark, Result, Row, Table, all_benchmarks
+from benchmarks.report import KERNEL_TABLE, Machine, render
+from benchmarks.timing import REPEATS, copy_bandwidth
 
 
-def run(benchmark: Benchmark, only: str, repeats: int, command: str) -> str:
-    """Time the problems whose name contains ``only``; the report in markdown."""
-    before = copy_bandwidth()
+def run(
+    benchmark: Benchmark, only: list[str], skip: list[str], repeats: int, command: str
+) -> tuple[str, bool]:
+    """Measure what is selected; the report in markdown, and whether every candidate worked."""
+    table = benchmark.table or KERNEL_TABLE
+    on_gpu = benchmark.device == "cuda"
+    before = copy_bandwidth() if on_gpu else 0.0
     results = []
     for problem in benchmark.problems():
-        if only in problem.name:
-            print(f"{benchmark.name}: {problem.name}", file=sys.stderr, flush=True)
-            timings = [(c, measure(c, repeats)) for c in problem.candidates]
-            results.append(Result(problem.name, timings))
+        problem = problem.selected(only, skip)
+        if problem.candidates:
+            rows = [measured_row(table, problem.name, c, repeats) for c in problem.candidates]
+            results.append(Result(problem, rows))
     if not results:
-        raise SystemExit(f"no problem of {benchmark.name} has {only!r} in its name")
-    bandwidths = (before, copy_bandwidth())
-    return render(benchmark, results, bandwidths, Machine.here(), command, datetime.date.today())
+        raise SystemExit(
+            f"nothing of {benchmark.name} has {' or '.join(map(repr, only))} in its name"
+        )
+    bandwidths = (before, copy_bandwidth()) if on_gpu else None
+    page = render(
+        benchmark,
+        results,
+        bandwidths,
+        Machine.here(benchmark.device),
+        command,
+        datetime.date.today(),
+    )
+    return page, not any(r.why_not.startswith("failed") for result in results for r in result.rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Row:
+    """Measure one candidate. One that can't run is a line of the table as well, and the others go on."""
+    print(f"{problem} / {candidate.name}", file=sys.stderr, flush=True)
+    try:
+        return Row(candidate, table.measure(candidate, repeats))
+    except ImportError as error:
+        return Row(candidate, why_not=f"not installed ({error})")
+    except torch.OutOfMemoryError:
+        return Row(candidate, why_not="out of memory")
+    except Exception as error:
+        traceback.print_exc()
+        reason = (str(error).strip() or "no message").splitlines()[0].replace("|", "/")
+        return Row(candidate, why_not=f"failed: {type(error).__name__}: {reason[:120]}")
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Times lowbit on the current CUDA device."
+        prog="python -m benchmarks",
+        description="Times lowbit on the current CUDA device, or on the processor.",
     )
     parser.add_argument("names", nargs="*", help="benchmarks to run (default: all)")
     parser.add_argument("--list", action="store_true", help="list the benchmarks, and end")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only problems with this in their name"
+        "--only",
+        default="",
+        metavar="TEXT,TEXT",
+        help='only candidates with one of these in their "problem / name"; what ratios refer to stays',
+    )
+    parser.add_argument(
+        "--skip", default="", metavar="TEXT,TEXT", help="leave out those with one of these in it"
     )
     parser.add_argument(
         "--repeats", type=int, default=REPEATS, help=f"timed repeats (default: {REPEATS})"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="also write DIR/<benchmark>-<gpu>.md"
+        "--out", type=Path, metavar="DIR", help="also write DIR/<benchmark>-<device>.md"
     )
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--label", default="", help="end of the written file's name, before .md (default: none)"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 all measured, 1 something failed or there is no GPU."""
+    command_line = parser()
+    options = command_line.parse_args(arguments)
 
     benchmarks = all_benchmarks()
     if options.list:
@@ -56,10 +108,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     unknown = [name for name in options.names if name not in benchmarks]
     if unknown:
-        parser.error(f"no benchmark named {', '.join(unknown)}; there are: {', '.join(benchmarks)}")
+        command_line.error(
+            f"no benchmark named {', '.join(unknown)}; there are: {', '.join(benchmarks)}"
+        )
     if options.repeats < 2:
-        parser.error(f"--repeats must be 2 or more, got {options.repeats}")
-    if not torch.cuda.is_available():
+        command_line.error(f"--repeats must be 2 or more, got {options.repeats}")
+    chosen = [benchmarks[name] for name in options.names or benchmarks]
+    if any(b.device == "cuda" for b in chosen) and not torch.cuda.is_available():
         print(
             f"Benchmarks need a CUDA device; torch {torch.__version__} finds none here. Nothing was measured.",
             file=sys.stderr,
@@ -68,14 +123,18 @@ def main(arguments: list[str] | None = None) -> int:
     command = shlex.join(
         ["python", "-m", "benchmarks", *(sys.argv[1:] if arguments is None else arguments)]
     )
-    for name in options.names or benchmarks:
-        report = run(benchmarks[name], options.only, options.repeats, command)
-        print(report, flush=True)
+    only, skip = options.only.split(","), [text for text in options.skip.split(",") if text]
+    all_worked = True
+    for benchmark in chosen:
+        page, worked = run(benchmark, only, skip, options.repeats, command)
+        all_worked &= worked
+        print(page, flush=True)
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-            (options.out / f"{name}-{gpu}.md").write_text(report, encoding="utf-8")
-    return 0
+            device = re.sub(r"[^a-z0-9]+", "-", Machine.here(benchmark.device).gpu.lower())
+            name = "-".join(filter(None, (benchmark.name, device.strip("-"), options.label)))
+            (options.out / f"{name}.md").write_text(page, encoding="utf-8")
+    return 0 if all_worked else 1
 
 
 if __name__ == "__main__":

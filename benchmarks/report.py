@@ -5,16 +5,17 @@ from __future__ import annotations
 import datetime
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from benchmarks.registry import Benchmark, Candidate
-from benchmarks.timing import COPY_BYTES, Timing
+from benchmarks.registry import Benchmark, Result, Row, Table
+from benchmarks.timing import COPY_BYTES, measure
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a figure depends on besides the code."""
+    """What a figure depends on besides the code. On the processor ``capability`` is the number of threads."""
 
     gpu: str
     capability: str
@@ -24,17 +25,21 @@ class Machine:
     python: str
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls, device: str = "cuda") -> Machine:
         try:
             import triton
         except ImportError:
             triton_version = "not installed"
         else:
             triton_version = triton.__version__
-        major, minor = torch.cuda.get_device_capability()
+        if device == "cpu":
+            name, capability = processor(), f"{torch.get_num_threads()} threads"
+        else:
+            major, minor = torch.cuda.get_device_capability()
+            name, capability = torch.cuda.get_device_name(), f"sm_{major}{minor}"
         return cls(
-            gpu=torch.cuda.get_device_name(),
-            capability=f"sm_{major}{minor}",
+            gpu=name,
+            capability=capability,
             torch=torch.__version__,
             triton=triton_version,
             driver=f"CUDA {torch.version.cuda}",
@@ -42,57 +47,88 @@ class Machine:
         )
 
 
-@dataclass(frozen=True)
-class Result:
-    """The candidates of one problem, lowbit's first, with their timings."""
-
-    problem: str
-    timings: list[tuple[Candidate, Timing]]
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def render(
     benchmark: Benchmark,
     results: list[Result],
-    bandwidths: tuple[float, float],
+    bandwidths: tuple[float, float] | None,
     machine: Machine,
     command: str,
     date: datetime.date,
 ) -> str:
-    """The page. ``bandwidths`` are those of a copy before and after the run; the faster makes the floors."""
-    best = max(bandwidths)
-    before, after = (f"{b / 1e12:.2f}" for b in bandwidths)
+    """The page. ``bandwidths`` are those of a copy before and after the run; the faster makes the floors. None:
+    nothing was copied."""
+    table = benchmark.table or KERNEL_TABLE
     lines = [
         f"# {benchmark.name}: {benchmark.about}",
         "",
         f"- {date.isoformat()}, `{command}`",
         f"- {machine.gpu} ({machine.capability}), torch {machine.torch}, triton {machine.triton}, "
         f"{machine.driver}, Python {machine.python}",
-        f"- copying {COPY_BYTES / 2**30:.0f} GiB in the same run: {before} TB/s before, {after} TB/s after "
-        "(read plus written); the faster makes the floors",
-        "",
-        "Medians, with the middle half of the repeats. *floor*: the bytes that must be moved, at the speed of the "
-        "copy. *lowbit is*: how many times faster lowbit is than this peer.",
-        "",
-        "| problem | implementation | time | middle half | moves | TB/s | time / floor | lowbit is |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
+    if bandwidths is not None:
+        before, after = (f"{b / 1e12:.2f}" for b in bandwidths)
+        lines.append(
+            f"- copying {COPY_BYTES / 2**30:.0f} GiB in the same run: {before} TB/s before, {after} TB/s after "
+            "(read plus written); the faster makes the floors"
+        )
+    headings = ("problem", "implementation", *table.columns)
+    lines += [
+        "",
+        table.legend,
+        "",
+        "| " + " | ".join(headings) + " |",
+        "|---|---|" + "--:|" * len(table.columns),
+    ]
+    best = max(bandwidths) if bandwidths is not None else float("nan")
     for result in results:
-        lowbit = result.timings[0][1]
-        for i, (candidate, timing) in enumerate(result.timings):
-            floor = candidate.moved_bytes / best
-            cells = [
-                result.problem if i == 0 else "",
-                candidate.name + ("" if candidate.graph else " (with the host)"),
-                _time(timing.median),
-                f"{_time(timing.low)} .. {_time(timing.high)}",
-                f"{candidate.moved_bytes / 1e6:.1f} MB",
-                f"{candidate.moved_bytes / timing.median / 1e12:.2f}",
-                f"{timing.median / floor:.2f}",
-                f"{timing.median / lowbit.median:.2f}x" if i else "",
-            ]
+        for i, row in enumerate(result.rows):
+            cells = [result.problem.name if i == 0 else "", row.candidate.name]
+            if row.measured is None:
+                cells += [row.why_not] + [""] * (len(table.columns) - 1)
+            else:
+                cells += table.cells(row, result, best)
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _time(seconds: float) -> str:
+def readable(seconds: float) -> str:
+    """A time in the unit that suits it."""
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def ratio(value: float, reference: float | None) -> str:
+    """``value`` as a multiple of the reference's, if there is one."""
+    return "" if not reference else f"{value / reference:.2f}"
+
+
+def _kernel_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    candidate, timing = row.candidate, row.measured
+    lowbit = result.reference
+    is_peer = row is not lowbit and lowbit.measured is not None
+    return [
+        readable(timing.median) + ("" if candidate.graph else " (with the host)"),
+        f"{readable(timing.low)} .. {readable(timing.high)}",
+        f"{candidate.moved_bytes / 1e6:.1f} MB",
+        f"{candidate.moved_bytes / timing.median / 1e12:.2f}",
+        f"{timing.median / (candidate.moved_bytes / bandwidth):.2f}",
+        f"{timing.median / lowbit.measured.median:.2f}x" if is_peer else "",
+    ]
+
+
+KERNEL_TABLE = Table(
+    columns=("time", "middle half", "moves", "TB/s", "time / floor", "lowbit is"),
+    measure=measure,
+    cells=_kernel_cells,
+    legend="Medians, with the middle half of the repeats. *floor*: the bytes that must be moved, at the speed of the "
+    "copy. *lowbit is*: how many times faster lowbit is than this peer.",
+)

@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import registry
 from benchmarks.__main__ import main
-from benchmarks.registry import Benchmark, Candidate, all_benchmarks, benchmark
-from benchmarks.report import Machine, Result, render
+from benchmarks.registry import (
+    Benchmark,
+    Candidate,
+    Problem,
+    Result,
+    Row,
+    all_benchmarks,
+    benchmark,
+)
+from benchmarks.report import Machine, render
 from benchmarks.timing import Timing, number_of_sets
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +32,9 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(all_benchmarks())
-    assert {"dequantize_int4", "adamw_step"} <= set(all_benchmarks())
+    assert {"dequantize_int4", "optimizer_step", "optimizer_step_cpu", "train_memory"} <= set(
+        all_benchmarks()
+    )
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:
@@ -69,11 +80,13 @@ def test_report_gives_ratios_to_peer_and_floor() -> None:
     def candidate(name: str) -> Candidate:
         return Candidate(name, lambda: None, tuple, 400_000_000)
 
+    lowbit, peer, missing = map(candidate, ("lowbit", "peer", "absent"))
     result = Result(
-        "a shape",
+        Problem("a shape", [lowbit, peer, missing]),
         [
-            (candidate("lowbit"), Timing(125e-6, 124e-6, 126e-6)),
-            (candidate("peer"), Timing(1e-3, 0.9e-3, 1.1e-3)),
+            Row(lowbit, Timing(125e-6, 124e-6, 126e-6)),
+            Row(peer, Timing(1e-3, 0.9e-3, 1.1e-3)),
+            Row(missing, why_not="not installed (absent)"),
         ],
     )
     page = render(
@@ -88,8 +101,54 @@ def test_report_gives_ratios_to_peer_and_floor() -> None:
     assert rows[2][:4] == ["a shape", "lowbit", "125.0 µs", "124.0 µs .. 126.0 µs"]
     assert rows[2][4:] == ["400.0 MB", "3.20", "1.25", ""]
     assert rows[3][1:3] == ["peer", "1.00 ms"] and rows[3][-2:] == ["10.00", "8.00x"]
+    assert rows[4][:3] == ["", "absent", "not installed (absent)"] and len(rows[4]) == 8
     for fact in ("2026-01-02", "Some GPU", "2.13.0", "3.7.1", "python -m benchmarks thing", "4.00"):
         assert fact in page
+
+
+def test_selecting_keeps_what_ratios_refer_to() -> None:
+    candidates = [Candidate(name, tuple, tuple, 1) for name in ("lowbit", "torch", "torchao")]
+    problem = Problem("a shape", candidates, reference="torch")
+
+    def names(only: list[str], skip: list[str]) -> list[str]:
+        return [c.name for c in problem.selected(only, skip).candidates]
+
+    assert names([""], []) == ["lowbit", "torch", "torchao"]
+    assert names(["torchao"], []) == ["torch", "torchao"]
+    assert names(["a shape / low"], []) == ["lowbit", "torch"]
+    assert names([""], ["torch"]) == ["lowbit", "torch"]
+    assert names(["another shape"], []) == []
+
+
+def test_what_cannot_run_is_a_line_and_a_failure_a_status(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    raised = {"missing": ImportError("No module named 'peer'"), "large": torch.OutOfMemoryError()}
+
+    def measure(candidate: Candidate, repeats: int) -> int:
+        if candidate.name in raised:
+            raise raised[candidate.name]
+        return repeats
+
+    table = registry.Table(("count",), measure, lambda row, *_: [str(row.measured)], "A legend.")
+    candidates = [Candidate(name, tuple, tuple, 1) for name in ("good", "missing", "large", "bad")]
+
+    monkeypatch.setattr(registry, "_BENCHMARKS", dict(all_benchmarks()))
+    benchmark("for_a_test", "nothing", table=table, device="cpu")(
+        lambda: iter([Problem("p", candidates)])
+    )
+    assert main(["for_a_test", "--repeats", "7", "--out", str(tmp_path), "--label", "x"]) == 0
+    (page,) = tmp_path.glob("for_a_test-*-x.md")
+    assert capsys.readouterr().out.strip() == page.read_text().strip()
+    for line in (
+        "| good | 7 |",
+        "| missing | not installed (No module",
+        "| large | out of memory |",
+    ):
+        assert line in page.read_text()
+    raised["bad"] = ValueError("wrong")
+    assert main(["for_a_test", "--only", "bad"]) == 1
+    assert "| bad | failed: ValueError: wrong |" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,0 +1,225 @@
+"""A whole training step of a plain 1.2B Llama in bfloat16: what it takes at its peak, and how long it takes.
+
+The same model, batch and loss under each optimizer, alone and with `CPUOffloadOptimizer`, which keeps the states in
+the host's memory. Blocks and loss are compiled, once for all rows. In the last problem the process may take only so
+much memory: there the states of torch's optimizer don't fit beside the model, and the line says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.optimizer_step import event_seconds
+from benchmarks.optimizers import (
+    REFERENCE,
+    OptimizerChoice,
+    from_module,
+    lowbit_choice,
+    torch_fused,
+)
+from benchmarks.registry import Problem, Result, Row, Table, benchmark
+from benchmarks.report import ratio
+from recipes.llama import Llama, LlamaConfig
+
+LLAMA_1B_CONFIG = LlamaConfig(
+    vocab_size=128_256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, context=4096
+)
+WARM_UP = 2
+CAPPED_GIB = 9.0
+"""Weights and gradients take 4.6 GiB, the states of torch's AdamW as many again; activations and logits about 2."""
+
+
+@dataclass(frozen=True)
+class TrainingCandidate:
+    """Training with one optimizer.
+
+    Attributes:
+        batch: sequences, and tokens in each.
+        limit: GiB that the process may take; None is all there are.
+    """
+
+    choice: OptimizerChoice
+    batch: tuple[int, int]
+    limit: float | None = None
+    config: LlamaConfig = LLAMA_1B_CONFIG
+    device: str = "cuda"
+    compile: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.choice.name
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """Of one training step: seconds, and GiB at its peak and between steps; memory is None on a CPU."""
+
+    seconds: float
+    tokens: int
+    peak: float | None
+    held: float | None
+
+
+def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost:
+    """Train for ``repeats`` steps after two. RuntimeError when the loss is no number."""
+    on_gpu = candidate.device == "cuda"
+    with memory_limit(candidate.limit):
+        step = training_step(candidate)
+        for _ in range(WARM_UP):
+            loss = step()
+        if not loss.isfinite():
+            raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
+        tokens = candidate.batch[0] * candidate.batch[1]
+        if not on_gpu:
+            seconds = statistics.median(_seconds(step) for _ in range(repeats))
+            return TrainingCost(seconds, tokens, None, None)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = statistics.median(event_seconds(step, repeats))
+        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        return TrainingCost(seconds, tokens, peak / 2**30, held / 2**30)
+
+
+def _seconds(step: Callable[[], Tensor]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def memory_limit(gib: float | None) -> Iterator[None]:
+    """Let this process take ``gib`` of the GPU's memory; beyond it there is torch.OutOfMemoryError."""
+    if gib is None:
+        yield
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def training_step(candidate: TrainingCandidate) -> Callable[[], Tensor]:
+    """A function that takes one training step on random tokens and returns its loss."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(candidate.choice.dtype)
+    try:
+        with torch.device(candidate.device):
+            model = Llama(candidate.config)
+    finally:
+        torch.set_default_dtype(before)
+    loss_of = next_token_loss
+    if candidate.compile:
+        loss_of = torch.compile(next_token_loss, dynamic=False)
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    optimizer = candidate.choice.make(model.parameters())
+    rows, length = candidate.batch
+    tokens = torch.randint(candidate.config.vocab_size, (rows, length + 1), device=candidate.device)
+
+    def step() -> Tensor:
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def training_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    cost: TrainingCost = row.measured
+    reference = result.reference.measured
+    compared = reference is not None and cost.peak is not None and row is not result.reference
+    return [
+        f"{cost.seconds * 1e3:.1f}",
+        ratio(cost.seconds, reference and reference.seconds),
+        f"{cost.tokens / cost.seconds / 1e3:.1f}",
+        "" if cost.peak is None else f"{cost.peak:.2f}",
+        f"{cost.peak - reference.peak:+.2f}" if compared else "",
+        "" if cost.held is None else f"{cost.held:.2f}",
+    ]
+
+
+TRAINING_TABLE = Table(
+    columns=(
+        "step ms",
+        "/ torch fused",
+        "ktok/s",
+        "peak GiB",
+        "peak - torch's",
+        "between steps GiB",
+    ),
+    measure=measure_training,
+    cells=training_cells,
+    legend="Forward, backward and optimizer step; medians. *peak*: the most that tensors took in a step, by the "
+    "allocator; *between steps*: weights and states, gradients freed.",
+)
+
+
+def offloaded(
+    module: str, name: str, *, gradients: bool = False, **options: object
+) -> OptimizerChoice:
+    """``module.name`` with its states in the host's memory."""
+
+    def make(params: object) -> torch.optim.Optimizer:
+        base = getattr(importlib.import_module(module), name)
+        options_of_all = {"lr": 1e-4, "offload_gradients": gradients, **options}
+        return from_module(
+            "lowbit.optim", "CPUOffloadOptimizer", params, base_class=base, **options_of_all
+        )
+
+    package = "lowbit" if module.startswith("lowbit") else "torch"
+    also = " and gradients" if gradients else ""
+    return OptimizerChoice(f"{package} {name}, states{also} offloaded", make)
+
+
+def _choices() -> list[OptimizerChoice]:
+    return [
+        lowbit_choice("AdamW4bit", "AdamW4bit"),
+        lowbit_choice("AdamW8bit", "AdamW8bit"),
+        lowbit_choice("AdamWFp8", "AdamWFp8"),
+        lowbit_choice("AdamW8bit, stochastic rounding", "AdamW8bit", bf16_stochastic_round=True),
+        lowbit_choice("AdamW8bit, weight correction", "AdamW8bit", weight_correction="8bit"),
+        offloaded("lowbit.optim", "AdamW8bit"),
+        offloaded("torch.optim", "AdamW"),
+        offloaded("torch.optim", "AdamW", gradients=True),
+        torch_fused(),
+    ]
+
+
+@benchmark(
+    "train_memory", "peak memory and time of a training step, 1.2B Llama", table=TRAINING_TABLE
+)
+def train_memory() -> Iterator[Problem]:
+    for rows, length in ((4, 4096), (1, 4096)):
+        torch.compiler.reset()
+        name = f"batch {rows} x {length}"
+        yield Problem(name, [TrainingCandidate(c, (rows, length)) for c in _choices()], REFERENCE)
+    torch.compiler.reset()
+    capped = partial(TrainingCandidate, batch=(1, 1024), limit=CAPPED_GIB)
+    choices = [
+        lowbit_choice("AdamW4bit", "AdamW4bit"),
+        offloaded("lowbit.optim", "AdamW8bit"),
+        offloaded("torch.optim", "AdamW"),
+        torch_fused(),
+    ]
+    name = f"batch 1 x 1024, {CAPPED_GIB} GiB of memory"
+    yield Problem(name, [capped(choice) for choice in choices], REFERENCE)

@@ -1,0 +1,169 @@
+"""The optimizers' benchmarks on the processor, with small parameters: counted bytes, every choice, one whole step."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+import lowbit
+from benchmarks.optimizer_first_step import FIRST_STEP_TABLE, FreshProcess, measure_first_steps
+from benchmarks.optimizer_step import (
+    STEP_TABLE,
+    StepCandidate,
+    StepTimes,
+    measure_step,
+    optimizer_step,
+)
+from benchmarks.optimizer_step_cpu import CPU_TABLE, optimizer_step_cpu
+from benchmarks.optimizers import (
+    LLAMA_1B,
+    OptimizerChoice,
+    lowbit_formats,
+    lowbit_options,
+    peers,
+    random_parameters,
+    state_bytes,
+    torch_fused,
+)
+from benchmarks.registry import Problem, Result, Row
+from benchmarks.train_memory import (
+    TRAINING_TABLE,
+    TrainingCandidate,
+    TrainingCost,
+    measure_training,
+    train_memory,
+)
+from recipes.llama import LlamaConfig
+
+SHAPES = [(64, 64), (32, 256), (64,)]
+ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
+
+
+def test_the_parameters_are_those_of_llama() -> None:
+    assert len(LLAMA_1B) == 146
+    assert sum(math.prod(shape) for shape in LLAMA_1B) == 1_235_814_400
+
+
+@pytest.mark.parametrize(
+    "choice", [*lowbit_formats(), *lowbit_options(), torch_fused()], ids=lambda c: c.name
+)
+def test_every_choice_steps(choice: OptimizerChoice) -> None:
+    times = measure_step(StepCandidate(choice, SHAPES, "cpu"), 2)
+    assert times.parameters == ELEMENTS
+    assert min(times.step, times.first) > 0
+    # The weight is read and written, the gradient read, and there is at least half a byte of state.
+    assert times.moved > ELEMENTS * (2 * (2 + choice.gradient_reads) + 1)
+
+
+def test_the_floor_counts_what_is_stored() -> None:
+    def moved(choice: OptimizerChoice) -> int:
+        return measure_step(StepCandidate(choice, [(16, 256)], "cpu"), 2).moved
+
+    eight, four = lowbit_formats()[1:3]
+    n = 16 * 256
+    step_counter = 2 * 4
+    assert moved(torch_fused()) == n * (3 * 2 + 4 * 2) + step_counter
+    assert moved(torch_fused(torch.float32)) == n * (3 * 4 + 4 * 4) + step_counter
+    assert moved(eight) == n * (3 * 2 + 4 * 1) + 4 * (n // 256) * 4 + step_counter
+    assert moved(four) == n * (3 * 2 + 4 // 2) + 4 * (n // 128) * 4 + step_counter
+
+
+def test_states_are_counted_once() -> None:
+    params = random_parameters([(64, 64)], torch.float32, "cpu")
+    optimizer = lowbit.optim.AdamW8bit(params)
+    assert state_bytes(optimizer) == 0
+    optimizer.step()
+    counted = state_bytes(optimizer)
+    assert counted == optimizer.state_bytes()
+    optimizer.state[params[0]]["again"] = optimizer.state[params[0]]["step"]
+    assert state_bytes(optimizer) == counted
+
+
+def test_a_step_without_effect_is_no_measurement() -> None:
+    still = OptimizerChoice("still", lambda params: torch.optim.SGD(params, lr=0.0))
+    with pytest.raises(RuntimeError, match=r"still: .* not moved"):
+        measure_step(StepCandidate(still, SHAPES, "cpu"), 2)
+
+
+@pytest.mark.parametrize("choice", peers(), ids=lambda c: c.name)
+def test_a_missing_peer_is_an_import_error(
+    choice: OptimizerChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("bitsandbytes", "torchao"):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.setitem(sys.modules, f"{package}.optim", None)
+    with pytest.raises(ImportError):
+        choice.make([])
+
+
+def test_every_problem_holds_its_reference() -> None:
+    for problem in [*optimizer_step(), *optimizer_step_cpu(), *train_memory()]:
+        names = [c.name for c in problem.candidates]
+        assert problem.reference in names and len(set(names)) == len(names)
+
+
+def test_step_cells() -> None:
+    lowbit_row, torch_row = (
+        Row(StepCandidate(choice, SHAPES), times)
+        for choice, times in (
+            (lowbit_formats()[0], StepTimes(4e-3, 1e-3, 0.25, 10**10, 10**9, 2 * 10**9, 2**20)),
+            (torch_fused(), StepTimes(8e-3, 2e-3, 0.5, 14 * 10**9, 10**9, 4 * 10**9, 0)),
+        )
+    )
+    problem = Problem("p", [lowbit_row.candidate, torch_row.candidate], torch_row.candidate.name)
+    result = Result(problem, [lowbit_row, torch_row])
+    cells = dict(zip(STEP_TABLE.columns, STEP_TABLE.cells(lowbit_row, result, 4e12), strict=True))
+    assert cells == {
+        "step ms": "4.00",
+        "/ torch fused": "0.50",
+        "floor ms": "2.50",
+        "of the floor's speed": "62%",
+        "host ms": "1.00",
+        "first step s": "0.25",
+        "state B/param": "2.00",
+        "extra peak MiB": "1",
+    }
+    cells = CPU_TABLE.cells(lowbit_row, result, math.nan)
+    assert len(cells) == len(CPU_TABLE.columns) and cells[0] == "1333.3"
+    alone = Result(problem, [lowbit_row, Row(torch_row.candidate, why_not="out of memory")])
+    assert STEP_TABLE.cells(lowbit_row, alone, 4e12)[1] == ""
+
+
+def test_the_first_step_of_fresh_processes() -> None:
+    found = measure_first_steps(FreshProcess(lowbit_formats()[2], "cpu", (64, 64)), 1)
+    assert 0 < found.cold < found.cold_from_import
+    assert 0 < found.warm < found.warm_from_import
+    row = Row(None, found)
+    assert len(FIRST_STEP_TABLE.cells(row, Result(Problem("p", []), [row]), 1.0)) == 4
+
+
+def test_a_process_that_fails_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"the process of lowbit AdamW4bit failed: .*nowhere"):
+        measure_first_steps(FreshProcess(lowbit_formats()[2], "nowhere", (64, 64)), 1)
+
+
+@pytest.mark.parametrize(
+    "choice", [lowbit_formats()[1], torch_fused(torch.bfloat16)], ids=lambda c: c.name
+)
+def test_a_training_step(choice: OptimizerChoice) -> None:
+    config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
+    cost = measure_training(
+        TrainingCandidate(choice, (2, 16), config=config, device="cpu", compile=False), 2
+    )
+    assert cost.tokens == 32 and cost.seconds > 0 and cost.peak is None
+
+
+def test_training_cells() -> None:
+    choices = [lowbit_formats()[0], torch_fused()]
+    rows = [
+        Row(TrainingCandidate(choices[0], (4, 4096)), TrainingCost(0.2, 16_384, 30.0, 4.0)),
+        Row(TrainingCandidate(choices[1], (4, 4096)), TrainingCost(0.4, 16_384, 34.5, 7.0)),
+    ]
+    result = Result(Problem("p", [r.candidate for r in rows], choices[1].name), rows)
+    assert TRAINING_TABLE.cells(rows[0], result, 1.0) == [
+        "200.0", "0.50", "81.9", "30.00", "-4.50", "4.00",
+    ]  # fmt: skip
+    assert TRAINING_TABLE.cells(rows[1], result, 1.0)[4] == ""
