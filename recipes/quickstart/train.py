@@ -120,11 +120,8 @@ def start_or_resume(
         lowbit.qat.prepare_(model, scheme(config, phase.bits))
     if resumed and saved is not None:
         model.load_state_dict(saved["model"])
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    gains = [p for p in model.parameters() if p.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
     optimizer = lowbit.optim.AdamW4bit(
-        groups,
+        parameter_groups(list(model.parameters())),
         lr=config.lr,
         betas=(0.9, config.beta2),
         weight_decay=config.weight_decay,
@@ -141,6 +138,13 @@ def start_or_resume(
     if resumed:
         training.step, training.seconds = saved["step"], saved["seconds"]
     return training
+
+
+def parameter_groups(parameters: list[Tensor]) -> list[dict[str, Any]]:
+    """Matrices, and the gains of the norms, which don't decay."""
+    matrices = [p for p in parameters if p.dim() >= 2]
+    gains = [p for p in parameters if p.dim() < 2]
+    return [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
 
 
 def train_phase(
@@ -200,6 +204,20 @@ def train_phase(
                 raise Interrupted
 
 
+def step_loss(
+    config: QuickstartConfig,
+    forward: Callable[[Tensor], Tensor],
+    train_tokens: Tensor,
+    step: int,
+    device: torch.device,
+) -> Tensor:
+    """The loss of the batch of `step`, to call backward() on."""
+    tokens_BT, targets_BT = (t.to(device) for t in batch(config, train_tokens, step))
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
+        logits_BTV = forward(tokens_BT)
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
 def train_step(
     config: QuickstartConfig,
     training: Training,
@@ -208,11 +226,8 @@ def train_step(
     device: torch.device,
 ) -> dict[str, float]:
     """One optimizer step: {"loss", "lr", "grad_norm"} of it. UserError when the loss is no longer finite."""
-    tokens_BT, targets_BT = (t.to(device) for t in batch(config, train_tokens, training.step))
     lr = training.scheduler.get_last_lr()[0]
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
-        logits_BTV = forward(tokens_BT)
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    loss = step_loss(config, forward, train_tokens, training.step, device)
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(training.model.parameters(), config.grad_clip)
     training.optimizer.step()
