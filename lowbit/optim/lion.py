@@ -1,0 +1,179 @@
+"""Lion (arXiv 2302.06675): the sign of a momentum, with decoupled weight decay; one state, in any format.
+
+With gradient g (negated to maximize) and momentum m::
+
+    u = sign(beta1 * m + (1 - beta1) * g)
+    m = beta2 * m + (1 - beta2) * g
+    p = p - lr * weight_decay * p - lr * u
+
+The sign is that of the momentum before the step, mixed with the gradient. Every element moves by lr, so lr is taken
+3 to 10 times smaller than for AdamW, and weight_decay as much larger.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+
+from lowbit.optim.base import (
+    CommonOptions,
+    LowbitOptimizer,
+    ParamsT,
+    check_flag,
+    check_nonnegative,
+)
+
+if TYPE_CHECKING:
+    from lowbit_kernels.fused_step import Rule
+
+
+def reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One step on plain tensors of one shape and dtype, changing none of them.
+
+    Args:
+        param, grad, exp_avg: the parameter, its gradient and its momentum.
+
+    Returns:
+        The new (param, exp_avg).
+    """
+    beta1, beta2 = betas
+    if maximize:
+        grad = -grad
+    update = (beta1 * exp_avg + (1 - beta1) * grad).sign()
+    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
+    return param - lr * weight_decay * param - lr * update, exp_avg
+
+
+def check_betas(betas: Any, count: int) -> tuple[float, ...]:
+    """`betas` as floats. Raises unless they are `count` numbers in [0, 1)."""
+    words = {2: "two", 3: "three"}
+    if not isinstance(betas, (tuple, list)) or len(betas) != count:
+        raise ValueError(f"betas must be {words[count]} numbers in [0, 1), got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_nonnegative(f"betas[{i}]", beta)
+        if not beta < 1.0:
+            raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
+    return tuple(float(beta) for beta in betas)
+
+
+class Lion(LowbitOptimizer):
+    """Lion with its momentum in few bits.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).
+            float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
+        lr: learning rate, a float or a tensor of one element.
+        betas: weight of the momentum in the update, and its decay; in [0, 1).
+        weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
+        maximize: ascend.
+        common: `lowbit.optim.CommonOptions`. `state`, the format of the momentum, is by default this class's own,
+            "8bit" for Lion itself. Bytes of state an element: "4bit" 0.53, "8bit" and "float8" 1.02, "bf16" 2,
+            "fp32" 4; small parameters keep float32 states, see `lowbit.optim.AdamW`.
+
+    Raises:
+        ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
+    """
+
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": True}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options, common)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_nonnegative("weight_decay", group["weight_decay"])
+        group["weight_decay"] = float(group["weight_decay"])
+        group["betas"] = check_betas(group["betas"], 2)
+        check_flag("maximize", group["maximize"])
+
+    def fix_group(self, group: dict[str, Any]) -> None:
+        super().fix_group(group)
+        group.setdefault("maximize", False)
+
+    def scalars(
+        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
+    ) -> tuple[Tensor, ...]:
+        """(lr, factor of the weight) for each parameter."""
+        rate = lr * torch.ones_like(steps)
+        return rate, 1 - rate * group["weight_decay"]
+
+    def update(
+        self,
+        group: dict[str, Any],
+        scalars: tuple[Tensor, ...],
+        weight: Tensor,
+        grad: Tensor,
+        states: dict[str, Tensor],
+    ) -> None:
+        lr, keep = scalars
+        beta1, beta2 = group["betas"]
+        exp_avg = states["exp_avg"]
+        if group["maximize"]:
+            grad = -grad
+        mixed = exp_avg.lerp(grad, 1 - beta1)
+        exp_avg.lerp_(grad, 1 - beta2)
+        if group["weight_decay"]:
+            weight.mul_(keep)
+        # the sign of a NaN would be 0, and hide it
+        weight.sub_(torch.where(mixed.isnan(), mixed, mixed.sign()).mul_(lr))
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        from lowbit_kernels.fused_step import Rule
+
+        lines = ["g = -g;"] if group["maximize"] else []
+        lines += ["float d = s[0] + c[2] * (g - s[0]);", "s[0] += c[3] * (g - s[0]);"]
+        if group["weight_decay"]:
+            lines.append("w *= c[1];")
+        lines.append("w -= (d > 0.0f ? 1.0f : d < 0.0f ? -1.0f : d) * c[0];")
+        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
+
+    def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*group["betas"], group["weight_decay"])
+
+
+_HYPER = ("beta1", "beta2", "weight_decay")
+_PREPARE = """
+c[0] = lr;
+c[1] = 1.0 - lr * weight_decay;
+c[2] = 1.0 - beta1;
+c[3] = 1.0 - beta2;
+"""
+
+
+class Lion4bit(Lion):
+    """`Lion(..., state="4bit")`: 0.53 bytes of state an element instead of 4."""
+
+    default_state = "4bit"
+
+
+class Lion8bit(Lion):
+    """`Lion(..., state="8bit")`: 1.02 bytes of state an element instead of 4."""
+
+    default_state = "8bit"
+
+
+class LionFp8(Lion):
+    """`Lion(..., state="float8")`: 1.02 bytes of state an element instead of 4."""
+
+    default_state = "float8"
