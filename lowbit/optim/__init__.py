@@ -2,9 +2,17 @@
 
 from lowbit.optim.adam import Adam, Adam4bit, Adam8bit, AdamFp8
 from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
+from lowbit.optim.ademamix import AdEMAMix, AdEMAMix4bit, AdEMAMix8bit, AdEMAMixFp8
 from lowbit.optim.base import CommonOptions, dequantize_state_dict
+from lowbit.optim.lion import Lion, Lion4bit, Lion8bit, LionFp8
+from lowbit.optim.sgd import SGD, SGD4bit, SGD8bit, SGDFp8
 
 __all__ = [
+    "SGD",
+    "AdEMAMix",
+    "AdEMAMix4bit",
+    "AdEMAMix8bit",
+    "AdEMAMixFp8",
     "Adam",
     "Adam4bit",
     "Adam8bit",
@@ -14,5 +22,12 @@ __all__ = [
     "AdamW8bit",
     "AdamWFp8",
     "CommonOptions",
+    "Lion",
+    "Lion4bit",
+    "Lion8bit",
+    "LionFp8",
+    "SGD4bit",
+    "SGD8bit",
+    "SGDFp8",
     "dequantize_state_dict",
 ]
