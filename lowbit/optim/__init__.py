@@ -5,6 +5,7 @@ from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
 from lowbit.optim.ademamix import AdEMAMix, AdEMAMix4bit, AdEMAMix8bit, AdEMAMixFp8
 from lowbit.optim.base import CommonOptions, dequantize_state_dict
 from lowbit.optim.lion import Lion, Lion4bit, Lion8bit, LionFp8
+from lowbit.optim.offload import CPUOffloadOptimizer
 from lowbit.optim.sgd import SGD, SGD4bit, SGD8bit, SGDFp8
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "AdamW4bit",
     "AdamW8bit",
     "AdamWFp8",
+    "CPUOffloadOptimizer",
     "CommonOptions",
     "Lion",
     "Lion4bit",

@@ -1,0 +1,232 @@
+"""Copies between a device and the host, and the parameters that are copied; see `lowbit.optim.offload`.
+
+The order of things is decided by `Slot` and `CPUOffloadOptimizer`, how a copy is made by `Transfers`: on the CPU at
+once, on CUDA in the background. So the order can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from lowbit.optim.state import is_dtensor, local
+
+
+class Event(Protocol):
+    """A copy that was started."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until it is done."""
+
+
+class Transfers:
+    """Copies between the host and one device, in the order in which they are asked for.
+
+    This one is for parameters on the CPU: a copy is done when its call returns, and there is no event to wait for.
+    """
+
+    def buffer(self, like: Tensor) -> Tensor:
+        """Host memory of the shape and dtype of `like`, from and to which copies can run in the background."""
+        return torch.empty_like(like, device="cpu", requires_grad=False)
+
+    def download(self, target: Tensor, source: Tensor) -> Event | None:
+        """Start copying the device's `source`, as it is after the work issued so far, to the host."""
+        target.copy_(source)
+        return None
+
+    def upload(self, target: Tensor, source: Tensor) -> Event | None:
+        """Start copying the host's `source` to the device, once the work issued so far has read `target`."""
+        target.copy_(source)
+        return None
+
+    def join(self) -> None:
+        """Let the work that the device is given from here on come after all uploads."""
+
+
+class CudaTransfers(Transfers):
+    """Copies on two streams, one a direction. The host never waits here, only on the events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.down = torch.cuda.Stream(device)
+        self.up = torch.cuda.Stream(device)
+
+    def buffer(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True, requires_grad=False)
+
+    def download(self, target: Tensor, source: Tensor) -> Event:
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.down):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self.down)  # its owner may free it before the copy has run
+        return self.down.record_event()
+
+    def upload(self, target: Tensor, source: Tensor) -> Event:
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.up):
+            target.copy_(source, non_blocking=True)
+        return self.up.record_event()
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.up)
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    """CUDA: in the background. Any other device: at once."""
+    return CudaTransfers(device) if device.type == "cuda" else Transfers()
+
+
+class Slot:
+    """One parameter: its copy on the host, its gradient there, and what is on its way."""
+
+    def __init__(self, param: Tensor, transfers: Transfers, offload_gradients: bool) -> None:
+        self.param = param
+        self.transfers = transfers
+        self.offload_gradients = offload_gradients
+        part = local(param)
+        self.device = part.device
+        # memory comes with the first copy of the weight: a frozen parameter takes none
+        self.host_part = torch.zeros((), dtype=part.dtype).expand(part.shape)
+        self.host = self._wrapped(self.host_part).requires_grad_(param.requires_grad)
+        self.has_memory = False
+        self.weight_seen: tuple[int, ...] = ()
+        self.weight_event: Event | None = None
+        self.has_grad = False
+        self.grad: Tensor | None = None  # the host's
+        self.more: Tensor | None = None  # the next backward's, to be added to `grad`
+        self.has_more = False
+        self.grad_seen: Callable[[], Tensor | None] = lambda: None
+        self.grad_version: tuple[int, ...] = ()
+        self.grad_event: Event | None = None
+        self.hook: Any = None
+
+    def watch(self) -> None:
+        """Have backward hand over the gradient as soon as it is there."""
+        if self.hook is None and self.param.requires_grad:
+            ref = weakref.ref(self)  # the parameter outlives the optimizer, and must not keep it
+
+            def hook(_: Tensor) -> None:
+                slot = ref()
+                if slot is not None:
+                    slot.receive(in_backward=True)
+
+            self.hook = self.param.register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def receive(self, in_backward: bool = False) -> None:
+        """Start copying the device's gradient, unless the host has it."""
+        own: Any = self.param.grad
+        if own is None:
+            self.has_grad = self.has_grad and self.offload_gradients
+            return
+        if own.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(self.param.shape)} is sparse ({own.layout}), which "
+                "cannot be offloaded; use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
+            )
+        grad = own
+        if is_dtensor(own) and own.placements != self.param.placements:  # type: ignore[attr-defined]
+            if in_backward:
+                return  # moving it communicates: in the step, ranks agree on the order
+            grad = own.redistribute(self.param.device_mesh, self.param.placements)  # type: ignore[attr-defined]
+        part = local(grad)
+        if self.offload_gradients:
+            self._add(part)
+            self.param.grad = None
+        elif not self._has_copied(own):
+            self.grad = self._buffer(self.grad, part)
+            self.grad_seen, self.grad_version = TensorWeakRef(own), _version(own)
+            self.grad_event = self.transfers.download(self.grad, part)
+        self.has_grad = True
+
+    def _has_copied(self, grad: Tensor) -> bool:
+        return self.has_grad and _version(grad) == self.grad_version and self.grad_seen() is grad
+
+    def _add(self, part: Tensor) -> None:
+        if self.has_grad:
+            self.arrive()
+            self.more = self._buffer(self.more, part)
+            self.grad_event = self.transfers.download(self.more, part)
+            self.has_more = True
+        else:
+            self.grad = self._buffer(self.grad, part)
+            self.grad_event = self.transfers.download(self.grad, part)
+
+    def _buffer(self, buffer: Tensor | None, like: Tensor) -> Tensor:
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            return self.transfers.buffer(like)
+        return buffer
+
+    def arrive(self) -> Tensor:
+        """The gradient on the host, once it is there."""
+        _wait(self.grad_event)
+        self.grad_event = None
+        assert self.grad is not None
+        if self.has_more:
+            assert self.more is not None
+            self.grad.add_(self.more)
+            self.has_more = False
+        return self.grad
+
+    def forget(self, set_to_none: bool = True) -> None:
+        """Drop the host's gradient (its memory stays for the next one), or make it zero."""
+        if self.has_grad and not set_to_none:
+            self.arrive().zero_()
+        else:
+            self.has_grad = self.has_more = False
+
+    def refresh(self) -> None:
+        """Start copying the weight to the host, unless what the host has came from there."""
+        part = local(self.param)
+        if part.device != self.device:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.param.shape)} is on {part.device}, and was on {self.device} when "
+                "the optimizer was made; move the model first"
+            )
+        seen = self._weight_version(part)
+        if seen != self.weight_seen:
+            if not self.has_memory:
+                self.host_part.data = self.transfers.buffer(part)
+                self.has_memory = True
+            self.weight_event = self.transfers.download(self.host_part, part)
+            self.weight_seen = seen
+
+    def give(self) -> None:
+        """Let the base optimizer have the gradient, and the weight, which no copy uses any more."""
+        self.host.grad = self._wrapped(self.arrive())
+        self.settle()
+
+    def settle(self) -> None:
+        _wait(self.weight_event)
+        self.weight_event = None
+
+    def send(self) -> None:
+        """Start copying the updated weight to the device."""
+        part = local(self.param)
+        self.weight_event = self.transfers.upload(part, self.host_part)
+        self.weight_seen = self._weight_version(part)
+
+    def _weight_version(self, part: Tensor) -> tuple[int, ...]:
+        return (self.param._version, part._version, part.data_ptr())
+
+    def _wrapped(self, part: Tensor) -> Tensor:
+        """`part` on the host, sharded as the parameter. (from_local would move it to the mesh's device.)"""
+        if not is_dtensor(self.param):
+            return part
+        from torch.distributed.tensor import DTensor
+
+        return DTensor(part, self.param._spec, requires_grad=False)  # type: ignore
+
+
+def _wait(event: Event | None) -> None:
+    if event is not None:
+        event.synchronize()
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return tensor._version, local(tensor)._version

@@ -1,0 +1,393 @@
+"""CPUOffloadOptimizer gives what its base optimizer gives, bit for bit, in every way a training loop uses it.
+
+On the CPU the copies are made at once, or, by `Late`, as late as a GPU could make them: what is read too early is NaN,
+and what is overwritten too early is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowbit import optim
+from lowbit.optim import CPUOffloadOptimizer, offload, transfers
+from tests.distributed.launch import launch
+from tests.optim.offloading import BASES, Late, Model, assert_same, backward, pair, train
+from tests.optim.problems import rand
+from tests.optim.test_sharded import Model as ShardedModel
+from tests.optim.test_sharded import full, same_state, shard
+
+bases = pytest.mark.parametrize("base", BASES)
+gradients = pytest.mark.parametrize("offload_gradients", [False, True], ids=["", "gradients"])
+
+
+@pytest.fixture(params=[transfers.Transfers, Late], ids=["at-once", "late"], autouse=True)
+def kind(request, monkeypatch):
+    """How copies are made; and small buckets, so that a step takes several."""
+    made = []
+    monkeypatch.setattr(
+        offload, "transfers_for", lambda _: made.append(request.param()) or made[-1]
+    )
+    monkeypatch.setattr(offload, "BUCKET", 5000)
+    return made
+
+
+@bases
+@gradients
+@pytest.mark.parametrize("passes", [1, 3])
+def test_equals_the_base_optimizer(base, offload_gradients, passes):
+    both = pair(base, offload_gradients)
+    for model, optimizer in both:
+        train(model, optimizer, 3, passes=passes)
+    assert_same(*both)
+    assert isinstance(both[1][1], torch.optim.Optimizer)
+
+
+@gradients
+def test_bfloat16_weights_with_stochastic_rounding(offload_gradients):
+    """The draws depend on a parameter's place in the optimizer, which is the same."""
+    both = pair("AdamW8bit", offload_gradients, torch.bfloat16, bf16_stochastic_round=True, seed=3)
+    for model, optimizer in both:
+        train(model, optimizer, 3, passes=2)
+    assert_same(*both)
+
+
+@gradients
+@pytest.mark.parametrize("kind", [Late], ids=["late"], indirect=True)
+def test_backward_starts_the_copies_and_the_step_none(offload_gradients, kind):
+    (_, _), (model, optimizer) = pair("torch-AdamW", offload_gradients)
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    before = kind[0].started
+    backward(model, 5)
+    assert kind[0].started == before + 5
+    assert all((p.grad is None) == offload_gradients for p in [*model.first.parameters()])
+    optimizer.step()
+    assert kind[0].started == before + 5  # and no weight, since none changed but by the step itself
+
+
+@bases
+def test_clipping_by_torch(base):
+    both = pair(base)
+    norms = []
+    for model, optimizer in both:
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, 2 * step)
+            backward(model, 2 * step + 1)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+            optimizer.step()
+    assert_same(*both)
+    assert norms[0] > 0.01
+
+
+@gradients
+def test_clipping_by_the_optimizer(offload_gradients):
+    (direct, reference), (model, optimizer) = pair("torch-SGD", offload_gradients)
+    for step in range(3):
+        for m, o in ((direct, reference), (model, optimizer)):
+            o.zero_grad()
+            backward(m, 2 * step)
+            backward(m, 2 * step + 1)
+        expected = nn.utils.clip_grad_norm_(direct.parameters(), 0.01)
+        assert expected > 0.01
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.01), expected)
+        reference.step()
+        optimizer.step()
+    for p, q in zip(direct.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p)
+
+
+@gradients
+@pytest.mark.parametrize("option", [{"max_grad_norm": 0.01}, {"skip_nonfinite": True}], ids=str)
+def test_clipping_and_skipping_inside_the_base_optimizers_step(offload_gradients, option):
+    both = pair("AdamW8bit", offload_gradients, **option)
+    for model, optimizer in both:
+        train(model, optimizer, 2)
+    assert_same(*both)
+    assert not both[1][1]._is_separable()  # it takes all gradients at once
+    assert pair("AdamW8bit")[1][1]._is_separable()
+
+
+def test_an_unknown_base_optimizer_gets_all_gradients_at_once():
+    calls = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            grads = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+            calls.append(len(grads))
+            for group in self.param_groups:
+                group["calls"] = group.get("calls", 0) + 1
+            return super().step(closure)
+
+    model = Model()
+    optimizer = CPUOffloadOptimizer(model.parameters(), Own, lr=0.1)
+    train(model, optimizer, 2)
+    assert calls == [5, 5]
+    assert optimizer.param_groups[0]["calls"] == 2
+
+
+@bases
+@gradients
+@pytest.mark.parametrize("tensor", [False, True], ids=["", "tensor-lr"])
+def test_schedulers_and_changed_groups(base, offload_gradients, tensor):
+    lr = torch.tensor(0.01) if tensor else 0.01
+    both = pair(base, offload_gradients, lr=lr) if base != "torch-SGD" else pair(base)
+    for model, optimizer in both:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+        for step in range(4):
+            train(model, optimizer, 1, first=step)
+            scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        train(model, optimizer, 1, first=4)
+    assert_same(*both)
+    assert float(both[1][1].param_groups[0]["lr"]) < 1e-6
+
+
+@bases
+@gradients
+def test_checkpoints_at_any_time_and_either_way(base, offload_gradients):
+    """From offloaded to direct and back: before the first step, and between two backward passes of a step."""
+    whole = pair(base, offload_gradients)
+    for model, optimizer in whole:
+        train(model, optimizer, 2, passes=2)
+    parts = pair(base, offload_gradients)
+    saved = [optimizer.state_dict() for _, optimizer in parts]
+    for (_, optimizer), other in zip(parts, reversed(saved), strict=True):
+        optimizer.load_state_dict(copy.deepcopy(other))
+    for model, optimizer in parts:
+        train(model, optimizer, 1, passes=2)
+        optimizer.zero_grad()
+        backward(model, 10)
+    saved = [copy.deepcopy(optimizer.state_dict()) for _, optimizer in parts]
+    assert saved[0]["param_groups"] == saved[1]["param_groups"]
+    for (_, optimizer), other in zip(parts, reversed(saved), strict=True):
+        optimizer.param_groups[0]["lr"] = 5.0
+        optimizer.load_state_dict(other)
+    for model, optimizer in parts:
+        backward(model, 11)
+        optimizer.step()
+    assert_same(whole[0], parts[0])
+    assert_same(whole[0], parts[1])
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing():
+    (_, _), (model, optimizer) = pair("AdamW8bit")
+    train(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="parameter groups"):
+        optimizer.load_state_dict(wrong)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(after["state"][i].keys() == s.keys() for i, s in before["state"].items())
+
+
+@gradients
+def test_weights_changed_by_hand_are_seen(offload_gradients):
+    both = pair("torch-AdamW", offload_gradients)
+    for model, optimizer in both:
+        train(model, optimizer, 1)
+        model.load_state_dict(Model().state_dict())
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            model.scale.mul_(3)
+            model.first.weight.data = model.first.weight.data * 2
+        train(model, optimizer, 1)
+    assert_same(*both)
+
+
+@gradients
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(offload_gradients, set_to_none):
+    """A pass that is dropped leaves nothing behind; with zeros left, momentum still moves the weights."""
+    both = pair("torch-SGD", offload_gradients)
+    for model, optimizer in both:
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+        backward(model, 7)
+        backward(model, 8)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+        train(model, optimizer, 1, first=2)
+    assert_same(*both)
+
+
+def test_offloaded_gradients_are_used_once():
+    """So a loop that clears by model.zero_grad(), which can't reach the host, doesn't add up steps."""
+    both = pair("torch-SGD", offload_gradients=True)
+    for model, optimizer in both:
+        for step in range(3):
+            model.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    assert_same(*both)
+
+
+@gradients
+def test_gradients_set_by_hand_and_a_closure(offload_gradients):
+    both = pair("torch-AdamW", offload_gradients)
+    losses = []
+    for model, optimizer in both:
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+        for p in model.second.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(optimizer.step(lambda model=model: backward(model, 3)))
+    assert_same(*both)
+    assert torch.equal(*losses)
+
+
+@gradients
+def test_a_group_added_later_and_a_parameter_thawed(offload_gradients):
+    both = pair("AdamW8bit", offload_gradients)
+    for model, optimizer in both:
+        train(model, optimizer, 1)
+        model.frozen.requires_grad_(True)
+        model.extra = nn.Parameter(torch.ones(65, 70))
+        model.register_forward_hook(lambda m, _, out: out + m.extra.square().mean())
+        optimizer.add_param_group({"params": [model.extra], "lr": 0.1})
+        train(model, optimizer, 2, first=1, passes=2)
+        optimizer.zero_grad()
+        backward(model, 30)
+        if optimizer is both[1][1]:  # it freed the gradients during backward, where it was told to
+            assert (model.frozen.grad is None) == (model.extra.grad is None) == offload_gradients
+        optimizer.step()
+        assert not torch.equal(model.extra, torch.ones(65, 70))
+        assert not torch.equal(model.frozen, Model().frozen)
+    assert_same(*both)
+
+
+def test_a_bad_group_changes_nothing():
+    (_, _), (model, optimizer) = pair("AdamW8bit")
+    extra = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="eps"):
+        optimizer.add_param_group({"params": [extra], "eps": -1.0})
+    assert len(optimizer.param_groups) == 1 and extra not in optimizer._slots
+    optimizer.add_param_group({"params": [extra]})
+    train(model, optimizer, 1)
+
+
+def test_named_parameters():
+    model = Model()
+    optimizer = CPUOffloadOptimizer(model.named_parameters(), optim.AdamW8bit)
+    assert optimizer.param_groups[0]["param_names"][0] == "scale"
+    train(model, optimizer, 1)
+    direct = optim.AdamW8bit(Model().named_parameters())
+    direct.load_state_dict(optimizer.state_dict())
+
+
+def test_grad_scaler():
+    both = pair("torch-AdamW")
+    for model, optimizer in both:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(rand(6, 65, seed=step))
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(*both)
+
+
+def test_a_frozen_parameter_takes_no_memory():
+    (_, _), (model, optimizer) = pair("torch-AdamW")
+    assert optimizer._slots[model.frozen].host.untyped_storage().nbytes() == 4
+    assert optimizer._slots[model.first.weight].host.untyped_storage().nbytes() == 65 * 96 * 4
+
+
+@gradients
+def test_a_dropped_optimizer_leaves_the_gradients_alone(offload_gradients):
+    (_, _), (model, optimizer) = pair("torch-AdamW", offload_gradients)
+    del optimizer
+    gc.collect()
+    backward(model, 0)
+    assert model.first.weight.grad is not None
+
+
+def test_errors():
+    p = nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(TypeError, match="must be a class of optimizers"):
+        CPUOffloadOptimizer([p], torch.optim.AdamW([p]))
+    with pytest.raises(ValueError, match="LBFGS calls its closure"):
+        CPUOffloadOptimizer([p], torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="SparseAdam takes sparse"):
+        CPUOffloadOptimizer([p], torch.optim.SparseAdam)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        CPUOffloadOptimizer([{"params": [p]}, {"params": [p]}], torch.optim.AdamW)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        CPUOffloadOptimizer([p], torch.optim.AdamW, speed=3)
+    with pytest.raises(ValueError, match="meta device"):
+        CPUOffloadOptimizer([nn.Parameter(torch.ones(2, device="meta"))], torch.optim.AdamW)
+    optimizer = CPUOffloadOptimizer([p], torch.optim.AdamW)
+    p.grad = torch.ones(8, 8).to_sparse()
+    with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()
+
+
+# ---- two processes ----------------------------------------------------------------------------------------------
+
+
+def step_sharded(model, optimizer, seed, clip):
+    optimizer.zero_grad()
+    for i in range(2):
+        model(rand(6, 512, seed=seed + i)).backward()
+    norm = clip()
+    optimizer.step()
+    return norm
+
+
+def check_sharded(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (world_size,))
+    for offload_gradients in (False, True):
+        for cls in (torch.optim.AdamW, optim.AdamW8bit):
+            direct, model = shard(ShardedModel(), mesh), shard(ShardedModel(), mesh)
+            reference = cls(direct.parameters(), lr=0.01)
+            optimizer = CPUOffloadOptimizer(
+                model.parameters(), cls, offload_gradients=offload_gradients, lr=0.01
+            )
+            for step in range(2):
+                for m, o in ((direct, reference), (model, optimizer)):
+                    step_sharded(m, o, 10 * step, lambda: None)
+            for p, q in zip(direct.parameters(), model.parameters(), strict=True):
+                assert torch.equal(p.full_tensor(), q.full_tensor())
+                for key in ("exp_avg", "exp_avg_sq"):
+                    own, theirs = reference.state[p][key], optimizer.state[q][key]
+                    assert theirs.placements == q.placements
+                    assert same_state(own.to_local(), theirs.to_local()), key
+            path = f"{folder}/{offload_gradients}-{cls.__name__}"
+            dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
+            fresh = shard(ShardedModel(), mesh)
+            again = CPUOffloadOptimizer(fresh.parameters(), cls, lr=0.5)
+            loaded = get_optimizer_state_dict(fresh, again)
+            dcp.load(loaded, checkpoint_id=path)
+            set_optimizer_state_dict(fresh, again, loaded)
+            for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
+                for key, value in optimizer.state[q].items():
+                    assert same_state(full(again.state[p][key]), full(value)), key
+    own = step_sharded(model, optimizer, 30, lambda: optimizer.clip_grad_norm_(0.01))
+    theirs = step_sharded(
+        direct, reference, 30, lambda: nn.utils.clip_grad_norm_(direct.parameters(), 0.01)
+    )
+    torch.testing.assert_close(own, theirs.full_tensor())
+    return True
+
+
+@pytest.mark.parametrize("kind", [transfers.Transfers], ids=[""], indirect=True)
+def test_sharded_parameters(tmp_path):
+    assert launch(check_sharded, 2, str(tmp_path)) == [True, True]
