@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ def start_or_resume(
     return training
 
 
-def parameter_groups(parameters: list[Tensor]) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Matrices, and the gains of the norms, which don't decay."""
     matrices = [p for p in parameters if p.dim() >= 2]
     gains = [p for p in parameters if p.dim() < 2]
