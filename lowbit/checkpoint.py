@@ -55,8 +55,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _identity(t: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same memory seen in the same way."""
     if isinstance(t, LowbitTensor):
-        inner = tuple(_identity(part) for part in t._inner().values())
-        return (type(t), inner, tuple(t.shape), t.dtype, *t._meta().values())
+        inner = tuple(_identity(part) for part in t.inner_tensors().values())
+        return (type(t), inner, tuple(t.shape), t.dtype, *t.meta().values())
     return (t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), t.device) if t.numel() else (id(t),)
 
 
@@ -105,7 +105,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
                     raise CheckpointError(
                         f"{name}.{part} would be taken for a part of {name}; rename it"
                     )
-            for part, inner in value._inner().items():
+            for part, inner in value.inner_tensors().items():
                 _put(tensors, f"{name}.{part}", inner)
         else:
             _put(tensors, name, value)
@@ -207,8 +207,8 @@ def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor
         dtype = getattr(torch, entry["dtype"])
         if not dtype.is_floating_point:
             raise ValueError(f"dtype {dtype}")
-        t = kind._build(inner, kind.meta_from_json(entry), entry["shape"], dtype)
-        expected = t._inner_shapes(t.shape)
+        t = kind.from_inner(inner, kind.meta_from_json(entry), entry["shape"], dtype)
+        expected = t.inner_shapes(t.shape)
     except (
         ArithmeticError,
         LookupError,

@@ -16,15 +16,19 @@ Nearest in constant time
 A search of the table costs log2(size) dependent reads an element. Instead the upper 16 bits of a float32
 (sign, exponent, 7 bits of mantissa) are taken as the index of a *cell*. The values of every book are so far
 apart that at most one boundary between two codes falls into a cell; so a cell knows the code g of its
-smallest element, and one comparison settles whether ``x`` takes g or g + 1::
+smallest element, and the lower 16 bits settle whether ``x`` takes g or g + 1. Both come out of one read and one
+addition, whose carry is the comparison (arithmetic modulo 2**32; the shift keeps the sign)::
 
-    cell = bits(x) >> 16
-    code = first[cell] + not (x <= boundary[cell])
+    code = abs((step[bits(x) >> 16] + bits(x)) >> 16)
+    step[cell] = ((g - cell) << 16) + 2**16 - first        cell >= 0: first = lower bits of the first x of g + 1
+    step[cell] = ((-g - 1 - cell) << 16) + 2**16 - first   cell < 0, where x falls as its bits rise: of code g
 
-``boundary`` is the largest float32 that is not above the midpoint of the values g and g + 1. So the result is
+The boundary is the largest float32 that is not above the midpoint of the values g and g + 1. So the result is
 the table's nearest for every float32, an exact tie going to the lower code, and as nothing in it rounds, it is
 the same on every device and under every compiler. Inverting the formula above with logarithms is four times
 slower in plain PyTorch ops, and still needs a comparison with an exact boundary to get ties right.
+
+Decoding reads two codes at a time: 16 bits of codes are the index of a table of pairs of values.
 """
 
 from __future__ import annotations
@@ -93,6 +97,11 @@ class Codebook:
             raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
         return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed)
 
+    def decode_packed(self, packed: Tensor, size: int) -> Tensor:
+        """float32 values ``[..., size]`` of codes packed by ``lowbit.packing.pack(codes, 4)``; 4-bit books only."""
+        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed)
+        return values if values.shape[-1] == size else values[..., :size].contiguous()
+
     def cells(self) -> Cells:
         """The table in the form in which a kernel looks codes up: see :class:`Cells`.
 
@@ -133,15 +142,17 @@ def quantize_blockwise(
         raise TypeError(f"quantize_blockwise takes a floating tensor, got {x.dtype}")
     if x.dim() == 0:
         raise ValueError("quantize_blockwise takes x [..., C], got a 0-d tensor; use x.reshape(1)")
-    y = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    absmax = torch.cat([part.abs().amax(dim=-1) for part in _blocks(y, block)], dim=-1)
-    scale = torch.where(absmax.isfinite(), absmax.clamp_min(ABSMAX_FLOOR), math.nan)
+    y = x.detach().to(torch.float32, memory_format=torch.contiguous_format)
+    absmax = [part.abs().amax(dim=-1) for part in _blocks(y, block)]
+    joined = absmax[0] if len(absmax) == 1 else torch.cat(absmax, dim=-1)
+    scale = torch.where(joined.isfinite(), joined.clamp_min(ABSMAX_FLOOR), math.nan)
     if not isinstance(book, Codebook):
         # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp off.
         scale = scale / torch.full_like(scale, FLOAT8_MAX)
-    for part, part_scale in zip(_blocks(y, block), _scales(y, scale, block), strict=True):
-        part.div_(part_scale)
-    return (book.encode(y) if isinstance(book, Codebook) else y.to(book)), scale
+    each = zip(_blocks(y, block), _scales(y, scale, block), strict=True)
+    parts = [(part / part_scale).flatten(-2) for part, part_scale in each]
+    scaled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return (book.encode(scaled) if isinstance(book, Codebook) else scaled.to(book)), scale
 
 
 def dequantize_blockwise(
@@ -168,7 +179,12 @@ def dequantize_blockwise(
             f"codes {tuple(codes.shape)} in blocks of {block} take a scale of shape {shape}, "
             f"got {tuple(scale.shape)}"
         )
-    y = book.decode(codes) if isinstance(book, Codebook) else codes.to(torch.float32)
+    y = book.decode(codes) if isinstance(book, Codebook) else _from_float8(codes)
+    return scale_blocks(y, scale, block)
+
+
+def scale_blocks(y: Tensor, scale: Tensor, block: int) -> Tensor:
+    """Multiply blocks of the last dimension of contiguous float32 ``y`` by their ``scale``, in place."""
     for part, part_scale in zip(_blocks(y, block), _scales(y, scale, block), strict=True):
         part.mul_(part_scale)
     return y
@@ -250,8 +266,9 @@ def _cells(bits: int, signed: bool) -> Cells:
 
 class _Tables(NamedTuple):
     values: Tensor  # float32 [2**bits]
-    first: Tensor  # uint8 [_CELLS]: the code of a cell's smallest element, never the highest code
-    boundary: Tensor  # float32 [_CELLS]: x takes the code above ``first`` exactly if x > boundary
+    step: Tensor  # int32 [_CELLS], at cell + _CELLS / 2
+    pairs: Tensor  # int64 [_CELLS]: two float32 values, for the two codes in 16 bits
+    packed: Tensor  # int64 [256]: the same for two codes of 4 bits
 
 
 @functools.cache
@@ -259,51 +276,116 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
     if device.type != "cpu":
         return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
     values = _values(book.bits, book.signed)
+    each = np.resize(values, 256) if book.bits == 4 else values
+    bytes_ = np.arange(256)
+    packed = np.stack([each[bytes_ & 15], each[bytes_ >> 4]], axis=-1)
+    return _Tables(
+        torch.from_numpy(values.copy()),
+        torch.from_numpy(_steps(values)),
+        _pairs_of(torch.from_numpy(each.copy())),
+        torch.from_numpy(packed).view(torch.int64).squeeze(-1),
+    )
+
+
+def _pairs_of(values: Tensor) -> Tensor:
+    """int64 [65536]: the bits of (values[i & 255], values[i >> 8])."""
+    low, high = values.expand(256, 256), values[:, None].expand(256, 256)
+    return torch.stack([low, high], dim=-1).flatten(0, 1).view(torch.int64).squeeze(-1)
+
+
+def _steps(values: np.ndarray) -> np.ndarray:
+    """`step` of the module docstring, int32 [_CELLS], negative cells before the others."""
     wide = values.astype(np.float64)
     midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
     boundary = midpoints.astype(np.float32)
     boundary = np.where(boundary > midpoints, np.nextafter(boundary, np.float32(-np.inf)), boundary)
-    cell = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int32) << 16
-    smallest = np.where(cell < 0, cell | 0xFFFF, cell).view(np.float32)
+    cell = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int64)
+    bits = (cell << 16).astype(np.int32)
+    last = (bits | 0xFFFF).view(np.float32)
+    smallest = np.where(cell < 0, last, bits.view(np.float32))
     minus_infinity = np.float32(-np.inf)
-    smallest[cell == minus_infinity.view(np.int32)] = minus_infinity  # the cell's others are NaN
-    first = np.searchsorted(boundary, smallest, side="left").clip(max=len(boundary) - 1)
-    return _Tables(
-        torch.from_numpy(values.copy()),
-        torch.from_numpy(first.astype(np.uint8)),
-        torch.from_numpy(boundary[first]),
-    )
+    smallest[bits == minus_infinity.view(np.int32)] = minus_infinity  # the cell's others are NaN
+    code = np.searchsorted(boundary, smallest, side="left").clip(max=len(boundary) - 1)
+    limit = boundary[code].view(np.int32).astype(np.int64)
+    inside, low = limit >> 16 == cell, limit & 0xFFFF
+    above = np.isnan(smallest) | (smallest > boundary[code])  # the whole cell, beyond the last one
+    first_up = np.where(inside, low + 1, np.where(above, 0, _CELLS))
+    first_down = np.where(inside, low, np.where(above, _CELLS, 0))
+    up = ((code - cell) << 16) + _CELLS - first_up
+    down = ((-code - 1 - cell) << 16) + _CELLS - first_down
+    return np.where(cell < 0, down, up).astype(np.int32)  # modulo 2**32
 
 
-# Two operators, so that tracing (torch.compile, fake tensors, a tensor subclass under either) never
+@functools.cache
+def _float8_pairs(device: torch.device) -> Tensor:
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    return _pairs_of(codes.view(torch.float8_e4m3fn).to(torch.float32))
+
+
+def _from_float8(codes: Tensor) -> Tensor:
+    if codes.device.type == "cuda":  # it has an instruction for that; CPUs convert one by one
+        return codes.to(torch.float32)
+    return torch.ops.lowbit.float8_decode(codes)
+
+
+# Operators, so that tracing (torch.compile, fake tensors, a tensor subclass under either) never
 # meets the cached tables: they live inside.
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
 _LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed) -> Tensor")
 _LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor")
+_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed) -> Tensor")
+_LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
 def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
-    tables = _on_device(Codebook(bits, signed), x.device)
-    flat = x.reshape(-1)
-    cell = (flat.view(torch.int32) >> 16).add_(_CELLS // 2)
-    first = tables.first.index_select(0, cell)
-    return first.add_((flat <= tables.boundary.index_select(0, cell)).logical_not_()).view(x.shape)
+    raw = x.reshape(-1).view(torch.int32)
+    step = _on_device(Codebook(bits, signed), x.device).step
+    code = step.index_select(0, (raw >> 16).add_(_CELLS // 2))
+    return code.add_(raw).bitwise_right_shift_(16).abs_().to(torch.uint8).view(x.shape)
 
 
 def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    values = _on_device(Codebook(bits, signed), codes.device).values
-    return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+    return _decode_pairs(codes, _on_device(Codebook(bits, signed), codes.device).pairs)
+
+
+def _decode_pairs(codes: Tensor, pairs: Tensor) -> Tensor:
+    flat = codes.reshape(-1)
+    odd = flat.numel() % 2
+    if odd or flat.storage_offset() % 2:
+        padded = flat.new_zeros(flat.numel() + odd)
+        padded[: flat.numel()] = flat
+        flat = padded
+    values = pairs.index_select(0, flat.view(torch.uint16).to(torch.int32)).view(torch.float32)
+    return values[: codes.numel()].view(codes.shape)
+
+
+def _decode_packed(packed: Tensor, signed: bool) -> Tensor:
+    pairs = _on_device(Codebook(4, signed), packed.device).packed
+    values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
+    return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _float8_decode(codes: Tensor) -> Tensor:
+    return _decode_pairs(codes.view(torch.uint8), _float8_pairs(codes.device))
 
 
 def _encode_fake(x: Tensor, bits: int, signed: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.uint8)
 
 
-def _decode_fake(codes: Tensor, bits: int, signed: bool) -> Tensor:
+def _decode_fake(codes: Tensor, *_: object) -> Tensor:
     return codes.new_empty(codes.shape, dtype=torch.float32)
 
 
-_LIBRARY.impl("codebook_encode", _encode, "CompositeExplicitAutograd")
-_LIBRARY.impl("codebook_decode", _decode, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::codebook_encode", _encode_fake, lib=_LIBRARY)
-torch.library.register_fake("lowbit::codebook_decode", _decode_fake, lib=_LIBRARY)
+def _decode_packed_fake(packed: Tensor, signed: bool) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.float32)
+
+
+for _name, _impl, _fake in (
+    ("codebook_encode", _encode, _encode_fake),
+    ("codebook_decode", _decode, _decode_fake),
+    ("codebook_decode_packed", _decode_packed, _decode_packed_fake),
+    ("float8_decode", _float8_decode, _decode_fake),
+):
+    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=_LIBRARY)

@@ -62,6 +62,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     codes = codes & (2**bits - 1)
+    if bits == 4 and size % 2 == 0 and codes.is_contiguous() and not codes.storage_offset() % 2:
+        pair = codes.flatten().view(torch.int16).view(*codes.shape[:-1], size // 2)
+        return (pair | pair >> 4).to(torch.uint8)
     codes_per_cycle, bytes_per_cycle, word_dtype = _CYCLES[bits]
     cycles = _pad_last(codes, codes_per_cycle).unflatten(-1, (-1, codes_per_cycle))
     word = cycles[..., 0].to(word_dtype)

@@ -26,6 +26,7 @@ Stochastic rounding of weights: arXiv 2010.06192.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,11 @@ def random_bits(
     if device is None:
         device = step.device if isinstance(step, Tensor) else "cpu"
     numel = math.prod(shape)
-    k0, k1 = _keys(seed, step, tensor)
+    if isinstance(step, Tensor):
+        if step.numel() != 1:
+            raise ValueError(f"step must hold one element, got shape {tuple(step.shape)}")
+        step = step.detach().reshape(()).to(torch.int64)
+    k0, k1 = keys(seed, step, tensor)
     first = offset >> 1
     pair = torch.arange(first, (offset + numel + 1) >> 1, dtype=torch.int64, device=device)
     h = _finalise((pair & _MASK) ^ k0)
@@ -95,9 +100,14 @@ def stochastic_round_bf16(
         TypeError: ``x`` is not float32.
     """
     _check_float32(x, "stochastic_round_bf16")
-    draws = random_bits(
-        x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device
+    return round_bf16(
+        x,
+        random_bits(x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device),
     )
+
+
+def round_bf16(x: Tensor, draws: Tensor) -> Tensor:
+    """:func:`stochastic_round_bf16` with given draws, int32 of the shape of float32 ``x``, values 0..65535."""
     bits = x.view(torch.int32)
     truncated = bits & -0x10000
     rounded = (bits + draws) & -0x10000
@@ -105,6 +115,29 @@ def stochastic_round_bf16(
     rounded = torch.where(overflow, truncated, rounded).view(torch.float32)
     # A NaN's bits may carry over or truncate to an infinity: NaN takes the ordinary conversion.
     return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
+
+
+def split_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 as the nearest bfloat16 and a correction, int8 in units of the 24th bit: 24 bits together.
+
+    With u the bits of x: value24 = u + 0x80, its last 8 bits cleared (to the nearest, a tie away from zero);
+    bfloat16 b = the upper half of value24 + 0x8000; correction = (value24 - (b << 16)) >> 8, in [-128, 127].
+    NaN, infinities, and values that b would round to an infinity are converted as ever, with a correction of 0.
+    """
+    bits = x.view(torch.int32)
+    value24 = (bits + 0x80) & -0x100
+    high = (value24 + 0x8000) & -0x10000
+    finite = (high & 0x7F800000) != 0x7F800000
+    finite &= x.isfinite()
+    weight = torch.where(finite, high.view(torch.float32), x).to(torch.bfloat16)
+    correction = torch.where(finite, (value24 - high) >> 8, 0)
+    return weight, correction.to(torch.int8)
+
+
+def join_bf16(weight: Tensor, correction: Tensor) -> Tensor:
+    """The float32 that :func:`split_bf16` split, rounded to 24 bits."""
+    bits = weight.float().view(torch.int32) + (correction.to(torch.int32) << 8)
+    return bits.view(torch.float32)
 
 
 def stochastic_round(
@@ -135,6 +168,17 @@ def stochastic_round(
     return low + (u < x - low)
 
 
+def bits_at(index: Tensor, k0: Any, k1: Any) -> Tensor:
+    """The draws of elements given by their global ``index`` (int64), with keys of :func:`keys` that broadcast.
+
+    Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
+    """
+    pair = index >> 1
+    h = _finalise((pair & _MASK) ^ k0)
+    h = _finalise(h ^ (pair >> 32) ^ k1)
+    return ((h >> ((index & 1) << 4)) & 0xFFFF).to(torch.int32)
+
+
 def _finalise(h):
     """F of the module docstring, on Python ints or int64 tensors holding 0 .. 2**32 - 1."""
     h = h ^ (h >> 16)
@@ -145,19 +189,15 @@ def _finalise(h):
     return h ^ (h >> 16)
 
 
-def _keys(seed: int, step: int | Tensor, tensor: int) -> tuple[int | Tensor, int | Tensor]:
-    """k0 and k1 of the module docstring: Python ints, or 0-d int64 tensors where ``step`` is a tensor."""
-    if isinstance(step, Tensor):
-        if step.numel() != 1:
-            raise ValueError(f"step must hold one element, got shape {tuple(step.shape)}")
-        step = step.detach().reshape(()).to(torch.int64)
+def keys(seed: int, step: int | Tensor, tensor: int | Tensor) -> tuple[Any, Any]:
+    """k0 and k1 of the module docstring: Python ints, or int64 tensors where ``step`` or ``tensor`` are."""
     words = [half for word in (seed, step, tensor) for half in (word & _MASK, (word >> 32) & _MASK)]
-    keys = []
+    found = []
     for key in (0x243F6A88, 0x85A308D3):
         for word in words:
             key = _finalise(((key ^ word) + 0x9E3779B9) & _MASK)
-        keys.append(key)
-    return keys[0], keys[1]
+        found.append(key)
+    return found[0], found[1]
 
 
 def _check_float32(x: Tensor, name: str) -> None:

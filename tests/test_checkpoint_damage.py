@@ -272,7 +272,7 @@ UNSAVABLE = {
         r"w\.zero_point would be taken for a part of w; rename",
     ),
     "unknown subclass": (
-        {"a": Unknown._build({"part": torch.ones(2)}, {}, (2,), torch.float32)},
+        {"a": Unknown.from_inner({"part": torch.ones(2)}, {}, (2,), torch.float32)},
         r"a is a Unknown; the format knows AffineTensor",
     ),
 }

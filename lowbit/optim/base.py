@@ -5,9 +5,13 @@ What the base does with them:
 
 - A state is created as zeros at a parameter's first step: a `CodebookTensor`, or plain float32 or bfloat16. A
   sharded parameter (DTensor, FSDP2) gets states sharded alike, over its own part only.
-- A step walks over a parameter in pieces of some rows, so that the float32 copies of decoded states stay small:
-  decode, update in float32, encode, and write the weight back in its own dtype once.
-- Steps are counted in float32, on the parameter's device. Nothing reads a tensor from the host.
+- A step collects its jobs (`lowbit.optim.job`), finds out what clipping and skipping make of the gradients
+  (`lowbit.optim.clip`), and updates: decode, compute in float32, encode, and write the weight back in its own dtype
+  once (`lowbit.optim.eager`).
+- Steps are counted in float32, on the parameter's device.
+- Random draws (`lowbit.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in the
+  optimizer + slot, index of the element in the whole parameter), with slot 0 for the weight and i + 1 for the i-th
+  name of `state_names`: the same draws at any sharding, and after a restart.
 - Loading a checkpoint keeps this optimizer's own formats, whatever the checkpoint holds: torch.optim's loader
   would cast states to the parameter's dtype.
 """
@@ -24,7 +28,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.optim import eager
 from lowbit.optim import state as states
+from lowbit.optim.clip import GradScale, grad_scale
+from lowbit.optim.job import Job, collect
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
@@ -35,7 +42,6 @@ from lowbit.optim.options import (
     check_param,
     check_shared,
 )
-from lowbit.tensor.base import LowbitTensor
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -48,9 +54,6 @@ __all__ = [
     "check_nonnegative",
     "dequantize_state_dict",
 ]
-
-# Elements updated at once: in the processor's cache on a CPU, enough to fill a GPU.
-PIECE_CPU, PIECE_OTHER = 2**17, 2**24
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
@@ -136,6 +139,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     # ---- the step -------------------------------------------------------------------------------------------
 
+    _step_supports_amp_scaling = True
+    """torch.amp.GradScaler sets `grad_scale` and `found_inf` around `step`, which then unscales, or skips."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
@@ -147,36 +153,35 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs = self._jobs()
-        for group, batch in jobs:
-            for param, _ in batch:
-                if not self.state[param]:
-                    self._create_state(group, param)
-            steps = [self.state[param]["step"] for param, _ in batch]
-            torch._foreach_add_(steps, 1)
-            lr = group["lr"]
-            if isinstance(lr, Tensor):
-                lr = lr.detach().reshape(()).double()
-            scalars = self.scalars(group, lr, torch.stack(steps).double())
-            wide = batch[0][0].dtype == torch.float64
-            each = zip(*((s if wide else s.float()).unbind() for s in scalars), strict=True)
-            for (param, index), own in zip(batch, each, strict=True):
-                self._step_param(group, param, index, own)
+        jobs = collect(self.param_groups)
+        options = self.param_groups[0]
+        scale = grad_scale(
+            jobs,
+            options["max_grad_norm"],
+            options["skip_nonfinite"],
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+        )
+        # A faster way to do some of the jobs takes them from the list here.
+        self._step_eagerly(jobs, scale)
         return loss
 
-    def _jobs(self) -> list[tuple[dict[str, Any], list[tuple[Tensor, int]]]]:
-        """Groups, and their (parameter, index in the optimizer) to update, of one device and dtype each."""
-        jobs: list[tuple[dict[str, Any], list[tuple[Tensor, int]]]] = []
-        index = 0
-        for group in self.param_groups:
-            batches: dict[Any, list[tuple[Tensor, int]]] = defaultdict(list)
-            for param in group["params"]:
-                if param.grad is not None:
-                    _check_grad(param)
-                    batches[param.device, param.dtype].append((param, index))
-                index += 1
-            jobs.extend((group, batch) for batch in batches.values())
-        return jobs
+    def _step_eagerly(self, jobs: list[Job], scale: GradScale) -> None:
+        if scale.skip is not None and bool(scale.skip):
+            return
+        for job in jobs:
+            for param in job.params:
+                self._ensure_state(job.group, param)
+            counters = [self.state[param]["step"] for param in job.params]
+            torch._foreach_add_(counters, 1)
+            eager.Step(self, job, scale.coefficient).run()
+
+    def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
+        state = self.state[param]
+        if not state:
+            self._create_state(group, param)
+        if states.has_correction(group, param) and "weight_correction" not in state:
+            state["weight_correction"] = states.new_correction(param)
 
     def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
         device = states.local(param).device
@@ -184,39 +189,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for name, signed in self.state_names(group).items():
             made[name] = states.new_state(param, group["state"], signed)
         self.state[param].update(made)
-
-    def _step_param(
-        self, group: dict[str, Any], param: Tensor, index: int, scalars: tuple[Tensor, ...]
-    ) -> None:
-        own = states.local(param)
-        weight = own.master() if isinstance(own, LowbitTensor) else own
-        grad = _local_grad(param)  # may communicate, so every rank comes here
-        if weight.numel() == 0:
-            return
-        step = self.state[param]["step"]
-        signs = self.state_names(group)
-        stored = {name: states.local(self.state[param][name]) for name in signs}
-        rows, cols = states.rows_of(list(stored.values()), weight.numel())
-        weight_RC = weight.reshape(rows, cols)  # a view, or a copy if the strides allow none
-        grad_RC = grad.reshape(rows, cols)
-        has_bf16 = any(t.dtype == torch.bfloat16 for t in stored.values())
-        first = states.first_element(param) if has_bf16 else 0
-        piece = max(1, (PIECE_CPU if weight.device.type == "cpu" else PIECE_OTHER) // cols)
-        for start in range(0, rows, piece):
-            end = min(start + piece, rows)
-            target = weight_RC[start:end]
-            work = target if target.dtype in (torch.float32, torch.float64) else target.float()
-            values = {name: states.read(t, start, end, cols) for name, t in stored.items()}
-            self.update(group, scalars, work, grad_RC[start:end].float(), values)
-            key = {"step": step, "tensor": index, "offset": first + start * cols}
-            for name, t in stored.items():
-                states.write(t, start, end, values[name], signed=signs[name], **key)
-            if work is not target:
-                target.copy_(work)
-        if not weight.is_contiguous():
-            weight.copy_(weight_RC.view(weight.shape))
-        if isinstance(own, LowbitTensor) and all(t is not weight for t in own._inner().values()):
-            own.copy_(weight)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
@@ -276,7 +248,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if not saved:
             return {}
         signs = self.state_names(group)
-        if set(saved) != {"step", *signs}:
+        if set(saved) - {"weight_correction"} != {"step", *signs}:
             raise ValueError(
                 f"{name}: the checkpoint's state has {sorted(saved)}, {type(self).__name__} takes "
                 f"{sorted(['step', *signs])}; is it the checkpoint of another optimizer?"
@@ -286,7 +258,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{name}: step must be one number, got shape {tuple(step.shape)}")
         device = states.local(param).device
         made = {"step": step.detach().reshape(()).to(device, copy=True)}
-        for key, signed in signs.items():
+        for key in saved.keys() - {"step"}:
             value = saved[key]
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
@@ -295,7 +267,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
                     f"{name}: {key} has shape {tuple(value.shape)} in the checkpoint, the parameter has "
                     f"{tuple(param.shape)}"
                 )
-            made[key] = states.converted(value, param, group["state"], signed)
+        for key, signed in signs.items():
+            made[key] = states.converted(saved[key], param, group["state"], signed)
+        if "weight_correction" in saved and states.has_correction(group, param):
+            made["weight_correction"] = states.new_correction(param)
+            states.fill(made["weight_correction"], saved["weight_correction"], param)
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -321,31 +297,13 @@ def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         converted[key] = {
             name: value.cpu() if name == "step" and isinstance(value, Tensor) else _float32(value)
             for name, value in state.items()
+            if name != "weight_correction"
         }
-    groups = [{k: v for k, v in g.items() if k != "state"} for g in state_dict["param_groups"]]
+    own = {"state", *COMMON_DEFAULTS} - {"foreach", "fused", "capturable", "differentiable"}
+    groups = [{k: v for k, v in g.items() if k not in own} for g in state_dict["param_groups"]]
     return {**state_dict, "state": converted, "param_groups": groups}
 
 
 def _float32(value: Any) -> Any:
     value = states.dequantized(value)
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _check_grad(param: Tensor) -> None:
-    grad = param.grad
-    assert grad is not None
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}), which is not "
-            "supported; use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
-        )
-
-
-def _local_grad(param: Any) -> Tensor:
-    """This rank's part of the gradient, placed as the parameter is."""
-    grad = param.grad
-    if not states.is_dtensor(param):
-        return grad
-    if grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return grad.to_local()

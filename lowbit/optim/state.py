@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lowbit.rounding import stochastic_round_bf16
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor, row_layout
 
@@ -19,27 +19,23 @@ SHORTEST_ROW = 32  # elements; with shorter ones the scales would weigh as much 
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a DTensor, without importing them: a program that has one has imported them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its memory (under no_grad); any other tensor as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like_param(param: Tensor, state: Tensor) -> Tensor:
     """`state`, shaped like the local part of `param`, as a DTensor where `param` is one."""
-    if not is_dtensor(param):
+    if not isinstance(param, DTensor):
         return state
-    from torch.distributed.tensor import DTensor
-
     stride = [math.prod(param.shape[i + 1 :]) for i in range(param.ndim)]
     return DTensor.from_local(
         state,
-        param.device_mesh,  # type: ignore[attr-defined]
-        param.placements,  # type: ignore[attr-defined]
+        param.device_mesh,
+        param.placements,
         run_check=False,
         shape=param.shape,
         stride=tuple(stride),
@@ -67,55 +63,40 @@ def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
     return like_param(param, zeros)
 
 
-def rows_of(states: list[Tensor], numel: int) -> tuple[int, int]:
-    """Rows and elements in each, as which local states, their parameter and gradient can all be viewed."""
-    for state in states:
-        if isinstance(state, CodebookTensor):
-            return state.rows()
-    return numel, 1
+def has_correction(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether a parameter of this group has the state "weight_correction"."""
+    return group["weight_correction"] is not None and param.dtype == torch.bfloat16
 
 
-def read(state: Tensor, start: int, end: int, cols: int) -> Tensor:
-    """Rows [start, end) of a local state, float32 [end - start, cols]. Of a float32 state: the memory itself."""
-    if isinstance(state, CodebookTensor):
-        return state.read_rows(start, end)
-    return state.view(-1, cols)[start:end].float()
+def new_correction(param: Tensor) -> Tensor:
+    """The state "weight_correction" of a parameter: int8 zeros."""
+    part = local(param)
+    return like_param(param, torch.zeros(part.shape, dtype=torch.int8, device=part.device))
 
 
-def write(
-    state: Tensor,
-    start: int,
-    end: int,
-    values: Tensor,
-    *,
-    signed: bool,
-    step: Tensor,
-    tensor: int,
-    offset: int,
-) -> None:
-    """Put back what `read` gave, updated.
+def global_index(param: Tensor) -> tuple[int, int, int]:
+    """(base, run, stride): element i of this rank's part, in row-major order, is element
+    `base + (i // run) * stride + i % run` of the whole parameter. `run == stride` where that is `base + i`.
 
-    A second moment in bfloat16 is rounded stochastically, keyed by the step, the parameter's index (`tensor`)
-    and the global index of the first element (`offset`): with beta2 = 0.999 it shrinks by less than half of a
-    bfloat16 step at a time, so that rounded to nearest it would never shrink at all.
+    Raises:
+        NotImplementedError: it is sharded in two dimensions besides dimension 0.
     """
-    if isinstance(state, CodebookTensor):
-        state.write_rows(start, end, values)
-    elif state.dtype != torch.float32:
-        if not signed:
-            values = stochastic_round_bf16(values, seed=0, step=step, tensor=tensor, offset=offset)
-        state.view(-1, values.shape[-1])[start:end].copy_(values)
-
-
-def first_element(param: Tensor) -> int:
-    """Index in the whole parameter of this rank's first element."""
-    if not is_dtensor(param):
-        return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    _, offset = compute_local_shape_and_global_offset(param.shape, mesh, placements)
-    return sum(start * math.prod(param.shape[dim + 1 :]) for dim, start in enumerate(offset))
+    if not isinstance(param, DTensor):
+        return 0, 1, 1
+    shape, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    base = sum(start * math.prod(param.shape[dim + 1 :]) for dim, start in enumerate(offset))
+    inner = [dim for dim in range(1, param.ndim) if shape[dim] != param.shape[dim]]
+    if len(inner) > 1:
+        raise NotImplementedError(
+            f"random draws for a parameter of shape {tuple(param.shape)} placed as {param.placements}: it is "
+            f"sharded in dimensions {inner}; accepted: dimension 0 and one other"
+        )
+    if not inner:
+        return base, 1, 1
+    rest = math.prod(param.shape[inner[0] + 1 :])
+    return base, shape[inner[0]] * rest, param.shape[inner[0]] * rest
 
 
 def converted(value: Tensor, param: Tensor, format: str, signed: bool) -> Tensor:
@@ -125,29 +106,32 @@ def converted(value: Tensor, param: Tensor, format: str, signed: bool) -> Tensor
     device. For a sharded parameter it may be sharded alike, otherwise, or not at all.
     """
     state = new_state(param, format, signed)
+    fill(state, value, param)
+    return state
+
+
+def fill(state: Tensor, value: Tensor, param: Tensor) -> None:
+    """Put the values of `value`, as for `converted`, into `state`, which is shaped and placed as `param`."""
     target = local(state)
-    if is_dtensor(value) and not is_dtensor(param):
+    if isinstance(value, DTensor) and not isinstance(param, DTensor):
         raise ValueError(
             f"the checkpoint's state of shape {tuple(value.shape)} is sharded and the parameter is not; load it "
             "with torch.distributed.checkpoint, or save it with StateDictOptions(full_state_dict=True)"
         )
-    if is_dtensor(param):
+    if isinstance(param, DTensor):
         value = _shard_like(param, value)
     if isinstance(value, CodebookTensor) and not _same_storage(value, target):
         value = value.dequantize()
     target.copy_(value)
-    return state
 
 
 def _shard_like(param: Any, value: Any) -> Tensor:
     """The part of `value` that belongs to this rank's part of `param`."""
-    if is_dtensor(value):
+    if isinstance(value, DTensor):
         if value.device_mesh == param.device_mesh and value.placements == param.placements:
             return value.to_local()
         value = dequantized(value).redistribute(param.device_mesh, param.placements)
         return value.to_local()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     shape, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
@@ -160,16 +144,14 @@ def _shard_like(param: Any, value: Any) -> Tensor:
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return (
-        isinstance(a, CodebookTensor) and isinstance(b, CodebookTensor) and a._meta() == b._meta()
-    )
+    return isinstance(a, CodebookTensor) and isinstance(b, CodebookTensor) and a.meta() == b.meta()
 
 
 def dequantized(value: Any) -> Any:
     """A low-bit tensor, or a DTensor over low-bit ones, in float32; anything else as it is."""
     if isinstance(value, LowbitTensor):
         return value.dequantize()
-    if is_dtensor(value) and isinstance(value.to_local(), LowbitTensor):
+    if isinstance(value, DTensor) and isinstance(value.to_local(), LowbitTensor):
         return like_param(value, value.to_local().dequantize())
     return value
 
@@ -177,5 +159,4 @@ def dequantized(value: Any) -> Any:
 def nbytes(value: Tensor) -> int:
     """Bytes that a state takes on this rank."""
     part = local(value)
-    tensors = part._inner().values() if isinstance(part, LowbitTensor) else [part]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return part.nbytes_stored() if isinstance(part, LowbitTensor) else part.nbytes

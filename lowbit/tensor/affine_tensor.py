@@ -85,15 +85,15 @@ class AffineTensor(LowbitTensor):
     ) -> Self:
         """From parts as the module describes them. Raises ValueError where their shapes don't fit."""
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
-        self = cls._build(
+        self = cls.from_inner(
             tensors, {"spec": spec, "activation": activation, "transposed": False}, shape, dtype
         )
         if spec.has_zero_point != (zero_point is not None):
             takes = "takes a" if spec.has_zero_point else "takes no"
             got = "none" if zero_point is None else f"one of shape {tuple(zero_point.shape)}"
             raise ValueError(f"{spec} {takes} zero_point, got {got}")
-        expected = self._inner_shapes(shape)
-        for name, t in self._inner().items():
+        expected = self.inner_shapes(shape)
+        for name, t in self.inner_tensors().items():
             if name not in expected or tuple(t.shape) != expected[name][0]:
                 raise ValueError(
                     f"{name} of shape {tuple(t.shape)} does not fit a {cls.__name__} of shape {tuple(shape)} and "
@@ -116,7 +116,7 @@ class AffineTensor(LowbitTensor):
         scale_dtype = torch.float32 if weight.dtype is torch.float64 else weight.dtype
         meta = {"spec": spec, "activation": activation, "transposed": False}
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
-        return kind._build(tensors, meta, weight.shape, weight.dtype)
+        return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
 
     @classmethod
     def _encode_as(
@@ -185,7 +185,7 @@ class AffineTensor(LowbitTensor):
         )
         return values.view(self.shape)
 
-    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
@@ -226,7 +226,7 @@ class AffineTensor(LowbitTensor):
         block = self._blocks_along(0)
         if block > 1:
             raise self._unsupported(f"sharding rows that share scales in blocks of {block}")
-        return ("codes",) if block == 0 else tuple(self._inner())
+        return ("codes",) if block == 0 else tuple(self.inner_tensors())
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:
@@ -282,19 +282,20 @@ class AffineTensor(LowbitTensor):
             raise self._unsupported(f"cat along dimension {dim} of parts that end within a byte")
         if block == 0 and all(self._has_scales_of(t) for t in tensors):
             codes = torch.cat([t.codes for t in tensors], dim)
-            return self._with({**self._inner(), "codes": codes}, shape)
+            return self._with({**self.inner_tensors(), "codes": codes}, shape)
         if block == 0 or any(t.shape[dim] % block for t in tensors[:-1]):
             raise self._unsupported(
                 f"cat along dimension {dim}, which does not end in whole blocks with scales of their own"
             )
         joined = {
-            name: torch.cat([getattr(t, name) for t in tensors], dim) for name in self._inner()
+            name: torch.cat([getattr(t, name) for t in tensors], dim)
+            for name in self.inner_tensors()
         }
         return self._with(joined, shape)
 
     def _has_scales_of(self, other: Self) -> bool:
         """Both are parts of one tensor; each may have been gathered or moved on its own."""
-        names = self._inner().keys() - {"codes"}
+        names = self.inner_tensors().keys() - {"codes"}
         pairs = [(getattr(self, name), getattr(other, name)) for name in names]
         return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)
 
@@ -324,7 +325,7 @@ class AffineTensor(LowbitTensor):
             filler = filler + zero_point.to(codes.dtype)
         joined = torch.cat([self.codes, self._store(filler, self.spec)])
         return self._with(
-            {**self._inner(), "codes": joined}, (self.shape[0] + rows, *self.shape[1:])
+            {**self.inner_tensors(), "codes": joined}, (self.shape[0] + rows, *self.shape[1:])
         )
 
     def meta_to_json(self) -> dict[str, Any]:
@@ -347,7 +348,8 @@ class AffineTensor(LowbitTensor):
         """The rows at a 1-D index of dimension 0. Negative ones are out of range, as in an embedding."""
         names = self._row_attrs()
         tensors = {
-            name: _select_rows(t, rows) if name in names else t for name, t in self._inner().items()
+            name: _select_rows(t, rows) if name in names else t
+            for name, t in self.inner_tensors().items()
         }
         return self._with(tensors, (rows.shape[0], *self.shape[1:]))
 

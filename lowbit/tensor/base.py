@@ -3,7 +3,7 @@
 A representation is one subclass. It declares
 
 - `tensor_attrs`: names of its inner tensors (one may be None), and `meta_attrs`: names of its hashable metadata;
-- `_inner_shapes(shape)`: the shape and dtype of each inner tensor of a tensor of that logical shape;
+- `inner_shapes(shape)`: the shape and dtype of each inner tensor of a tensor of that logical shape;
 - `_slice(dim, start, end)`, where slicing along other dimensions than 0 makes sense;
 - `_encode(values)`: its inner tensors for these high-precision values, and `dequantize()`, the way back.
 
@@ -50,7 +50,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     # ---- construction -------------------------------------------------------------------------------------
 
     @classmethod
-    def _build(
+    def from_inner(
         cls,
         tensors: Mapping[str, Tensor | None],
         meta: Mapping[str, Any],
@@ -60,6 +60,8 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         strides: Sequence[int] | None = None,
         flat_from: tuple[int, ...] | None = None,
     ) -> Self:
+        """A tensor of this shape and dtype over inner tensors (`tensor_attrs`) and metadata (`meta_attrs`) by name.
+        Nothing is copied or checked."""
         first = next(t for t in tensors.values() if t is not None)
         # a view of an ordinary tensor is an ordinary tensor, also in inference mode
         with torch.inference_mode(torch.is_inference_mode_enabled() and first.is_inference()):
@@ -78,12 +80,13 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         self.flat_from = flat_from
         return self
 
-    def _inner(self) -> dict[str, Tensor]:
+    def inner_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that are not None, by name."""
         found = ((name, getattr(self, name)) for name in self.tensor_attrs)
         return {name: t for name, t in found if t is not None}
 
-    def _meta(self) -> dict[str, Any]:
+    def meta(self) -> dict[str, Any]:
+        """The metadata by name."""
         return {name: getattr(self, name) for name in self.meta_attrs}
 
     def _with(
@@ -94,10 +97,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         **meta: Any,
     ) -> Self:
         """This tensor with other inner tensors, shape, dtype or metadata; strides as given by `_strides`."""
-        new_meta = {**self._meta(), **meta}
+        new_meta = {**self.meta(), **meta}
         new_shape = tuple(self.shape if shape is None else shape)
-        return type(self)._build(
-            self._inner() if tensors is None else tensors,
+        return type(self).from_inner(
+            self.inner_tensors() if tensors is None else tensors,
             new_meta,
             new_shape,
             self.dtype if dtype is None else dtype,
@@ -110,7 +113,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         return None  # contiguous
 
     def _map(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
-        return self._with({name: fn(t) for name, t in self._inner().items()}, **changes)
+        return self._with({name: fn(t) for name, t in self.inner_tensors().items()}, **changes)
 
     # ---- what a representation provides --------------------------------------------------------------------
 
@@ -122,7 +125,12 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
         return self.dequantize()
 
-    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+    def nbytes_stored(self) -> int:
+        """Bytes that the inner tensors take."""
+        return sum(t.nbytes for t in self.inner_tensors().values())
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        """The shape and dtype of each inner tensor of a tensor of that logical shape."""
         raise NotImplementedError
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
@@ -130,13 +138,15 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     def _row_attrs(self) -> tuple[str, ...]:
         """The inner tensors whose dimension 0 runs along this tensor's; the others belong to all rows."""
-        return tuple(self._inner())
+        return tuple(self.inner_tensors())
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if dim != 0:
             raise self._unsupported(f"slicing along dimension {dim}")
         rows = self._row_attrs()
-        tensors = {name: t[start:end] if name in rows else t for name, t in self._inner().items()}
+        tensors = {
+            name: t[start:end] if name in rows else t for name, t in self.inner_tensors().items()
+        }
         return self._with(tensors, (end - start, *self.shape[1:]))
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
@@ -149,14 +159,14 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         rows = self._row_attrs()
         joined = {name: torch.cat([getattr(t, name) for t in tensors]) for name in rows}
         total = sum(t.shape[0] for t in tensors)
-        return self._with({**self._inner(), **joined}, (total, *self.shape[1:]))
+        return self._with({**self.inner_tensors(), **joined}, (total, *self.shape[1:]))
 
     def _expert(self, index: int) -> Self:
         """Entry `index` of dimension 0, where each has inner tensors of its own."""
         shape = tuple(self.shape[1:])
         selected = {name: getattr(self, name).select(0, index) for name in self._row_attrs()}
-        tensors = {**self._inner(), **selected}
-        expected = {name: size for name, (size, _) in self._inner_shapes(shape).items()}
+        tensors = {**self.inner_tensors(), **selected}
+        expected = {name: size for name, (size, _) in self.inner_shapes(shape).items()}
         if {name: tuple(t.shape) for name, t in tensors.items()} != expected:
             raise self._unsupported("selecting an expert, since they share scales")
         return self._with(tensors, shape)
@@ -165,10 +175,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Callable[..., Tensor]
     ) -> Self:
         """A tensor of `shape`, which differs in the rows only; `make` is torch.zeros or torch.empty."""
-        shapes = self._inner_shapes(shape)
+        shapes = self.inner_shapes(shape)
         tensors = {
             name: make(shapes[name][0], dtype=shapes[name][1], device=device)
-            for name in self._inner()
+            for name in self.inner_tensors()
         }
         return self._with(tensors, shape, dtype)
 
@@ -178,7 +188,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     def meta_to_json(self) -> dict[str, Any]:
         """The metadata in plain JSON types, for checkpoints; `meta_from_json` reads it back."""
-        return self._meta()
+        return self.meta()
 
     @classmethod
     def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,21 +204,21 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         meta = "".join(
-            f", {name}={value!r}" for name, value in self._meta().items() if value is not None
+            f", {name}={value!r}" for name, value in self.meta().items() if value is not None
         )
         grad = ", requires_grad=True" if self.requires_grad else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={dtype}, device='{self.device}'{meta}{grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return list(self._inner()), (tuple(self._meta().values()), self.dtype, self.flat_from)
+        return list(self.inner_tensors()), (tuple(self.meta().values()), self.dtype, self.flat_from)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> Self:
         meta, dtype, flat_from = context
-        return cls._build(
+        return cls.from_inner(
             inner,
             dict(zip(cls.meta_attrs, meta, strict=True)),
             outer_size,
@@ -220,7 +230,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """torch.compile's caches key a graph by this: all that dispatch may depend on."""
         _, context = self.__tensor_flatten__()
-        tensors = {"": self, **self._inner()}
+        tensors = {"": self, **self.inner_tensors()}
         layout = [
             (name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
             for name, t in tensors.items()

@@ -28,7 +28,7 @@ def _clone(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 @_like(aten.is_pinned.default)
 def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
-    return all(t.is_pinned() for t in args[0]._inner().values())
+    return all(t.is_pinned() for t in args[0].inner_tensors().values())
 
 
 @_like(aten._to_copy.default)
@@ -56,14 +56,14 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     if not isinstance(src, LowbitTensor):
         source = dst._encode(src)
-    elif type(src) is type(dst) and src._meta() == dst._meta():
-        source = {**src._inner()}
+    elif type(src) is type(dst) and src.meta() == dst.meta():
+        source = {**src.inner_tensors()}
     else:
         raise ValueError(
             f"cannot copy {src!r} into {dst!r}: they are stored differently. To replace the tensor use "
             "load_state_dict(..., assign=True); to quantize anew copy src.dequantize()"
         )
-    for name, t in dst._inner().items():
+    for name, t in dst.inner_tensors().items():
         t.copy_(cast(Tensor, source[name]))
     return dst
 
@@ -170,7 +170,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     first = tensors[0]
     if not isinstance(first, LowbitTensor):
         first = next(t for t in tensors if isinstance(t, LowbitTensor))
-    if any(type(t) is not type(first) or t._meta() != first._meta() for t in tensors):
+    if any(type(t) is not type(first) or t.meta() != first.meta() for t in tensors):
         raise first._unsupported("cat with tensors that are stored differently")
     return first._cat(tensors, dim)
 
@@ -196,10 +196,10 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
         raise NotImplementedError(
             f"torch.equal of {type(a).__name__} and {type(b).__name__}: compare .dequantize() instead"
         )
-    if a.shape != b.shape or a.dtype != b.dtype or a._meta() != b._meta():
+    if a.shape != b.shape or a.dtype != b.dtype or a.meta() != b.meta():
         return False
     # torch.equal knows no float8 where both are one memory
-    pairs = ((as_bytes(t), as_bytes(getattr(b, name))) for name, t in a._inner().items())
+    pairs = ((as_bytes(t), as_bytes(getattr(b, name))) for name, t in a.inner_tensors().items())
     return all(torch.equal(x, y) for x, y in pairs)
 
 
@@ -234,7 +234,9 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     gathered = {
         name: _finished(func, args[1:], kwargs, getattr(self, name)) for name in self._row_attrs()
     }
-    return self._with({**self._inner(), **gathered}, (self.shape[0] * world, *self.shape[1:]))
+    return self._with(
+        {**self.inner_tensors(), **gathered}, (self.shape[0] * world, *self.shape[1:])
+    )
 
 
 @_like(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)
@@ -243,7 +245,7 @@ def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
     outputs = args[0]
     check_not_flat(outputs[0], "a collective")
     work = None
-    for name in outputs[0]._inner():
+    for name in outputs[0].inner_tensors():
         inner_args = tree_map(partial(_inner_bytes, name), args)
         _, work = func(*inner_args, **kwargs)
         torch._C._distributed_c10d.Work.unbox(work).wait()

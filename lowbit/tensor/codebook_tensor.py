@@ -31,8 +31,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise
-from lowbit.packing import pack, packed_size, unpack
+from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise, scale_blocks
+from lowbit.packing import pack, packed_size
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 
 
@@ -109,11 +109,11 @@ class CodebookTensor(LowbitTensor):
         ):
             raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
         meta = {"format": format, "signed": bool(signed), "block_size": block_size}
-        shapes = _inner_shapes(shape, format, block_size)
+        shapes = inner_shapes(shape, format, block_size)
         tensors = {
             name: torch.zeros(s, dtype=dtype, device=device) for name, (s, dtype) in shapes.items()
         }
-        return cls._build(tensors, meta, shape, torch.float32)
+        return cls.from_inner(tensors, meta, shape, torch.float32)
 
     @classmethod
     def from_float(
@@ -131,30 +131,17 @@ class CodebookTensor(LowbitTensor):
         return self
 
     def dequantize(self) -> Tensor:
-        values = self._decode_rows(self.codes, self.scale)
+        values = self.decode_rows(self.codes, self.scale)
         return values.reshape(self.shape).to(self.dtype)
 
     # ---- access by rows, for optimizers -------------------------------------------------------------------
 
-    def rows(self) -> tuple[int, int]:
-        """The number of rows, and of elements in each: the values seen as [d0 * mid, cols]."""
-        lead, cols = self._layout()
-        return math.prod(lead), cols
+    def cols_of(self, shape: Sequence[int]) -> int:
+        """Elements in a row of a tensor of `shape` in this format: `cols` of the module."""
+        return row_layout(shape, self.block_size)[1]
 
-    def read_rows(self, start: int, end: int) -> Tensor:
-        """The values of rows [start, end), float32 [end - start, cols]."""
-        codes = self.codes.view(-1, self.codes.shape[-1])[start:end]
-        scale = self.scale.view(-1, self.scale.shape[-1])[start:end]
-        return self._decode_rows(codes, scale)
-
-    def write_rows(self, start: int, end: int, values: Tensor) -> None:
-        """Encode float32 `values` [end - start, cols] into rows [start, end), in place."""
-        codes, scale = self._encode_rows(values)
-        self.codes.view(-1, self.codes.shape[-1])[start:end].copy_(codes)
-        self.scale.view(-1, self.scale.shape[-1])[start:end].copy_(scale)
-
-    def _encode_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """codes (packed) and scale of `values` [..., cols]."""
+    def encode_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """codes (packed) and scale, as this tensor stores them, of any float32 rows `values` [..., cols]."""
         codes, scale = quantize_blockwise(values, self._book(), self.block_size)
         if self.format == "4bit":
             return pack(codes, 4), scale
@@ -162,13 +149,16 @@ class CodebookTensor(LowbitTensor):
         # the code after that of zero is the smallest positive value, in either 8-bit format
         return codes if self.signed else codes.clamp_(min=1), scale
 
-    def _decode_rows(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """float32 values [..., cols]."""
+    def decode_rows(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """float32 values [..., cols], a new tensor, of what `encode_rows` gave."""
+        book = self._book()
         if self.format == "4bit":
-            codes = unpack(codes, 4, self._layout()[1])
-        elif self.format == "float8":
+            assert isinstance(book, Codebook)
+            values = book.decode_packed(codes, self._layout()[1])
+            return scale_blocks(values, scale, self.block_size)
+        if self.format == "float8":
             codes = codes.view(torch.float8_e4m3fn)
-        return dequantize_blockwise(codes, scale, self._book(), self.block_size)
+        return dequantize_blockwise(codes, scale, book, self.block_size)
 
     def _book(self) -> Codebook | torch.dtype:
         if self.format == "float8":
@@ -180,12 +170,12 @@ class CodebookTensor(LowbitTensor):
 
     # ---- what the base asks for ---------------------------------------------------------------------------
 
-    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        return _inner_shapes(shape, self.format, self.block_size)
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        return inner_shapes(shape, self.format, self.block_size)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         lead, cols = self._layout()
-        codes, scale = self._encode_rows(values.reshape(*lead, cols))
+        codes, scale = self.encode_rows(values.reshape(*lead, cols))
         return {"codes": codes, "scale": scale}
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
@@ -197,7 +187,10 @@ class CodebookTensor(LowbitTensor):
         new_lead, new_cols = row_layout(shape, self.block_size)
         if dim < len(lead) and new_cols == cols:
             return self._with(
-                {name: t.narrow(dim, start, end - start) for name, t in self._inner().items()},
+                {
+                    name: t.narrow(dim, start, end - start)
+                    for name, t in self.inner_tensors().items()
+                },
                 shape,
             )
         inner = math.prod(self.shape[dim + 1 :])
@@ -217,7 +210,7 @@ class CodebookTensor(LowbitTensor):
         return self._with({"codes": codes, "scale": scale}, shape)
 
 
-def _inner_shapes(shape: Sequence[int], format: str, block_size: int) -> InnerShapes:
+def inner_shapes(shape: Sequence[int], format: str, block_size: int) -> InnerShapes:
     lead, cols = row_layout(shape, block_size)
     form = FORMATS[format]
     return {

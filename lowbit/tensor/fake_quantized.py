@@ -50,7 +50,7 @@ class FakeQuantizedTensor(LowbitTensor):
         """
         check_weight(weight)
         weight = weight.detach().contiguous()
-        return cls._build({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
+        return cls.from_inner({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
 
     def fake_quantized(self) -> Tensor:
         """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
@@ -68,7 +68,7 @@ class FakeQuantizedTensor(LowbitTensor):
         """The high-precision weight itself: update it in place."""
         return self.weight
 
-    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return {"weight": (tuple(shape), self.weight.dtype)}
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
@@ -113,7 +113,7 @@ class FakeQuantizedTensor(LowbitTensor):
             return self
         codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
-        return GatheredWeight._build(tensors, self._meta(), self.shape, self.dtype)
+        return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,10 +176,10 @@ class GatheredWeight(FakeQuantizedTensor):
             "master(): only the sharded parameter has the high-precision weight"
         )
 
-    def _inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         spec = self.scheme.weight
         blocks = spec.blocks(shape)
-        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self._inner().items()}
+        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self.inner_tensors().items()}
         shapes["codes"] = (spec.padded_shape(shape), self.codes.dtype)
         return shapes
 

@@ -46,7 +46,7 @@ def _to_rows(tensor: LowbitTensor, rows: int) -> Tensor:
 
 def _from_rows(tensor: LowbitTensor, packed: Tensor, rows: int) -> dict[str, Tensor]:
     """The inner tensors of `rows` rows, from what `_to_rows` laid end to end on each rank."""
-    shapes = tensor._inner_shapes((rows, *tensor.shape[1:]))
+    shapes = tensor.inner_shapes((rows, *tensor.shape[1:]))
     flat = packed.reshape(packed.shape[0], -1).view(torch.uint8)[:rows]
     found, start = {}, 0
     for name in tensor._row_attrs():
@@ -98,7 +98,7 @@ class FSDPHooks:
                 for name, t in zip(names, outputs, strict=True)
             }
             owned = outputs
-        inner = {**shard._inner(), **gathered}
+        inner = {**shard.inner_tensors(), **gathered}
         if out is None:
             return shard._with(inner, outer_size, param_dtype), owned
         target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism

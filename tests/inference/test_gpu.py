@@ -49,7 +49,7 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
     lb.quantize_(on_cpu, scheme)
     model = linear.cuda()
     lb.quantize_(model, scheme)
-    for name, inner in on_cpu.weight._inner().items():
+    for name, inner in on_cpu.weight.inner_tensors().items():
         assert torch.equal(getattr(model.weight, name).cpu(), inner), (
             f"{name} differs from the CPU's"
         )

@@ -171,7 +171,7 @@ def test_casting_keeps_the_codes(scheme: lb.Scheme, dtype: torch.dtype) -> None:
     model.to(dtype)
     for old, layer in zip(before, model, strict=True):
         assert layer.weight.dtype is layer.bias.dtype is dtype
-        for name, inner in old._inner().items():
+        for name, inner in old.inner_tensors().items():
             assert torch.equal(getattr(layer.weight, name), inner), name
         assert torch.equal(layer.weight.dequantize(), old.dequantize().to(dtype))
     assert relative_error(model(x.to(dtype)), y) < 0.02

@@ -39,7 +39,7 @@ def same(a, b):
     return (
         type(a) is type(b)
         and a.shape == b.shape
-        and a._meta() == b._meta()
+        and a.meta() == b.meta()
         and torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
         and torch.equal(a.scale, b.scale)
     )

@@ -42,7 +42,7 @@ def test_a_weight_that_is_not_contiguous() -> None:
         lb.quantize_(expected, scheme)
         for model in (prepared, quantized):
             assert torch.equal(model.weight, expected.weight)
-            assert all(t.is_contiguous() for t in model.weight._inner().values())
+            assert all(t.is_contiguous() for t in model.weight.inner_tensors().values())
             assert torch.equal(model(x), y)
 
 

@@ -167,17 +167,17 @@ def same(a: Any, b: Any) -> bool:
         and a.stride() == b.stride()
         and a.dtype == b.dtype
         and a.device == b.device
-        and a._meta() == b._meta()
+        and a.meta() == b.meta()
         and a.flat_from == b.flat_from
-        and a._inner().keys() == b._inner().keys()
-        and all(same_bits(t, getattr(b, name)) for name, t in a._inner().items())
+        and a.inner_tensors().keys() == b.inner_tensors().keys()
+        and all(same_bits(t, getattr(b, name)) for name, t in a.inner_tensors().items())
     )
 
 
 def check(t: Any) -> None:
     """The inner tensors have the shapes and dtypes that a tensor of this shape has."""
-    expected = t._inner_shapes(t.flat_from or tuple(t.shape))
-    found = {name: (tuple(part.shape), part.dtype) for name, part in t._inner().items()}
+    expected = t.inner_shapes(t.flat_from or tuple(t.shape))
+    found = {name: (tuple(part.shape), part.dtype) for name, part in t.inner_tensors().items()}
     if t.numel() == 0:  # the scale that an empty slice shares with all rows may stay
         expected, found = {"codes": expected.get("codes")}, {"codes": found.get("codes")}
     assert found == expected

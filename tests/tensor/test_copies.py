@@ -72,7 +72,7 @@ def test_to_dtype_changes_the_values_dtype_and_no_stored_bit(case, dtype):
     t = case.make((7, 101))
     low = t.to(dtype)
     assert low.dtype is dtype and low.dequantize().dtype is dtype
-    assert all(same_bits(part, getattr(low, name)) for name, part in t._inner().items())
+    assert all(same_bits(part, getattr(low, name)) for name, part in t.inner_tensors().items())
     assert same_bits(low.dequantize(), t.dequantize().to(dtype)), "rounded once, at the end"
     assert same(low.float(), t)
     assert t.to(t.dtype) is t and t.to("cpu") is t
@@ -90,8 +90,8 @@ def test_to_meta_and_back_to_memory(case):
     t = case.make((7, 101))
     meta = t.to("meta")
     assert type(meta) is case.kind and meta.device.type == "meta" and meta.shape == t.shape
-    assert all(part.is_meta for part in meta._inner().values())
-    assert meta._meta() == t._meta() and meta.dtype == t.dtype
+    assert all(part.is_meta for part in meta.inner_tensors().values())
+    assert meta.meta() == t.meta() and meta.dtype == t.dtype
     empty = torch.empty_like(meta, device="cpu")
     assert type(empty) is case.kind
     assert same(empty.copy_(t), t)
@@ -107,7 +107,7 @@ def test_to_meta_and_back_to_memory(case):
 def test_copy_from_values_encodes_them(case):
     for shape in SHAPES:
         t = case.make(shape)
-        pointers = [part.data_ptr() for part in t._inner().values()]
+        pointers = [part.data_ptr() for part in t.inner_tensors().values()]
         x = values(shape, 5)
         new = case.encode(x)
         source = x if getattr(t, "signed", True) else x.square()
@@ -115,7 +115,7 @@ def test_copy_from_values_encodes_them(case):
             t.copy_(case.make(shape, seed=3))
             assert t.copy_(plain) is t
             assert same(t, new)
-        assert [part.data_ptr() for part in t._inner().values()] == pointers, "in place"
+        assert [part.data_ptr() for part in t.inner_tensors().values()] == pointers, "in place"
 
 
 @every_case
@@ -162,7 +162,7 @@ def test_repr_says_what_it_is_and_shows_no_values(case):
     text = repr(t)
     assert text.startswith(f"{case.kind.__name__}(shape=(7, 101), dtype=float32, device='cpu'")
     assert "tensor(" not in text and "\n" not in text and len(text) < 400
-    for value in t._meta().values():
+    for value in t.meta().values():
         assert value is None or repr(value) in text
     assert str(t) == f"{t}" == text
     parameter = nn.Parameter(t, requires_grad=case.is_trainable)

@@ -131,7 +131,7 @@ def test_state_dict_copied_into_its_own_kind(case):
 
 
 def pointers_of(module):
-    return [part.data_ptr() for part in module.head.weight._inner().values()]
+    return [part.data_ptr() for part in module.head.weight.inner_tensors().values()]
 
 
 @every_weight

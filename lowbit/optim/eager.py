@@ -1,0 +1,232 @@
+"""The step in PyTorch operations, over pieces of rows: decode, update in float32, encode, write the weight once.
+
+Every tensor of a parameter (gradient, weight, correction, codes, scales) is seen as `[rows, width]`, with as many
+rows as its states have (`lowbit.tensor.codebook_tensor`); where no state is in codes, a row is one element. A large
+parameter is taken some rows at a time, so that what is decoded stays in the processor's cache. On a CPU, where an
+operation costs as much as a thousand elements, the rows of many small parameters are gathered into one piece, and
+what was computed is scattered back. All of it is elementwise or within a row: how rows are cut or gathered changes
+no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit.optim import state as states
+from lowbit.optim.job import Job
+from lowbit.rounding import bits_at, join_bf16, keys, round_bf16, split_bf16
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.codebook_tensor import CodebookTensor
+
+if TYPE_CHECKING:
+    from lowbit.optim.base import LowbitOptimizer
+
+# Elements updated at once: in the processor's cache on a CPU, enough to fill a GPU.
+PIECE_CPU, PIECE_OTHER = 2**16, 2**24
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows of one parameter."""
+
+    place: int  # in the job
+    tensors: list[
+        Tensor
+    ]  # gradient, weight, correction if there is one, then the states': [rows, width] each
+    rows: int
+    start: int = 0  # index of its first row on this rank
+
+    def cut(self, start: int, end: int) -> Part:
+        return Part(self.place, [t[start:end] for t in self.tensors], end - start, start)
+
+
+@dataclass(slots=True)
+class Kind:
+    """What the parts of one piece have in common."""
+
+    cols: int
+    corrected: bool
+    states: tuple[tuple[str, CodebookTensor | None, int], ...]
+    """Names, each with a tensor that knows how its codes are read, or None for plain memory; and how many of its
+    own rows one row of the piece holds, where a state in smaller blocks has shorter ones."""
+
+
+class Step:
+    """One step over the parameters of a job, whose states exist and whose steps are counted."""
+
+    def __init__(self, optimizer: LowbitOptimizer, job: Job, coefficient: Tensor | None) -> None:
+        self.optimizer, self.job, self.group = optimizer, job, job.group
+        self.signs = optimizer.state_names(job.group)
+        self.device = job.grads[0].device
+        self.coefficient = None if coefficient is None else coefficient.to(self.device)
+        self.on_cpu = self.device.type == "cpu"
+        self.steps = torch.stack([optimizer.state[p]["step"] for p in job.params])
+        lr = job.group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.detach().reshape(()).double()
+        scalars = optimizer.scalars(job.group, lr, self.steps.double())
+        wide = job.params[0].dtype == torch.float64
+        self.scalars = tuple(s if wide else s.float() for s in scalars)
+        self.all_alike = self.on_cpu and bool((self.steps == self.steps[0]).all())
+        self.unfinished: list[tuple[Tensor, Tensor]] = []
+
+    def run(self) -> None:
+        by_kind: dict[Any, tuple[Kind, list[Part]]] = {}
+        for place in range(len(self.job.params)):
+            found = self._part(place)
+            if found is not None:
+                key, kind, part = found
+                by_kind.setdefault(key, (kind, []))[1].append(part)
+        limit = PIECE_CPU if self.on_cpu else PIECE_OTHER
+        for kind, parts in by_kind.values():
+            rows = max(1, limit // kind.cols)
+            for piece in _pieces(parts, rows, gather=self.on_cpu):
+                self._update(kind, piece)
+        for target, values in self.unfinished:
+            target.copy_(values.view(target.shape))
+
+    def _part(self, place: int) -> tuple[Any, Kind, Part] | None:
+        """The parameter's tensors as rows, and what they can be gathered by; None where it has no elements."""
+        param = self.job.params[place]
+        own: Any = states.local(param)
+        is_low = isinstance(own, LowbitTensor)
+        weight = own.master() if is_low else own
+        if weight.numel() == 0:
+            return None
+        state = self.optimizer.state[param]
+        corrected = states.has_correction(self.group, param)
+        stored: list[tuple[str, Any]] = [(name, states.local(state[name])) for name in self.signs]
+        coded = {name: t for name, t in stored if isinstance(t, CodebookTensor)}
+        widths = {name: t.cols_of(weight.shape) for name, t in coded.items()}
+        cols = max(widths.values(), default=1)
+        rows = weight.numel() // cols
+        tensors = [self.job.grads[place], weight]
+        if corrected:
+            tensors.append(states.local(state["weight_correction"]))
+        for name, t in stored:
+            tensors.extend((t.codes, t.scale) if name in coded else (t,))
+        seen = [_as_rows(t, rows) for t in tensors]
+        if seen[1] is not weight and not weight.is_contiguous():
+            self.unfinished.append((weight, seen[1]))
+        if is_low and all(t is not weight for t in own.inner_tensors().values()):
+            self.unfinished.append((own, weight))
+        key = (cols, *((coded[name].format if name in coded else t.dtype) for name, t in stored))
+        each = ((name, coded.get(name), cols // widths.get(name, cols)) for name, _ in stored)
+        kind = Kind(cols, corrected, tuple(each))
+        return key, kind, Part(place, seen, rows)
+
+    def _update(self, kind: Kind, piece: list[Part]) -> None:
+        old = [_gather(list(same)) for same in zip(*(p.tensors for p in piece), strict=True)]
+        grad, weight = old[0].float().view(-1, kind.cols), old[1].view(-1, kind.cols)
+        if self.coefficient is not None:
+            grad = grad * self.coefficient
+        if kind.corrected:
+            work = join_bf16(weight, old[2].view(-1, kind.cols))
+        else:
+            work = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
+        values, at = {}, 2 + kind.corrected
+        for name, coded, within in kind.states:
+            if coded is None:
+                values[name] = old[at].float().view(-1, kind.cols)
+            else:
+                codes, scale = (_shorter(t, within) for t in old[at : at + 2])
+                values[name] = coded.decode_rows(codes, scale).view(-1, kind.cols)
+            at += 1 if coded is None else 2
+        self.optimizer.update(self.group, self._scalars_of(piece), work, grad, values)
+        new = self._weight(kind, piece, work, weight.dtype)
+        for slot, (name, coded, within) in enumerate(kind.states, 1):
+            if coded is None:
+                new.append(self._plain(kind, piece, slot, values[name], old[1 + len(new)].dtype))
+            else:
+                new += coded.encode_rows(_shorter(values[name], within))
+        for i, result in enumerate(new, 1):
+            _scatter(result, [p.tensors[i] for p in piece])
+
+    def _weight(
+        self, kind: Kind, piece: list[Part], work: Tensor, dtype: torch.dtype
+    ) -> list[Tensor]:
+        if kind.corrected:
+            return list(split_bf16(work))
+        if dtype == torch.bfloat16 and self.group["bf16_stochastic_round"]:
+            return [round_bf16(work, self._draws(kind, piece, 0))]
+        return [work if work.dtype == dtype else work.to(dtype)]
+
+    def _plain(
+        self, kind: Kind, piece: list[Part], slot: int, values: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """A state not in codes. A second moment in bfloat16 is rounded stochastically: with beta2 = 0.999 it shrinks
+        by less than half of a bfloat16 step at a time, so that rounded to nearest it would never shrink."""
+        if dtype == torch.bfloat16 and not self.signs[kind.states[slot - 1][0]]:
+            return round_bf16(values, self._draws(kind, piece, slot))
+        return values if values.dtype == dtype else values.to(dtype)
+
+    def _scalars_of(self, piece: list[Part]) -> tuple[Tensor, ...]:
+        """Without dimensions where they are the same for all rows, else [rows, 1]."""
+        if len(piece) == 1 or self.all_alike:
+            return tuple(s[piece[0].place] for s in self.scalars)
+        return tuple(self._by_row(s, piece) for s in self.scalars)
+
+    def _by_row(self, each: Tensor, piece: list[Part]) -> Tensor:
+        return torch.cat([each[p.place].expand(p.rows) for p in piece]).unsqueeze(1)
+
+    def _draws(self, kind: Kind, piece: list[Part], slot: int) -> Tensor:
+        """Random bits [rows, cols], keyed as `lowbit.optim.base` tells."""
+        tensor = 4 * torch.tensor(self.job.indices, device=self.device) + slot
+        key = keys(self.group["seed"], self.steps.to(torch.int64), tensor)
+        columns = [self._by_row(k, piece) for k in key]
+        indices = []
+        for p in piece:
+            i = torch.arange(
+                p.start * kind.cols, (p.start + p.rows) * kind.cols, device=self.device
+            )
+            base, run, stride = states.global_index(self.job.params[p.place])
+            if run < stride:
+                i = i // run * stride + i % run
+            indices.append(i + base)
+        return bits_at(_gather(indices).view(-1, kind.cols), columns[0], columns[1])
+
+
+def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part]]:
+    """Of at most `rows` rows: large parts cut, small ones gathered if asked for."""
+    together: list[Part] = []
+    held = 0
+    for part in parts:
+        if part.rows > rows:
+            for start in range(0, part.rows, rows):
+                yield [part.cut(start, min(start + rows, part.rows))]
+            continue
+        if together and (not gather or held + part.rows > rows):
+            yield together
+            together, held = [], 0
+        together.append(part)
+        held += part.rows
+    if together:
+        yield together
+
+
+def _as_rows(t: Tensor, rows: int) -> Tensor:
+    """[rows, width]: itself, a view, or a copy where the strides allow none."""
+    return t if t.ndim == 2 and t.shape[0] == rows else t.reshape(rows, -1)
+
+
+def _shorter(t: Tensor, within: int) -> Tensor:
+    """Each row as `within` rows."""
+    return t if within == 1 else t.view(t.shape[0] * within, t.shape[1] // within)
+
+
+def _gather(same: list[Tensor]) -> Tensor:
+    return same[0] if len(same) == 1 else torch.cat(same)
+
+
+def _scatter(values: Tensor, targets: list[Tensor]) -> None:
+    if len(targets) > 1:
+        width = targets[0].shape[1]
+        sizes = [t.shape[0] for t in targets]
+        torch.split_with_sizes_copy(values.view(-1, width), sizes, out=targets)
+    elif values is not targets[0]:
+        targets[0].copy_(values.view(targets[0].shape))

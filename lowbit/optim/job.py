@@ -1,0 +1,69 @@
+"""What a step has to do: parameters with a gradient, those of one group, device and dtype together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class Job:
+    """Parameters of one group, device and dtype; the lists have one entry a parameter."""
+
+    group: dict[str, Any]
+    params: list[Tensor] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    """Positions among all parameters of the optimizer: the keys of random draws."""
+    grads: list[Tensor] = field(default_factory=list)
+    """This rank's part, placed as the parameter is."""
+
+
+def collect(groups: list[dict[str, Any]]) -> list[Job]:
+    """The jobs of a step.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    found: list[tuple[dict[str, Any], Tensor, int]] = []
+    index = 0
+    for group in groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                if param.grad.layout is not torch.strided:
+                    raise _sparse(param, param.grad)
+                found.append((group, param, index))
+            index += 1
+    jobs: dict[Any, Job] = {}
+    for (
+        group,
+        param,
+        index,
+    ) in found:  # after all checks, since a gradient may have to be moved between ranks
+        kind = (id(group), param.device, param.dtype)
+        if kind not in jobs:
+            jobs[kind] = Job(group)
+        job = jobs[kind]
+        job.params.append(param)
+        job.indices.append(index)
+        job.grads.append(_local_grad(param))
+    return list(jobs.values())
+
+
+def _local_grad(param: Any) -> Tensor:
+    grad = param.grad
+    if not isinstance(param, DTensor):
+        return grad
+    if grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return grad.to_local()
+
+
+def _sparse(param: Tensor, grad: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of a parameter of shape {tuple(param.shape)} is sparse ({grad.layout}), which is not "
+        "supported; use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
+    )
