@@ -34,6 +34,7 @@ from benchmarks.train_memory import (
     TrainingCandidate,
     TrainingCost,
     measure_training,
+    offloaded,
     train_memory,
 )
 from recipes.llama import LlamaConfig
@@ -167,3 +168,11 @@ def test_training_cells() -> None:
         "200.0", "0.50", "81.9", "30.00", "-4.50", "4.00",
     ]  # fmt: skip
     assert TRAINING_TABLE.cells(rows[1], result, 1.0)[4] == ""
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_training_step_with_states_in_the_hosts_memory(gradients: bool) -> None:
+    config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
+    choice = offloaded("torch.optim", "AdamW", gradients=gradients, fused=True)
+    candidate = TrainingCandidate(choice, (2, 16), config=config, device="cpu", compile=False)
+    assert measure_training(candidate, 2).seconds > 0
