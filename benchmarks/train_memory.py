@@ -7,6 +7,7 @@ much memory: there the states of torch's optimizer don't fit beside the model, a
 
 from __future__ import annotations
 
+import gc
 import importlib
 import statistics
 import time
@@ -76,6 +77,8 @@ def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost
     """Train for ``repeats`` steps after two. RuntimeError when the loss is no number."""
     on_gpu = candidate.device == "cuda"
     repeats = min(repeats, candidate.most_repeats)
+    gc.collect()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     with memory_limit(candidate.limit):
         step = training_step(candidate)
         for _ in range(WARM_UP):
@@ -89,8 +92,11 @@ def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         seconds = statistics.median(event_seconds(step, repeats))
-        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        return TrainingCost(seconds, tokens, peak / 2**30, held / 2**30)
+        peak, held = (
+            (size - before) / 2**30
+            for size in (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+        )
+        return TrainingCost(seconds, tokens, peak, held)
 
 
 def _seconds(step: Callable[[], Tensor]) -> float:

@@ -34,6 +34,7 @@ from benchmarks.train_memory import (
     TrainingCandidate,
     TrainingCost,
     measure_training,
+    memory_limit,
     offloaded,
     train_memory,
 )
@@ -176,3 +177,37 @@ def test_a_training_step_with_states_in_the_hosts_memory(gradients: bool) -> Non
     choice = offloaded("torch.optim", "AdamW", gradients=gradients, fused=True)
     candidate = TrainingCandidate(choice, (2, 16), config=config, device="cpu", compile=False)
     assert measure_training(candidate, 2).seconds > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "choice", [*lowbit_formats(), *lowbit_options(), torch_fused()], ids=lambda c: c.name
+)
+def test_memory_and_time_on_the_gpu(choice: OptimizerChoice) -> None:
+    shapes = [(4096, 1024), (1024, 4096), (1024,)]
+    times = measure_step(StepCandidate(choice, shapes), 3)
+    assert 0 < times.step < times.first and times.issue < times.first
+    assert times.held is not None and times.extra is not None and times.extra >= 0
+    stored = times.moved / times.parameters - 2 * (2 + choice.gradient_reads)  # read and written
+    assert times.held / times.parameters == pytest.approx(stored / 2, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_a_limit_on_memory_holds_and_ends() -> None:
+    def four_gib() -> torch.Tensor:
+        return torch.empty(2**32, dtype=torch.uint8, device="cuda")
+
+    with pytest.raises(torch.OutOfMemoryError), memory_limit(2.0):
+        four_gib()
+    assert four_gib().numel() == 2**32
+
+
+@pytest.mark.gpu
+def test_a_compiled_training_step_on_the_gpu() -> None:
+    config = LlamaConfig(512, dim=256, layers=2, heads=4, kv_heads=2, hidden=512, context=128)
+    torch_cost, lowbit_cost = (
+        measure_training(TrainingCandidate(choice, (2, 128), config=config), 3)
+        for choice in (torch_fused(), lowbit_formats()[1])
+    )
+    assert torch_cost.held is not None and lowbit_cost.held is not None
+    assert torch_cost.peak is not None and torch_cost.peak > torch_cost.held > lowbit_cost.held > 0

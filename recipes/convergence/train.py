@@ -81,6 +81,7 @@ def train_run(
     scheduler = LambdaLR(optimizer, learning_rate_factor(config))
     forward = torch.compile(model) if config.compile else model
     probes = heldout_windows(config, data.heldout, config.probe_sequences)
+    tokens = data.train.to(device)  # all of them, so that no step waits for a copy
     curve: list[tuple[int, float]] = []
 
     model.train()
@@ -89,7 +90,7 @@ def train_run(
         check()
         if step % config.probe_every == 0:
             curve.append((step, mean_loss(model, probes, device)))
-        loss = step_loss(config, forward, data.train, step, device)
+        loss = step_loss(config, forward, tokens, step, device)
         loss.backward()
         nn.utils.clip_grad_norm_(weights.computing, config.grad_clip)
         weights.take_gradients()
