@@ -227,9 +227,7 @@ class AdEMAMix(LowbitOptimizer):
             weight.mul_(keep)
         weight.sub_(change)
 
-    def rule(self, group: dict[str, Any]) -> Rule | None:
-        if group["state"] not in ("bf16", "fp32"):
-            return None  # the kernel takes states of one format
+    def rule(self, group: dict[str, Any]) -> Rule:
         from lowbit_kernels.fused_step import Rule
 
         lines = ["g = -g;"] if group["maximize"] else []

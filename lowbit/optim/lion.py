@@ -8,6 +8,25 @@ With gradient g (negated to maximize) and momentum m::
 
 The sign is that of the momentum before the step, mixed with the gradient. Every element moves by lr, so lr is taken
 3 to 10 times smaller than for AdamW, and weight_decay as much larger.
+
+How long a memory a format holds
+--------------------------------
+A step changes m by a share of 1 - beta2, and what is below half the distance of two codes is lost. Relative error of
+m after some hundred steps on gradients of pure noise (with a mean as large as the noise, that of "4bit" is 0.3 to
+0.4 throughout):
+
+========  ====  ====  ====  ====
+beta2      0.9  0.95  0.98  0.99
+========  ====  ====  ====  ====
+"8bit"    0.02  0.04  0.05  0.08
+"float8"  0.06  0.08  0.13  0.18
+"4bit"    0.34  0.48  0.86   1.5
+========  ====  ====  ====  ====
+
+Loss of a small network (500 steps, batches of 32, four learning rates), relative to float32 states with the same
+betas: "bf16", "8bit" and "float8" within 1.5%; "4bit" 16 to 31% above with (0.9, 0.99), 0 to 12% with (0.95, 0.98),
+and within 4% with (0.9, 0.95) (5 and 13% after 200 steps). Rounding the codes stochastically is no way out: at 0.99
+it leaves 10%, and at 0.95 it is worse than rounding to nearest. So with "4bit" take betas=(0.9, 0.95).
 """
 
 from __future__ import annotations
@@ -74,7 +93,8 @@ class Lion(LowbitOptimizer):
         params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).
             float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
         lr: learning rate, a float or a tensor of one element.
-        betas: weight of the momentum in the update, and its decay; in [0, 1).
+        betas: weight of the momentum in the update, and its decay; in [0, 1). With "4bit" take (0.9, 0.95), see the
+            module.
         weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
         maximize: ascend.
         common: `lowbit.optim.CommonOptions`. `state`, the format of the momentum, is by default this class's own,
@@ -162,7 +182,8 @@ c[3] = 1.0 - beta2;
 
 
 class Lion4bit(Lion):
-    """`Lion(..., state="4bit")`: 0.53 bytes of state an element instead of 4."""
+    """`Lion(..., state="4bit")`: 0.53 bytes of state an element instead of 4. Take betas=(0.9, 0.95) with it: 4 bits
+    don't hold the momentum of beta2 = 0.99 (see the module)."""
 
     default_state = "4bit"
 

@@ -9,6 +9,11 @@ With gradient g (negated to maximize) and momentum b, whose first value is the g
 
 As states start at zero, the first step is the ordinary one without dampening; which step is the first is told by
 the step counter, on the device.
+
+What a format does to a momentum depends on how long it remembers: a step changes it by a share of 1 - momentum, and
+what is below half the distance of two codes is lost. See `lowbit.optim.lion` for figures. Training loss of a small
+network (600 steps, batches of 32) above that with a float32 momentum: "bf16", "8bit" and "float8" at most 0.3%; "4bit"
+0.8% with momentum = 0.9, but 56% with 0.99, which 4 bits cannot hold.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from lowbit.optim import state as states
 from lowbit.optim.base import (
     CommonOptions,
     LowbitOptimizer,
@@ -135,6 +141,12 @@ class SGD(LowbitOptimizer):
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return self.moments if group["momentum"] else {}
+
+    def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
+        super()._ensure_state(group, param)
+        for name, signed in self.state_names(group).items():
+            if name not in self.state[param]:  # the momentum was 0 until now
+                self.state[param][name] = states.new_state(param, group["state"], signed)
 
     def scalars(
         self, group: dict[str, Any], lr: float | Tensor, steps: Tensor

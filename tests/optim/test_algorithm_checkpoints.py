@@ -1,0 +1,184 @@
+"""Lion, SGD and AdEMAMix: their names, groups, schedules and checkpoints, torch.optim.SGD's among them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit import optim
+from tests.optim.algorithms import DROP_IN, MOMENTUM, SHAPES, cases, classes, decoded, every
+from tests.optim.problems import FORMATS, parameters, relative, run
+
+
+@classes
+def test_drop_in_names_are_classes_with_their_format(cls):
+    for own, state in zip(DROP_IN[cls], ("4bit", "8bit", "float8"), strict=True):
+        params = parameters((40, 130))
+        optimizer = own(params, 0.01, weight_decay=0.5)
+        assert issubclass(own, cls) and optimizer.param_groups[0]["state"] == state
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        assert own(params, state="fp32").param_groups[0]["state"] == "fp32"
+        assert own.__name__ in optim.__all__
+
+
+def test_defaults_are_those_of_torch_and_the_papers():
+    (group,) = optim.SGD8bit(parameters((4, 4))).param_groups
+    for name, value in torch.optim.SGD(parameters((4, 4))).defaults.items():
+        assert group[name] == value, name
+    (group,) = optim.Lion8bit(parameters((4, 4))).param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.99), 0.0)
+    (group,) = optim.AdEMAMix8bit(parameters((4, 4))).param_groups
+    assert (group["betas"], group["alpha"]) == ((0.9, 0.999, 0.9999), 5.0)
+
+
+@classes
+def test_groups_have_their_own_options_and_formats(cls):
+    a, b, c = parameters((40, 130), (40, 130), (40, 130))
+    groups = [
+        {"params": [a], "state": "4bit", "lr": 0.0},
+        {"params": b},
+        {"params": c, "state": "fp32"},
+    ]
+    optimizer = cls(groups, lr=0.01, **MOMENTUM[cls])
+    before = [p.detach().clone() for p in (a, b, c)]
+    run(optimizer, [a, b, c], 2)
+    name = next(iter(optimizer.moments))
+    stored = [optimizer.state[p][name] for p in (a, b, c)]
+    assert [getattr(s, "format", s.dtype) for s in stored] == ["4bit", "8bit", torch.float32]
+    assert [torch.equal(p, q) for p, q in zip((a, b, c), before, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+@classes
+def test_one_cycle_moves_the_momentum(cls):
+    params = parameters((40, 130))
+    optimizer = cls(params, lr=0.01, **MOMENTUM[cls])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    run(optimizer, params, 1)
+    scheduler.step()
+    (group,) = optimizer.param_groups
+    moved = group["momentum"] if cls is optim.SGD else group["betas"][0]
+    assert moved != 0.9
+    run(optimizer, params, 1, first=1)
+    if cls is not optim.SGD:
+        assert len(group["betas"]) == len(cls(params).param_groups[0]["betas"])
+
+
+def test_a_momentum_may_be_turned_on_and_off():
+    a, b = parameters((40, 130), (13,)), parameters((40, 130), (13,))
+    pairs = (torch.optim.SGD(a, lr=0.01), a), (optim.SGD(b, lr=0.01, state="fp32"), b)
+    for optimizer, params in pairs:
+        for step, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            run(optimizer, params, 1, first=step)
+    assert all(relative(q, p) < 1e-6 for p, q in zip(a, b, strict=True))
+
+
+def saved(state_dict):
+    """As read back from a file, by weights_only=True."""
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def copied(cls, params, **options):
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    return cls(copies, **options), copies
+
+
+@every
+@cases
+def test_resuming_from_a_file_is_bit_for_bit(cls, options, state):
+    params = parameters(*SHAPES)
+    optimizer = cls(params, lr=0.01, state=state, **options)
+    run(optimizer, params, 3)
+    other, copies = copied(cls, params, state=state)
+    other.load_state_dict(saved(optimizer.state_dict()))
+    run(optimizer, params, 3, first=3)
+    run(other, copies, 3, first=3)
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+@classes
+@pytest.mark.parametrize("before,after", list(itertools.permutations(FORMATS, 2)))
+def test_every_format_loads_into_every_other(cls, before, after):
+    params = parameters((40, 130))
+    optimizer = cls(params, lr=0.01, state=before, **MOMENTUM[cls])
+    run(optimizer, params, 3)
+    other, copies = copied(cls, params, state=after)
+    other.load_state_dict(optimizer.state_dict())
+    for name in optimizer.moments:
+        value, loaded = optimizer.state[params[0]][name], other.state[copies[0]][name]
+        fresh = cls(parameters((40, 130)), state=after, **MOMENTUM[cls])
+        run(fresh, fresh.param_groups[0]["params"], 1)
+        like = fresh.state[fresh.param_groups[0]["params"][0]][name]
+        assert type(loaded) is type(like) and loaded.dtype == like.dtype
+        assert relative(decoded(loaded), decoded(value)) < (0.25 if after == "4bit" else 0.06)
+        if "slow" in name and "fp32" not in (before, after):
+            assert torch.equal(loaded, value)
+    run(other, copies, 1, first=3)
+
+
+@every
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_torchs_sgd_continues_here_and_goes_back(momentum, state):
+    """Its states have no step counter; the buffer is past its first step, so dampening applies at once."""
+    options = {"momentum": momentum, "dampening": 0.5, "weight_decay": 0.1}
+    params = parameters(*SHAPES)
+    theirs = torch.optim.SGD(params, lr=0.01, **options)
+    run(theirs, params, 3)
+    ours, copies = copied(optim.SGD, params, state=state)
+    ours.load_state_dict(saved(theirs.state_dict()))
+    assert ours.param_groups[0]["dampening"] == 0.5
+    run(theirs, params, 2, first=3)
+    run(ours, copies, 2, first=3)
+    back, again = copied(torch.optim.SGD, copies, lr=1.0)
+    back.load_state_dict(optim.dequantize_state_dict(saved(ours.state_dict())))
+    run(theirs, params, 2, first=5)
+    run(back, again, 2, first=5)
+    exact = state == "fp32" or not momentum
+    assert all(
+        relative(q, p) < (1e-6 if exact else 0.01) for p, q in zip(params, again, strict=True)
+    )
+    for buffers in back.state.values():
+        assert all(type(value) is torch.Tensor for value in buffers.values())
+
+
+def test_a_buffer_of_none_or_of_no_use_is_left_out():
+    params = parameters((40, 130))
+    theirs = torch.optim.SGD(params, lr=0.01, momentum=0.9)
+    run(theirs, params, 1)
+    state_dict = copy.deepcopy(theirs.state_dict())
+    state_dict["param_groups"][0]["momentum"] = 0
+    ours, copies = copied(optim.SGD8bit, params)
+    ours.load_state_dict(state_dict)
+    run(ours, copies, 1)
+    assert set(ours.state[copies[0]]) == {"step"}
+    state_dict["param_groups"][0]["momentum"] = 0.9
+    state_dict["state"][0]["momentum_buffer"] = None
+    ours.load_state_dict(state_dict)
+    run(ours, copies, 1)
+    assert ours.state[copies[0]]["step"] == 1
+
+
+@classes
+def test_another_optimizers_checkpoint_is_refused(cls):
+    params = parameters((40, 130))
+    adam = torch.optim.Adam(params)
+    run(adam, params, 1)
+    options = {
+        k: v for k, v in cls(params, **MOMENTUM[cls]).param_groups[0].items() if k != "params"
+    }
+    state_dict = copy.deepcopy(adam.state_dict())
+    state_dict["param_groups"][0].update(options)
+    with pytest.raises(ValueError, match=rf"exp_avg_sq.*{cls.__name__} takes.*another optimizer"):
+        cls(params, **MOMENTUM[cls]).load_state_dict(state_dict)
