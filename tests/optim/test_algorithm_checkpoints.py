@@ -9,10 +9,18 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowbit import optim
+from tests.distributed.launch import launch
 from tests.optim.algorithms import DROP_IN, MOMENTUM, SHAPES, cases, classes, decoded, every
-from tests.optim.problems import FORMATS, parameters, relative, run
+from tests.optim.problems import FORMATS, parameters, rand, relative, run
+from tests.optim.test_sharded import Model, shard, train
 
 
 @classes
@@ -182,3 +190,82 @@ def test_another_optimizers_checkpoint_is_refused(cls):
     state_dict["param_groups"][0].update(options)
     with pytest.raises(ValueError, match=rf"exp_avg_sq.*{cls.__name__} takes.*another optimizer"):
         cls(params, **MOMENTUM[cls]).load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+def test_states_that_get_optimizer_state_dict_makes_count_as_a_step(momentum, flatten):
+    """As with torch.optim.SGD, where the momentum is zeros then and the next gradient is dampened."""
+    results = []
+    for cls, extra in ((torch.optim.SGD, {}), (optim.SGD, {"state": "fp32"})):
+        model = nn.Linear(130, 40)
+        model.load_state_dict({"weight": rand(40, 130), "bias": rand(40)})
+        optimizer = cls(model.parameters(), lr=0.01, momentum=momentum, dampening=0.5, **extra)
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        if momentum or cls is optim.SGD:  # torch has no states to make otherwise
+            get_optimizer_state_dict(model, optimizer, options=options)
+        run(optimizer, list(model.parameters()), 2)
+        state_dict = get_optimizer_state_dict(model, optimizer, options=options)
+        set_optimizer_state_dict(model, optimizer, state_dict, options=options)
+        run(optimizer, list(model.parameters()), 1, first=2)
+        results.append(model)
+    for p, q in zip(*(model.parameters() for model in results), strict=True):
+        assert relative(q, p) < 1e-6
+
+
+def test_a_skipped_first_step_is_not_the_first():
+    a, b = parameters((40, 130)), parameters((40, 130))
+    options = {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}
+    theirs = torch.optim.SGD(a, **options)
+    ours = optim.SGD(b, state="fp32", skip_nonfinite=True, **options)
+    b[0].grad = torch.full((40, 130), torch.nan)
+    ours.step()
+    run(theirs, a, 2)
+    run(ours, b, 2)
+    assert relative(b[0], a[0]) < 1e-6
+
+
+@classes
+def test_bfloat16_weights_follow_float32_ones(cls):
+    """SGD without momentum has its step counter for the draws."""
+    options = {"lr": 1e-4, "state": "fp32"}
+    moved = {}
+    for name, extra in {
+        "rounded": {"bf16_stochastic_round": True},
+        "corrected": {"weight_correction": "8bit"},
+        "wide": {},
+    }.items():
+        dtype = torch.float32 if name == "wide" else torch.bfloat16
+        p = nn.Parameter(torch.ones(40, 130, dtype=dtype))
+        optimizer = cls([p], **options, **extra)
+        for _ in range(30):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        moved[name] = 1 - p.detach().double().mean().item()
+    assert moved["wide"] > 0.002
+    assert moved["rounded"] == pytest.approx(moved["wide"], rel=0.1)
+    assert moved["corrected"] == pytest.approx(moved["wide"], abs=2**-9)
+
+
+def check_sharded(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for cls, state in itertools.product(DROP_IN, ("4bit", "bf16")):
+        whole, first, second = Model(), shard(Model(), mesh), shard(Model(), mesh)
+        models = (whole, first, second)
+        own = [cls(m.parameters(), lr=0.01, state=state, **MOMENTUM[cls]) for m in models]
+        train(whole, own[0], 3)
+        train(first, own[1], 3)
+        second.load_state_dict(first.state_dict())
+        gathered = [get_optimizer_state_dict(first, own[1], options=options)]
+        torch.distributed.broadcast_object_list(gathered)  # only rank 0 gets all of it
+        set_optimizer_state_dict(second, own[2], gathered[0], options=options)
+        train(whole, own[0], 2, first=3)
+        train(second, own[2], 2, first=3)
+        for (name, p), q in zip(second.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q), (cls, state, name)
+    return True
+
+
+def test_two_processes_and_their_full_checkpoint_give_what_one_process_gives():
+    assert launch(check_sharded, 2) == [True, True]
