@@ -14,6 +14,7 @@ from benchmarks.optimizer_step import (
     STEP_TABLE,
     StepCandidate,
     StepTimes,
+    issue_seconds,
     measure_step,
     optimizer_step,
 )
@@ -211,3 +212,16 @@ def test_a_compiled_training_step_on_the_gpu() -> None:
     )
     assert torch_cost.held is not None and lowbit_cost.held is not None
     assert torch_cost.peak is not None and torch_cost.peak > torch_cost.held > lowbit_cost.held > 0
+
+
+def test_gradients_take_turns_while_the_host_is_timed() -> None:
+    params = random_parameters([(4, 4), (4,)], torch.float32, "cpu")
+    sets = [[torch.full_like(p, value) for p in params] for value in (1.0, 2.0)]
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            seen.append([p.grad.flatten()[0].item() for p in params])
+
+    seconds = issue_seconds(Watching(params, lr=0.1), params, sets, 3, on_gpu=False)
+    assert seen == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]] and len(seconds) == 3
