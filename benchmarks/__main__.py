@@ -76,12 +76,17 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list the benchmarks, and end")
     parser.add_argument(
         "--only",
-        default="",
-        metavar="TEXT,TEXT",
-        help='only candidates with one of these in their "problem / name"; what ratios refer to stays',
+        action="append",
+        metavar="TEXT",
+        help='only candidates with this in their "problem / name", or with one of several if given again; what '
+        "ratios refer to stays",
     )
     parser.add_argument(
-        "--skip", default="", metavar="TEXT,TEXT", help="leave out those with one of these in it"
+        "--skip",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="leave out those with this in it; may be given again",
     )
     parser.add_argument(
         "--repeats", type=int, default=REPEATS, help=f"timed repeats (default: {REPEATS})"
@@ -93,6 +98,15 @@ def parser() -> argparse.ArgumentParser:
         "--label", default="", help="end of the written file's name, before .md (default: none)"
     )
     return parser
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """The command that measures the same: without the folder that the page goes to."""
+    words = ["python", "-m", "benchmarks", *options.names]
+    words += [word for text in options.only or [] for word in ("--only", text)]
+    words += [word for text in options.skip for word in ("--skip", text)]
+    words += ["--repeats", str(options.repeats)] if options.repeats != REPEATS else []
+    return shlex.join(words)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,13 +134,10 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    command = shlex.join(
-        ["python", "-m", "benchmarks", *(sys.argv[1:] if arguments is None else arguments)]
-    )
-    only, skip = options.only.split(","), [text for text in options.skip.split(",") if text]
+    command = command_of(options)
     all_worked = True
     for benchmark in chosen:
-        page, worked = run(benchmark, only, skip, options.repeats, command)
+        page, worked = run(benchmark, options.only or [""], options.skip, options.repeats, command)
         all_worked &= worked
         print(page, flush=True)
         if options.out:

@@ -139,6 +139,7 @@ def test_what_cannot_run_is_a_line_and_a_failure_a_status(
     )
     assert main(["for_a_test", "--repeats", "7", "--out", str(tmp_path), "--label", "x"]) == 0
     (page,) = tmp_path.glob("for_a_test-*-x.md")
+    assert "`python -m benchmarks for_a_test --repeats 7`" in page.read_text()
     assert capsys.readouterr().out.strip() == page.read_text().strip()
     for line in (
         "| good | 7 |",
@@ -146,6 +147,8 @@ def test_what_cannot_run_is_a_line_and_a_failure_a_status(
         "| large | out of memory |",
     ):
         assert line in page.read_text()
+    assert main(["for_a_test", "--only", "good", "--only", "large", "--skip", "oo"]) == 0
+    assert "| large |" in capsys.readouterr().out
     raised["bad"] = ValueError("wrong")
     assert main(["for_a_test", "--only", "bad"]) == 1
     assert "| bad | failed: ValueError: wrong |" in capsys.readouterr().out
