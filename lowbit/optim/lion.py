@@ -155,8 +155,8 @@ class Lion(LowbitOptimizer):
         exp_avg.lerp_(grad, 1 - beta2)
         if group["weight_decay"]:
             weight.mul_(keep)
-        # the sign of a NaN would be 0, and hide it
-        weight.sub_(torch.where(mixed.isnan(), mixed, mixed.sign()).mul_(lr))
+        # NaN where the gradient was no finite number: its sign alone would hide that
+        weight.sub_(mixed.sign().add_(mixed, alpha=0).mul_(lr))
 
     def rule(self, group: dict[str, Any]) -> Rule:
         from lowbit_kernels.fused_step import Rule
@@ -165,7 +165,7 @@ class Lion(LowbitOptimizer):
         lines += ["float d = s[0] + c[2] * (g - s[0]);", "s[0] += c[3] * (g - s[0]);"]
         if group["weight_decay"]:
             lines.append("w *= c[1];")
-        lines.append("w -= (d > 0.0f ? 1.0f : d < 0.0f ? -1.0f : d) * c[0];")
+        lines.append("w -= ((d > 0.0f ? 1.0f : d < 0.0f ? -1.0f : 0.0f) + (d - d)) * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:

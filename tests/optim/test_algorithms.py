@@ -161,6 +161,18 @@ def test_the_warmup_of_ademamix_is_the_papers(t_alpha_beta3, steps):
     assert (slow / fast).item() == pytest.approx(alpha * done * (1 - beta1**steps))
 
 
+@every
+@cases
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_stays_visible(cls, options, state, bad):
+    p = nn.Parameter(rand(16, 512))
+    optimizer = cls([p], lr=0.01, state=state, **options)
+    p.grad = torch.ones_like(p)
+    p.grad[3, 300] = bad
+    optimizer.step()
+    assert not p[3, 300].isfinite() and p.isfinite().sum() == p.numel() - 1
+
+
 # ---- what the formats do to it ----------------------------------------------------------------------------
 
 
