@@ -76,7 +76,8 @@ def lowbit_options() -> list[OptimizerChoice]:
     return [
         lowbit_choice("Lion8bit", "Lion8bit"),
         # A step of 1e-4 as the others' have, or a bfloat16 weight would not move.
-        lowbit_choice("SGD, momentum in 8 bits", "SGD", lr=0.1, momentum=0.9, state="8bit"),
+        lowbit_choice("SGD8bit, momentum", "SGD8bit", lr=0.1, momentum=0.9),
+        lowbit_choice("AdEMAMix8bit", "AdEMAMix8bit"),
         lowbit_choice("AdamWFp8, stochastic rounding", "AdamWFp8", **rounded),
         lowbit_choice("AdamW8bit, stochastic rounding", "AdamW8bit", **rounded),
         lowbit_choice("AdamW4bit, stochastic rounding", "AdamW4bit", **rounded),
