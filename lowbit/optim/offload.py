@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -49,7 +50,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     half of a weight's last bit, as it does without offload. `lowbit.optim.AdamW` with `state="fp32"` (or "8bit") and
     `weight_correction="8bit"` or `bf16_stochastic_round=True` does not.
 
-    A parameter sharded by FSDP2 or DTensor is offloaded as its local part, in a DTensor of the same placement.
+    A parameter sharded by FSDP2 or DTensor is offloaded as its local part, in a DTensor of the same placement. Where
+    several processes hold plain parameters, as under DistributedDataParallel, which averages gradients at the end of
+    backward, they are copied in `step` (and stay on the device until then).
 
     Args:
         params: as for `base_class`: parameters, (name, parameter) pairs, or groups. Plain tensors or DTensors.
@@ -294,8 +297,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
 def _total_norm(slots: list[Slot]) -> Tensor:
     """The norm of all gradients on the host; over all ranks where they are sharded."""
-    import torch.distributed as dist
-
     squares: dict[Any, Tensor] = {}  # by the mesh, and its dimensions that shard
     for slot in slots:
         grad = slot.arrive()

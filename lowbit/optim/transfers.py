@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -112,10 +113,16 @@ class Slot:
 
             def hook(_: Tensor) -> None:
                 slot = ref()
-                if slot is not None:
+                if slot is not None and not slot.may_be_reduced_later():
                     slot.receive(in_backward=True)
 
             self.hook = self.param.register_post_accumulate_grad_hook(hook)
+
+    def may_be_reduced_later(self) -> bool:
+        """Whether a gradient that backward delivers may be another one at its end: DistributedDataParallel averages
+        it over the ranks in between, where neither hooks nor version counters tell."""
+        is_plain = not is_dtensor(self.param)
+        return is_plain and dist.is_initialized() and dist.get_world_size() > 1
 
     @torch.no_grad()
     def receive(self, in_backward: bool = False) -> None:

@@ -11,21 +11,12 @@ import gc
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
 
 from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer, offload, transfers
-from tests.distributed.launch import launch
 from tests.optim.offloading import BASES, Late, Model, assert_same, backward, pair, train
 from tests.optim.problems import rand
-from tests.optim.test_sharded import Model as ShardedModel
-from tests.optim.test_sharded import full, same_state, shard
 
 bases = pytest.mark.parametrize("base", BASES)
 gradients = pytest.mark.parametrize("offload_gradients", [False, True], ids=["", "gradients"])
@@ -338,56 +329,3 @@ def test_errors():
     p.grad = torch.ones(8, 8).to_sparse()
     with pytest.raises(RuntimeError, match="is sparse"):
         optimizer.step()
-
-
-# ---- two processes ----------------------------------------------------------------------------------------------
-
-
-def step_sharded(model, optimizer, seed, clip):
-    optimizer.zero_grad()
-    for i in range(2):
-        model(rand(6, 512, seed=seed + i)).backward()
-    norm = clip()
-    optimizer.step()
-    return norm
-
-
-def check_sharded(rank, world_size, folder):
-    mesh = init_device_mesh("cpu", (world_size,))
-    for offload_gradients in (False, True):
-        for cls in (torch.optim.AdamW, optim.AdamW8bit):
-            direct, model = shard(ShardedModel(), mesh), shard(ShardedModel(), mesh)
-            reference = cls(direct.parameters(), lr=0.01)
-            optimizer = CPUOffloadOptimizer(
-                model.parameters(), cls, offload_gradients=offload_gradients, lr=0.01
-            )
-            for step in range(2):
-                for m, o in ((direct, reference), (model, optimizer)):
-                    step_sharded(m, o, 10 * step, lambda: None)
-            for p, q in zip(direct.parameters(), model.parameters(), strict=True):
-                assert torch.equal(p.full_tensor(), q.full_tensor())
-                for key in ("exp_avg", "exp_avg_sq"):
-                    own, theirs = reference.state[p][key], optimizer.state[q][key]
-                    assert theirs.placements == q.placements
-                    assert same_state(own.to_local(), theirs.to_local()), key
-            path = f"{folder}/{offload_gradients}-{cls.__name__}"
-            dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
-            fresh = shard(ShardedModel(), mesh)
-            again = CPUOffloadOptimizer(fresh.parameters(), cls, lr=0.5)
-            loaded = get_optimizer_state_dict(fresh, again)
-            dcp.load(loaded, checkpoint_id=path)
-            set_optimizer_state_dict(fresh, again, loaded)
-            for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
-                for key, value in optimizer.state[q].items():
-                    assert same_state(full(again.state[p][key]), full(value)), key
-    own = step_sharded(model, optimizer, 30, lambda: optimizer.clip_grad_norm_(0.01))
-    theirs = step_sharded(
-        direct, reference, 30, lambda: nn.utils.clip_grad_norm_(direct.parameters(), 0.01)
-    )
-    torch.testing.assert_close(own, theirs.full_tensor())
-    return True
-
-
-@pytest.mark.parametrize("kind", [transfers.Transfers], ids=[""], indirect=True)
-def test_sharded_parameters(tmp_path):
-    assert launch(check_sharded, 2, str(tmp_path)) == [True, True]
