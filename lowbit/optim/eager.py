@@ -73,6 +73,8 @@ class Step:
         wide = job.params[0].dtype == torch.float64
         self.scalars = tuple(s if wide else s.float() for s in scalars)
         self.all_alike = self.on_cpu and bool((self.steps == self.steps[0]).all())
+        # float64 numbers in a column would widen float32 states, which single ones don't
+        self.gathers = self.on_cpu and (self.all_alike or not wide)
         self.unfinished: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
@@ -85,7 +87,7 @@ class Step:
         limit = PIECE_CPU if self.on_cpu else PIECE_OTHER
         for kind, parts in by_kind.values():
             rows = max(1, limit // kind.cols)
-            for piece in _pieces(parts, rows, gather=self.on_cpu):
+            for piece in _pieces(parts, rows, gather=self.gathers):
                 self._update(kind, piece)
         for target, values in self.unfinished:
             target.copy_(values.view(target.shape))
@@ -122,17 +124,17 @@ class Step:
 
     def _update(self, kind: Kind, piece: list[Part]) -> None:
         old = [_gather(list(same)) for same in zip(*(p.tensors for p in piece), strict=True)]
-        grad, weight = old[0].float().view(-1, kind.cols), old[1].view(-1, kind.cols)
+        grad, weight = old[0].float(), old[1]
         if self.coefficient is not None:
             grad = grad * self.coefficient
         if kind.corrected:
-            work = join_bf16(weight, old[2].view(-1, kind.cols))
+            work = join_bf16(weight, old[2])
         else:
             work = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
         values, at = {}, 2 + kind.corrected
         for name, coded, within in kind.states:
             if coded is None:
-                values[name] = old[at].float().view(-1, kind.cols)
+                values[name] = old[at].float()
             else:
                 codes, scale = (_shorter(t, within) for t in old[at : at + 2])
                 values[name] = coded.decode_rows(codes, scale).view(-1, kind.cols)
