@@ -90,13 +90,7 @@ def test_equals_the_base_optimizer(base, offload_gradients, passes, dtype):
     (direct, reference), (model, optimizer) = pair(base, offload_gradients, dtype)
     train(direct, reference, 4, passes=passes)
     train(model, optimizer, 4, passes=passes)
-    if (
-        offload_gradients and passes > 1 and dtype == torch.bfloat16
-    ):  # added on the host: one rounding more or less
-        for p, q in zip(direct.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(q, p, rtol=0.05, atol=0.02)
-    else:
-        assert_same(direct, model)
+    assert_same(direct, model)
 
 
 def test_near_to_the_base_optimizer_on_the_gpu():
@@ -140,7 +134,8 @@ def test_clipping_by_the_optimizer(offload_gradients):
 @gradients
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_schedulers_with_a_learning_rate_in_a_tensor(offload_gradients, device):
-    (direct, reference), (model, _) = pair("torch-AdamW", offload_gradients)
+    direct, model = model_of(), model_of()
+    reference = OnHost(direct, "torch-AdamW")
     optimizer = CPUOffloadOptimizer(
         model.parameters(),
         torch.optim.AdamW,
@@ -234,7 +229,7 @@ def test_peak_memory():
     peak(False)  # what cuBLAS and streams take once
     direct, states, both = peak(None), peak(False), peak(True)
     assert states < 0.6 * direct
-    assert both <= states
+    assert both < 1.02 * states
 
 
 def test_gradients_are_freed_during_backward():
