@@ -232,8 +232,10 @@ def check_tensor_parallel(rank, world_size, folder):
                 p.grad = distribute_tensor(grad, mesh, [placed])
                 optimizer.step()
         for dim, (p, _) in optimizers.items():
-            if state != "bf16" or dim == 0:  # blocks of 128 and 256 divide the column shards
-                assert torch.equal(p.full_tensor(), whole), (state, dim)
+            assert torch.equal(p.full_tensor(), whole), (
+                state,
+                dim,
+            )  # blocks divide the column shards
         for source, target in ((0, 1), (1, 0)):
             p, optimizer = optimizers[source]
             path = f"{folder}/{state}-{source}"
@@ -248,8 +250,7 @@ def check_tensor_parallel(rank, world_size, folder):
                     fresh.state[other][key],
                     optimizers[target][1].state[optimizers[target][0]][key],
                 )
-                if state != "bf16":
-                    assert same_state(a.to_local(), b.to_local()), (state, key)
+                assert same_state(a.to_local(), b.to_local()), (state, key)
     return True
 
 
