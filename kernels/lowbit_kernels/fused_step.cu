@@ -30,21 +30,21 @@ static constexpr bool SCALES = CODES || STATE == STATE_FLOAT8;
 static constexpr bool DRAWS = ROUNDING == STOCHASTIC || STATE == STATE_BF16;
 
 // A row of the table that the host fills in. All fields are 64 bits.
-struct Tensor {
+struct alignas(16) Tensor {
     const void *grad;
     void *param;
-    signed char *correction;  // [numel], only if CORRECTED
     void *state[3];           // codes, or values
+    signed char *correction;  // [numel], only if CORRECTED
     float *scale[3];          // [rows, ceil(cols / BLOCK)]
     float *step;              // steps done
     long long first_tile;     // tiles of the tensors before this one
-    uint64 numel;
     uint64 cols;              // elements of a row
+    uint64 tiles_a_row;       // 0 if there is one row only
     uint64 aligned;           // 1 if eight elements can be read at once from every array
-    uint64 group;
     uint64 key;               // the first word of the random draws' key; state n takes key + 1 + n
     uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
     uint64 run, stride;       // or first_index + i if run is 0
+    uint64 group;
     uint64 unused;
 };
 
@@ -58,12 +58,9 @@ struct Group {
 };
 
 // What `prepare` works out for every tensor.
-struct Scalars {
+struct alignas(16) Scalars {
     float c[8];
-    float factor;  // of the gradient
-    uint32 skip;
     uint32 keys[4][2];  // of the weight's draws, and of each state's
-    uint32 unused[2];
 };
 
 // ---- random draws: lowbit/rounding.py defines them ---------------------------------------------------------------
@@ -82,18 +79,25 @@ DEVICE uint32 mix(uint32 key, uint64 word) {
 }
 
 DEVICE uint32 hash(const uint32 *keys, uint64 pair) {
-    return finalise(finalise((uint32)pair ^ keys[0]) ^ (uint32)(pair >> 32) ^ keys[1]);
+    uint32 h = (uint32)pair ^ keys[0];
+    h ^= h >> 16;
+    h *= 0x7feb352du;
+    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(pair >> 32);
+    h *= 0x846ca68bu;
+    return h ^ h >> 16;
 }
 
+// Of the first of eight neighbouring elements. The others follow it: runs are of a multiple of eight elements.
 DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     if (t.run == 0) return t.first_index + element;
     return t.first_index + element / t.run * t.stride + element % t.run;
 }
 
-// 16-bit draws of eight neighbouring elements.
-DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 draws[8]) {
+// Round eight neighbouring elements to bf16, up or down by chance.
+DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 element, float x[8]) {
     const uint64 first = global_index(t, element);
-    if (t.run == 0 && (first & 1) == 0) {
+    uint32 draws[8];
+    if ((first & 1) == 0) {
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             const uint32 h = hash(keys, (first + i) >> 1);
@@ -101,24 +105,29 @@ DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 dra
             draws[i + 1] = h >> 16;
         }
     } else {
-#pragma unroll 1
-        for (int i = 0; i < 8; ++i) {
-            const uint64 index = global_index(t, element + i);
-            const uint32 h = hash(keys, index >> 1);
-            const uint32 drawn = index & 1 ? h >> 16 : h & 0xffff;
+        draws[0] = hash(keys, first >> 1) >> 16;
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
-                if (i == j) draws[j] = drawn;  // indexed by constants, or `draws` would leave the registers
+        for (int i = 1; i < 8; i += 2) {
+            const uint32 h = hash(keys, (first + i) >> 1);
+            draws[i] = h & 0xffff;
+            if (i < 7) draws[i + 1] = h >> 16;
         }
     }
-}
-
-// The float32 whose upper half is x rounded to bf16 up or down, by chance.
-DEVICE float round_stochastically(float x, uint32 drawn) {
-    const uint32 bits = float_bits(x);
-    const uint32 rounded = (bits + drawn) & 0xffff0000u;
-    if (!(x == x)) return x;
-    return bits_float((rounded & 0x7f800000u) == 0x7f800000u ? bits & 0xffff0000u : rounded);
+    float largest = larger_magnitude(x[0], x[1]);
+#pragma unroll
+    for (int i = 2; i < 8; ++i) largest = larger_magnitude(largest, x[i]);
+    constexpr uint32 LAST = 0x7f7f0000;  // the largest bf16, beyond which a sum may carry into infinity
+    if (float_bits(largest) <= LAST) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = bits_float((float_bits(x[i]) + draws[i]) & 0xffff0000u);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint32 bits = float_bits(x[i]), magnitude = bits & 0x7fffffff;
+            if (magnitude <= LAST) x[i] = bits_float((bits + draws[i]) & 0xffff0000u);
+            else if (magnitude <= 0x7f800000) x[i] = bits_float(bits & 0xffff0000u);
+        }
+    }
 }
 
 // ---- eight elements, as they are stored --------------------------------------------------------------------------
@@ -186,15 +195,17 @@ struct Floats {
     static constexpr int BYTES = DTYPE == FP32 ? 4 : 2;
     Raw<WORDS> raw;
 
-    MEMBER void load(const void *p, uint64 element, int count, bool vector) {
+    template <bool VECTOR>
+    MEMBER void load(const void *p, uint64 element, int count) {
         p = (const char *)p + element * BYTES;
-        if (vector) load_vector(p, raw);
+        if constexpr (VECTOR) load_vector(p, raw);
         else if constexpr (DTYPE == FP32) load_items<uint32>(p, count, raw);
         else load_items<unsigned short>(p, count, raw);
     }
-    MEMBER void store(void *p, uint64 element, int count, bool vector) const {
+    template <bool VECTOR>
+    MEMBER void store(void *p, uint64 element, int count) const {
         p = (char *)p + element * BYTES;
-        if (vector) store_vector(p, raw);
+        if constexpr (VECTOR) store_vector(p, raw);
         else if constexpr (DTYPE == FP32) store_items<uint32>(p, count, raw);
         else store_items<unsigned short>(p, count, raw);
     }
@@ -236,28 +247,44 @@ static constexpr int TABLE_WORDS = CODES ? STATES * VALUES + cells_before(STATES
 
 DEVICE const uint32 *cells_of(const uint32 *table, int slot) { return table + STATES * VALUES + cells_before(slot); }
 
-// The code whose value is nearest to y in [-1, 1]; a tie takes the lower code.
-//
-// The upper bits of |y| name a cell, into which at most one boundary between two codes falls. A cell's word holds the
-// code of its smallest element above SHIFT bits that count up to the boundary, so that adding the lower bits of |y|
-// carries into the code exactly if |y| lies beyond it. Those bits end with the sign: where the boundary is a tie,
-// a negative y goes to the larger magnitude, which is the lower code.
+// Codes are looked up by magnitude. The upper bits of y = |x| / scale name a cell, into which at most one boundary
+// between two codes falls. A cell's word holds, in its highest byte, the rank of the cell's smallest element; below,
+// what must be added to the lower bits of y to carry into that byte exactly if y lies beyond the boundary. (The cell's
+// own bits are taken off beforehand, so that y is added as it is.) Below those bits comes the sign of x: where the
+// boundary is a tie, a negative x goes to the larger magnitude, which is the lower code.
 template <int SLOT>
-DEVICE uint32 encode(const uint32 *table, float y) {
+DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
     constexpr int SHIFT = SHIFTS[SLOT];
-    constexpr uint32 BASE = BASES[SLOT], LAST = BASES[SLOT] + CELLS[SLOT] - 1;
-    const uint32 bits = rotate_left_by_1(float_bits(y));
-    uint32 cell = bits >> SHIFT;
-    cell = cell < BASE ? BASE : cell;
-    cell = cell > LAST ? LAST : cell;
-    const uint32 word = cells_of(table, SLOT)[cell - BASE];
-    const int magnitude = (word + (bits & ((1u << SHIFT) - 1))) >> SHIFT;
-    if constexpr ((SIGNED >> SLOT & 1) != 0) {
-        constexpr int ZERO = VALUES / 2 - 1;
-        const int code = bits & 1 ? ZERO - magnitude : ZERO + magnitude;
-        return code < 0 ? 0 : code;  // there is no -1
+    float y = saturated_product(x, inverse);
+    y = fmaxf(y, bits_float((uint32)BASES[SLOT] << (SHIFT - 1)));
+    const uint32 word = cells_of(table, SLOT)[(float_bits(y) >> (SHIFT - 1)) - BASES[SLOT]];
+    return word + shift_in(float_bits(y), float_bits(x), 25 - SHIFT);  // the rank is the highest byte
+}
+
+// Codes 0..15 or 0..255 of four elements, in four bytes.
+template <int SLOT>
+DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
+    if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) {
+        // The table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1: 2**23 + i is rounded up to a whole number.
+        uint32 up[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            up[i] = float_bits(fma_up(x[i], 16.0f * inverse, 8388607.5f));
+            up[i] = up[i] < 0x4b000001 ? 0x4b000001 : up[i];
+        }
+        return permute(permute(up[0], up[1], 0x0040), permute(up[2], up[3], 0x0040), 0x5410) - 0x01010101;
     } else {
-        return STATE == STATE_8BIT && magnitude == 0 ? 1 : magnitude;  // a second moment never rounds to zero
+        uint32 rank[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rank[i] = ranked<SLOT>(table, x[i], inverse);
+        const uint32 ranks = permute(permute(rank[0], rank[1], 0x0073), permute(rank[2], rank[3], 0x0073), 0x5410);
+        if constexpr ((SIGNED >> SLOT & 1) == 0) return ranks;
+        constexpr uint32 ONES = 0x01010101, ZERO = (VALUES / 2 - 1) * ONES;  // the code of 0, four times
+        const uint32 signs = permute(permute(float_bits(x[0]), float_bits(x[1]), 0x00fb),
+                                     permute(float_bits(x[2]), float_bits(x[3]), 0x00fb), 0x5410);
+        constexpr int TOP = STATE == STATE_4BIT ? 3 : 7;  // bit of the highest rank, 1, which has no negative
+        const uint32 positive = ranks + ZERO, negative = (ranks - (ranks >> TOP & ONES)) ^ ZERO;
+        return (positive & ~signs) | (negative & signs);
     }
 }
 
@@ -272,55 +299,46 @@ DEVICE void decode_codes(const Raw<CODE_WORDS> &raw, const uint32 *table, float 
         }
     } else {
         constexpr int BITS = STATE == STATE_4BIT ? 4 : 8;
+        const float sixteenth = scale * 0.0625f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const uint32 code = raw.word[i * BITS / 32] >> (i * BITS % 32) & (VALUES - 1);
-            if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) x[i] = (float)(code + 1) * 0.0625f * scale;
+            if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) x[i] = fmaf((float)code, sixteenth, sixteenth);
             else x[i] = bits_float(table[SLOT * VALUES + code]) * scale;
         }
     }
 }
 
+// Returns the scale of the lane's block. A block that holds a NaN, or a magnitude of 2**126 or more, gets a NaN.
 template <int SLOT>
 DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<CODE_WORDS> &raw) {
-    uint32 largest = 0;  // of the magnitudes; as bits they are in order, with infinity and NaN above all
+    float magnitude = larger_magnitude(x[0], x[1]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const uint32 magnitude = float_bits(x[i]) & 0x7fffffff;
-        largest = magnitude > largest ? magnitude : largest;
-    }
+    for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, x[i]);
     const uint32 mask = BLOCK == TILE ? 0xffffffff : lane < 16 ? 0x0000ffff : 0xffff0000;
-    largest = warp_max(mask, largest);
-    constexpr uint32 FLOOR = 0x0d800000;  // 2**-100
-    float scale = bits_float(largest < FLOOR ? FLOOR : largest);
-    if (largest >= 0x7f800000) scale = bits_float(0x7fffffff);
-    if constexpr (STATE == STATE_FLOAT8) scale = __fdiv_rn(scale, 448.0f);
-    const float inverse = __fdiv_rn(1.0f, scale);
-#pragma unroll
-    for (int i = 0; i < CODE_WORDS; ++i) raw.word[i] = 0;
+    const uint32 largest = warp_max(mask, float_bits(magnitude));  // bits of magnitudes are in order, NaN above all
+    constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;       // 2**-100, 2**126
+    float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : largest);
+    if constexpr (STATE == STATE_FLOAT8) {  // scale / 448, correctly rounded
+        const float estimate = scale * (1.0f / 448.0f);
+        scale = fmaf(fmaf(-448.0f, estimate, scale), 1.0f / 448.0f, estimate);
+    }
+    const float inverse = reciprocal(scale);
     if constexpr (STATE == STATE_FLOAT8) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            uint32 pair = to_e4m3x2(x[2 * i] * inverse, x[2 * i + 1] * inverse);
-            if constexpr ((SIGNED >> SLOT & 1) == 0) {  // a second moment never rounds to zero
-                if ((pair & 0x00ff) == 0) pair |= 0x0001;
-                if ((pair & 0xff00) == 0) pair |= 0x0100;
-            }
-            raw.word[i / 2] |= pair << (i % 2 * 16);
+        for (int i = 0; i < 2; ++i) {
+            const float *y = x + 4 * i;
+            uint32 word = to_e4m3x2(y[0] * inverse, y[1] * inverse) | to_e4m3x2(y[2] * inverse, y[3] * inverse) << 16;
+            if constexpr ((SIGNED >> SLOT & 1) == 0)  // a second moment never rounds to zero
+                word += ~((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) >> 7 & 0x01010101;
+            raw.word[i] = word;
         }
     } else {
-        constexpr int BITS = STATE == STATE_4BIT ? 4 : 8;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            uint32 code;
-            if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) {
-                // the table is i / 16, i from 1; 16 y - 0.5 is exact where it matters
-                const int up = (int)ceilf(fmaf(x[i] * inverse, 16.0f, -0.5f)) - 1;
-                code = up < 0 ? 0 : up > 15 ? 15 : up;
-            } else {
-                code = encode<SLOT>(table, x[i] * inverse);
-            }
-            raw.word[i * BITS / 32] |= code << (i * BITS % 32);
+        const uint32 first = four_codes<SLOT>(x, table, inverse), second = four_codes<SLOT>(x + 4, table, inverse);
+        if constexpr (STATE == STATE_8BIT) {
+            raw.word[0] = first, raw.word[1] = second;
+        } else {
+            raw.word[0] = permute((first | first >> 4) & 0x00ff00ff, (second | second >> 4) & 0x00ff00ff, 0x6420);
         }
     }
     return scale;
@@ -336,65 +354,70 @@ struct Place {  // of a lane's eight elements
     bool vector;
 };
 
-DEVICE Place locate_lane(const Tensor &t, uint64 tile, int lane) {
-    const uint64 tiles_a_row = (t.cols + TILE - 1) / TILE;
-    uint64 row = 0, tile_in_row = tile;
-    if (t.cols != t.numel) row = tile / tiles_a_row, tile_in_row = tile % tiles_a_row;
-    const uint64 col = tile_in_row * TILE + lane * 8;
+DEVICE Place locate_lane(const Tensor &t, long long tile, int lane) {
+    uint64 row = 0, tile_in_row = tile - t.first_tile;
+    if (t.tiles_a_row != 0) row = tile_in_row / t.tiles_a_row, tile_in_row %= t.tiles_a_row;
+    const uint64 cols = t.cols, col = tile_in_row * TILE + lane * 8;
     Place place;
-    place.element = row * t.cols + col;
-    place.code = STATE == STATE_4BIT ? row * ((t.cols + 1) / 2) + col / 2 : place.element;
-    place.scale = row * ((t.cols + BLOCK - 1) / BLOCK) + col / BLOCK;
-    place.count = col >= t.cols ? 0 : t.cols - col < 8 ? (int)(t.cols - col) : 8;
+    place.element = row * cols + col;
+    place.code = STATE == STATE_4BIT ? row * ((cols + 1) / 2) + col / 2 : place.element;
+    place.scale = row * ((cols + BLOCK - 1) / BLOCK) + col / BLOCK;
+    place.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
     place.vector = t.aligned && place.count == 8;
     return place;
 }
 
+// A state of eight elements.
 template <int SLOT>
 struct State {
+    static constexpr int CODES_A_BYTE = STATE == STATE_4BIT ? 2 : 1;
     Floats<STATE == STATE_BF16 ? BF16 : FP32> values;
     Raw<CODE_WORDS> codes;
     float scale;
 
+    template <bool VECTOR>
     MEMBER void load(const Tensor &t, const Place &at) {
         if constexpr (SCALES) {
-            constexpr int CODES_A_BYTE = STATE == STATE_4BIT ? 2 : 1;
             const char *p = (const char *)t.state[SLOT] + at.code;
-            if (at.vector) load_vector(p, codes);
+            if constexpr (VECTOR) load_vector(p, codes);
             else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
-            scale = at.count ? t.scale[SLOT][at.scale] : 0.0f;
+            scale = VECTOR || at.count ? t.scale[SLOT][at.scale] : 0.0f;
         } else {
-            values.load(t.state[SLOT], at.element, at.count, at.vector);
+            values.template load<VECTOR>(t.state[SLOT], at.element, at.count);
         }
     }
     MEMBER void decode(const uint32 *table, float x[8]) const {
         if constexpr (SCALES) decode_codes<SLOT>(codes, table, scale, x);
         else values.decode(x);
     }
-    MEMBER void store(const Tensor &t, const Scalars &k, const Place &at, int lane, const uint32 *table, float x[8]) {
+    MEMBER void encode(const Tensor &t, const Scalars &k, const Place &at, int lane, const uint32 *table, float x[8]) {
         if constexpr (SCALES) {
-            constexpr int CODES_A_BYTE = STATE == STATE_4BIT ? 2 : 1;
             if (at.count < 8) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     if (i >= at.count) x[i] = 0.0f;  // it must not reach the absmax
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
-            if constexpr (STATE == STATE_4BIT)  // the last half byte of an odd row is 0
-                if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;
+        } else {
+            if constexpr (STATE == STATE_BF16 && (SIGNED >> SLOT & 1) == 0)
+                round_stochastically(t, k.keys[SLOT + 1], at.element, x);
+            values.encode(x);
+        }
+    }
+    template <bool VECTOR>
+    MEMBER void store(const Tensor &t, const Place &at, int lane) {
+        if constexpr (SCALES) {
             char *p = (char *)t.state[SLOT] + at.code;
-            if (at.vector) store_vector(p, codes);
-            else store_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
+            if constexpr (VECTOR) {
+                store_vector(p, codes);
+            } else {
+                if constexpr (STATE == STATE_4BIT)  // the last half byte of an odd row is 0
+                    if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;
+                store_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
+            }
             if (lane % (BLOCK / 8) == 0 && at.count) t.scale[SLOT][at.scale] = scale;
         } else {
-            if constexpr (STATE == STATE_BF16 && (SIGNED >> SLOT & 1) == 0) {
-                uint32 draws[8];
-                draw(t, k.keys[SLOT + 1], at.element, draws);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) x[i] = round_stochastically(x[i], draws[i]);
-            }
-            values.encode(x);
-            values.store(t.state[SLOT], at.element, at.count, at.vector);
+            values.template store<VECTOR>(t.state[SLOT], at.element, at.count);
         }
     }
 };
@@ -422,57 +445,82 @@ DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
 
 DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
 
-DEVICE void step_tile(const Tensor &t, const Scalars &k, uint64 tile, int lane, const uint32 *table) {
-    const Place at = locate_lane(t, tile, lane);
+// A lane's part of a tile, as it is stored.
+struct Work {
     Floats<GRAD> grad;
     Floats<PARAM> param;
     Raw<2> correction;
     State<0> s0;
     State<1> s1;
     State<2> s2;
-    grad.load(t.grad, at.element, at.count, at.vector);
-    param.load(t.param, at.element, at.count, at.vector);
-    if constexpr (STATES > 0) s0.load(t, at);
-    if constexpr (STATES > 1) s1.load(t, at);
-    if constexpr (STATES > 2) s2.load(t, at);
-    if constexpr (ROUNDING == CORRECTED) {
-        if (at.vector) load_vector(t.correction + at.element, correction);
-        else load_items<unsigned char>(t.correction + at.element, at.count, correction);
-    }
+};
 
-    float g[8], w[8], x0[8] = {}, x1[8] = {}, x2[8] = {};
-    grad.decode(g);
-    param.decode(w);
-    if constexpr (ROUNDING == CORRECTED) decode_corrected(correction, w);
-    if constexpr (STATES > 0) s0.decode(table, x0);
-    if constexpr (STATES > 1) s1.decode(table, x1);
-    if constexpr (STATES > 2) s2.decode(table, x2);
-    float c[8];
+template <bool VECTOR>
+DEVICE void load_tile(Work &work, const Tensor &t, const Place &at) {
+    work.grad.load<VECTOR>(t.grad, at.element, at.count);
+    work.param.load<VECTOR>(t.param, at.element, at.count);
+    if constexpr (STATES > 0) work.s0.load<VECTOR>(t, at);
+    if constexpr (STATES > 1) work.s1.load<VECTOR>(t, at);
+    if constexpr (STATES > 2) work.s2.load<VECTOR>(t, at);
+    if constexpr (ROUNDING == CORRECTED) {
+        if constexpr (VECTOR) load_vector(t.correction + at.element, work.correction);
+        else load_items<unsigned char>(t.correction + at.element, at.count, work.correction);
+    }
+}
+
+template <bool VECTOR>
+DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
+    work.param.store<VECTOR>(t.param, at.element, at.count);
+    if constexpr (STATES > 0) work.s0.store<VECTOR>(t, at, lane);
+    if constexpr (STATES > 1) work.s1.store<VECTOR>(t, at, lane);
+    if constexpr (STATES > 2) work.s2.store<VECTOR>(t, at, lane);
+    if constexpr (ROUNDING == CORRECTED) {
+        if constexpr (VECTOR) store_vector(t.correction + at.element, work.correction);
+        else store_items<unsigned char>(t.correction + at.element, at.count, work.correction);
+    }
+}
+
+DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long tile, int lane, const uint32 *table) {
+    const Place at = locate_lane(t, tile, lane);
+    Work work;
+    if (at.vector) load_tile<true>(work, t, at);
+    else load_tile<false>(work, t, at);
+
+    float c[8], g[8], w[8], x0[8] = {}, x1[8] = {}, x2[8] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) c[i] = k.c[i];
+    work.grad.decode(g);
+    work.param.decode(w);
+    if constexpr (ROUNDING == CORRECTED) decode_corrected(work.correction, w);
+    if constexpr (STATES > 0) work.s0.decode(table, x0);
+    if constexpr (STATES > 1) work.s1.decode(table, x1);
+    if constexpr (STATES > 2) work.s2.decode(table, x2);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float s[3] = {x0[i], x1[i], x2[i]};
-        update_element(c, SCALED ? g[i] * k.factor : g[i], w[i], s);
+        update_element(c, SCALED ? g[i] * factor : g[i], w[i], s);
         x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
     }
+    if constexpr (ROUNDING == STOCHASTIC) round_stochastically(t, k.keys[0], at.element, w);
+    if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
+    work.param.encode(w);
+    if constexpr (STATES > 0) work.s0.encode(t, k, at, lane, table, x0);
+    if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
+    if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
 
-    if constexpr (ROUNDING == STOCHASTIC) {
-        uint32 draws[8];
-        draw(t, k.keys[0], at.element, draws);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) w[i] = round_stochastically(w[i], draws[i]);
+    if (at.vector) store_tile<true>(work, t, at, lane);
+    else store_tile<false>(work, t, at, lane);
+}
+
+// The tensor that a tile lies in: the last that begins there or before.
+DEVICE int tensor_of(const Tensor *tensors, const int *locate, long long tile) {
+    int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (tensors[middle].first_tile <= tile) low = middle;
+        else high = middle - 1;
     }
-    if constexpr (ROUNDING == CORRECTED) {
-        encode_corrected(w, correction);
-        if (at.vector) store_vector(t.correction + at.element, correction);
-        else store_items<unsigned char>(t.correction + at.element, at.count, correction);
-    }
-    param.encode(w);
-    param.store(t.param, at.element, at.count, at.vector);
-    if constexpr (STATES > 0) s0.store(t, k, at, lane, table, x0);
-    if constexpr (STATES > 1) s1.store(t, k, at, lane, table, x1);
-    if constexpr (STATES > 2) s2.store(t, k, at, lane, table, x2);
+    return low;
 }
 
 // ---- the kernels -------------------------------------------------------------------------------------------------
@@ -486,9 +534,7 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
     const Tensor &tensor = tensors[i];
     const Group &group = groups[tensor.group];
     Scalars &out = scalars[i];
-    out.factor = control ? control[0] : 1.0f;
-    out.skip = control ? control[1] != 0.0f : 0;
-    if (out.skip) return;
+    if (control && control[1] != 0.0f) return;
     const float counted = *tensor.step + 1.0f;
     *tensor.step = counted;
     double lr = group.lr;
@@ -509,27 +555,23 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
     }
 }
 
-// A tile a warp. `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
-// `source` [TABLE_WORDS]: the tables of the states, copied to shared memory once a block.
+// `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
+// `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
-     const uint32 *__restrict__ source, long long tiles) {
+     const uint32 *__restrict__ source, long long tiles, const float *__restrict__ control) {
     __shared__ uint32 table[TABLE_WORDS];
+    if (control && control[1] != 0.0f) return;
     if constexpr (CODES) {
         for (int i = threadIdx.x; i < TABLE_WORDS; i += THREADS) table[i] = source[i];
         __syncthreads();
     }
+    const float factor = SCALED ? control[0] : 1.0f;
     const int lane = threadIdx.x % 32;
     const long long warps = (long long)gridDim.x * (THREADS / 32);
-    for (long long tile = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; tile < tiles; tile += warps) {
-        int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
-        while (low < high) {  // the last tensor that begins at this tile or before
-            const int middle = (low + high + 1) / 2;
-            if (tensors[middle].first_tile <= tile) low = middle;
-            else high = middle - 1;
-        }
-        const Tensor &tensor = tensors[low];
-        const Scalars &own = scalars[low];
-        if (!own.skip) step_tile(tensor, own, tile - tensor.first_tile, lane, table);
+    long long tile = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    for (; tile < tiles; tile += warps) {
+        const int i = tensor_of(tensors, locate, tile);
+        step_tile(constant_load(tensors + i), constant_load(scalars + i), factor, tile, lane, table);
     }
 }

@@ -11,7 +11,6 @@ This is no operator of ``torch.ops``: its operands are addresses in a table, whi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,34 +34,13 @@ MAX_HYPER, MAX_STATES = 8, 3
 
 # Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
 TENSOR = (
-    *(
-        "grad",
-        "param",
-        "correction",
-        "state_0",
-        "state_1",
-        "state_2",
-        "scale_0",
-        "scale_1",
-        "scale_2",
-        "step",
-    ),
-    *(
-        "first_tile",
-        "numel",
-        "cols",
-        "aligned",
-        "group",
-        "key",
-        "first_index",
-        "run",
-        "stride",
-        "unused",
-    ),
+    *("grad", "param", "state_0", "state_1", "state_2", "correction", "scale_0", "scale_1", "scale_2"),
+    *("step", "first_tile", "cols", "tiles_a_row", "aligned", "key", "first_index", "run", "stride"),
+    *("group", "unused"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
 GROUP_WORDS = 4 + MAX_HYPER
-SCALARS_WORDS = 10
+SCALARS_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -142,7 +120,7 @@ class Variant:
 
     @property
     def blocks_per_sm(self) -> int:
-        return 3 if self.uses_codes else 4
+        return 4
 
     def table_words(self) -> np.ndarray:
         """What the kernel keeps in shared memory: the values of every state, then the cells of every state."""
@@ -150,11 +128,14 @@ class Variant:
             return np.zeros(1, np.uint32)
         size = 16 if self.state == "4bit" else 256
         values = [np.zeros(size, np.float32) if t is None else t.values for t in self.tables]
-        cells = [np.zeros(0, np.uint32) if t is None else t.cells for t in self.tables]
+        cells = [
+            np.zeros(0, np.uint32) if t is None else _kernel_cells(t, signed)
+            for t, signed in zip(self.tables, self.signed, strict=True)
+        ]
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
-    def source(self) -> str:
-        """The CUDA C++ to compile."""
+    def source(self, primitives: str | None = None) -> str:
+        """The CUDA C++ to compile; `primitives` takes the place of ptx.cuh."""
         defines: dict[str, object] = {
             "PARAM": DTYPES[self.param],
             "GRAD": DTYPES[self.grad],
@@ -175,7 +156,7 @@ class Variant:
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         lines = [f"#define {name} {value}" for name, value in defines.items()]
-        return "\n".join([*lines, _file("ptx.cuh"), _file("fused_step.cu")])
+        return "\n".join([*lines, primitives or _file("ptx.cuh"), _file("fused_step.cu")])
 
 
 def is_available() -> bool:
@@ -207,11 +188,11 @@ class FusedStep:
         self.variant, self.device = variant, device
         with torch.cuda.device(device):
             module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
-            self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 5)
+            self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._resident = multiprocessors * variant.blocks_per_sm
         words = torch.from_numpy(variant.table_words().view(np.int32))
         self._tables = words.to(device)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._persistent = multiprocessors * variant.blocks_per_sm
 
     def __call__(
         self,
@@ -223,7 +204,7 @@ class FusedStep:
         tiles: int,
         control: torch.Tensor | None,
     ) -> None:
-        """Launch the step on the current stream.
+        """Launch the step on the device's current stream. The device must be the current one.
 
         Args:
             tensors, groups: addresses on the device of the rows of `TENSOR` words, and of `GROUP_WORDS`.
@@ -233,28 +214,36 @@ class FusedStep:
             control: float32 [2], the factor of the gradients and whether to skip (not 0); or None.
         """
         flag = 0 if control is None else control.data_ptr()
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            self._prepare(
-                stream, -(-count // 128), 128, tensors, groups, scalars.data_ptr(), count, flag
-            )
-            if tiles == 0:
-                return
-            blocks = -(-tiles // (self.variant.threads // 32))
-            grid = min(blocks, self._persistent if self.variant.uses_codes else 2**31 - 1)
-            arguments = (
-                tensors,
-                scalars.data_ptr(),
-                locate.data_ptr(),
-                self._tables.data_ptr(),
-                tiles,
-            )
-            self._step(stream, grid, self.variant.threads, *arguments)
+        stream = self._stream()
+        self._prepare(
+            stream, -(-count // 128), 128, tensors, groups, scalars.data_ptr(), count, flag
+        )
+        if tiles == 0:
+            return
+        self._step(
+            stream,
+            self._blocks(tiles),
+            self.variant.threads,
+            *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
+        )
+
+    def _blocks(self, tiles: int) -> int:
+        """A warp a tile; where blocks begin with copying tables, as many as run at once."""
+        blocks = -(-tiles // (self.variant.threads // 32))
+        return min(blocks, self._resident if self.variant.uses_codes else 2**31 - 1)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
 
 
-def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The addresses of their first elements."""
-    return [t.data_ptr() for t in tensors]
+def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
+    """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits taken off."""
+    rank = table.cells >> table.shift
+    words = table.cells.astype(np.int64)
+    if not signed:  # a second moment never becomes zero
+        words[rank == 0] = 1 << table.shift
+    cell = np.arange(table.first, table.first + len(words), dtype=np.int64)
+    return (((words << (24 - table.shift)) - (cell << 24)) & 0xFFFFFFFF).astype(np.uint32)
 
 
 @functools.cache

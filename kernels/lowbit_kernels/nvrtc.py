@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-OPTIONS = ("--std=c++17", "--prec-sqrt=false", "--prec-div=false")
+OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
 
 
 @functools.cache

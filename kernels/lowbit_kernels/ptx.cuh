@@ -48,12 +48,54 @@ DEVICE unsigned int warp_max(unsigned int mask, unsigned int x) {
     return result;
 }
 
-DEVICE unsigned int rotate_left_by_1(unsigned int x) { return __funnelshift_l(x, x, 1); }
+// The larger of |a| and |b|; NaN if either is one.
+DEVICE float larger_magnitude(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return result;
+}
 
-// Read once and not again: kept out of L1, first to leave L2.
+// |a| * b, at most 1; NaN becomes 0.
+DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
+
+// a * b + c, rounded up.
+DEVICE float fma_up(float a, float b, float c) { return __fmaf_ru(a, b, c); }
+
+// 1 / x and a / b to two units in the last place, for |x| and |b| in 2**-126 .. 2**126.
+DEVICE float reciprocal(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+DEVICE float quotient(float a, float b) { return a * reciprocal(b); }
+
+// `high` shifted left, its lowest bits filled with the highest of `low`.
+DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return __funnelshift_l(low, high, bits); }
+
+// Four bytes of b:a, named by the selector's four nibbles; 8 + n gives the sign of byte n, eight times.
+DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selector) {
+    unsigned int result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+    return result;
+}
+
+// Read or written once and not again in this step: first to leave the caches.
 DEVICE uint4 stream_load(const uint4 *p) { return __ldcs(p); }
 DEVICE uint2 stream_load(const uint2 *p) { return __ldcs(p); }
 DEVICE unsigned int stream_load(const unsigned int *p) { return __ldcs(p); }
 DEVICE void stream_store(uint4 *p, uint4 x) { __stcs(p, x); }
 DEVICE void stream_store(uint2 *p, uint2 x) { __stcs(p, x); }
 DEVICE void stream_store(unsigned int *p, unsigned int x) { __stcs(p, x); }
+
+// A struct of a multiple of 16 bytes that nobody writes to meanwhile, 16 bytes at a time; what isn't used isn't read.
+template <typename T>
+DEVICE T constant_load(const T *p) {
+    static_assert(sizeof(T) % 16 == 0 && alignof(T) == 16, "");
+    union {
+        T value;
+        uint4 part[sizeof(T) / 16];
+    };
+#pragma unroll
+    for (unsigned int i = 0; i < sizeof(T) / 16; ++i) part[i] = __ldg((const uint4 *)p + i);
+    return value;
+}

@@ -1,0 +1,182 @@
+// Runs a CUDA kernel on a CPU, for tests: blocks one after another, the threads of a block as fibers that switch
+// where threads of a GPU meet (warp_max, __syncthreads). It stands in for ptx.cuh; arithmetic is IEEE float32.
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define DEVICE static inline
+#define MEMBER inline
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(...)
+
+struct Index { unsigned int x; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct uint2 { unsigned int x, y; };
+struct uint4 { unsigned int x, y, z, w; };
+static inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+
+// ---- fibers --------------------------------------------------------------------------------------------------------
+
+namespace emulation {
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done;
+    int waiting_for;  // how many meetings of its group this fiber has come to
+    unsigned int given;
+};
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static unsigned int current;
+static std::function<void()> body;
+
+static void enter() {
+    body();
+    fibers[current].done = true;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+// Wait until every unfinished fiber of [first, last) that `takes_part` has come to its next meeting.
+template <typename F>
+static void meet(unsigned int first, unsigned int last, F takes_part) {
+    const int meeting = ++fibers[current].waiting_for;
+    for (;;) {
+        bool all = true;
+        for (unsigned int i = first; i < last && i < fibers.size(); ++i)
+            if (takes_part(i) && !fibers[i].done && fibers[i].waiting_for < meeting) all = false;
+        if (all) return;
+        swapcontext(&fibers[current].context, &scheduler);
+    }
+}
+
+template <typename F>
+static void launch(unsigned int grid, unsigned int threads, F kernel) {
+    gridDim = {grid}, blockDim = {threads};
+    body = kernel;
+    for (unsigned int block = 0; block < grid; ++block) {
+        blockIdx = {block};
+        fibers = std::vector<Fiber>(threads);
+        for (Fiber &fiber : fibers) {
+            fiber.stack = std::make_unique<char[]>(64 * 1024);
+            getcontext(&fiber.context);
+            fiber.context.uc_stack = {fiber.stack.get(), 0, 64 * 1024};
+            fiber.context.uc_link = &scheduler;
+            makecontext(&fiber.context, enter, 0);
+        }
+        for (bool running = true; running;) {
+            running = false;
+            for (current = 0; current < threads; ++current) {
+                if (fibers[current].done) continue;
+                running = true;
+                threadIdx = {current};
+                swapcontext(&scheduler, &fibers[current].context);
+            }
+        }
+    }
+}
+}  // namespace emulation
+
+static inline void __syncthreads() {
+    emulation::meet(0, blockDim.x, [](unsigned int) { return true; });
+    threadIdx = {emulation::current};
+}
+
+DEVICE unsigned int warp_max(unsigned int mask, unsigned int x) {
+    using namespace emulation;
+    const unsigned int first = current / 32 * 32;
+    const auto takes_part = [=](unsigned int i) { return (mask >> (i - first) & 1) != 0; };
+    fibers[current].given = x;
+    meet(first, first + 32, takes_part);
+    unsigned int largest = 0;
+    for (unsigned int i = first; i < first + 32 && i < fibers.size(); ++i)
+        if (takes_part(i) && fibers[i].given > largest) largest = fibers[i].given;
+    meet(first, first + 32, takes_part);  // before anyone gives something else
+    return largest;
+}
+
+// ---- instructions ----------------------------------------------------------------------------------------------------
+
+DEVICE unsigned int float_bits(float x) { unsigned int bits; memcpy(&bits, &x, 4); return bits; }
+DEVICE float bits_float(unsigned int bits) { float x; memcpy(&x, &bits, 4); return x; }
+DEVICE float reciprocal(float x) { return 1.0f / x; }
+DEVICE float quotient(float a, float b) { return a / b; }
+DEVICE float larger_magnitude(float a, float b) { return a != a || b != b ? NAN : fmaxf(fabsf(a), fabsf(b)); }
+DEVICE float saturated_product(float a, float b) {
+    const float product = fabsf(a) * b;
+    return product != product ? 0.0f : product > 1.0f ? 1.0f : product;
+}
+DEVICE float fma_up(float a, float b, float c) {  // exact enough for a double: c has 24 bits, the rest counts as "up"
+    const double exact = (double)a * b + c;
+    const float rounded = (float)exact;
+    return rounded < exact ? nextafterf(rounded, INFINITY) : rounded;
+}
+DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return high << bits | low >> (32 - bits); }
+DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selector) {
+    unsigned int result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned int nibble = selector >> 4 * i & 15, from = nibble & 4 ? b : a;
+        const unsigned int byte = from >> 8 * (nibble & 3) & 0xff;
+        result |= (nibble & 8 ? (byte & 0x80 ? 0xff : 0) : byte) << 8 * i;
+    }
+    return result;
+}
+
+DEVICE unsigned int to_bf16(float x) {
+    const unsigned int bits = float_bits(x);
+    if (x != x) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE unsigned int to_bf16x2(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
+
+DEVICE float from_half(unsigned int half) { _Float16 x; const uint16_t bits = half; memcpy(&x, &bits, 2); return x; }
+DEVICE unsigned int to_half(float x) { const _Float16 half = (_Float16)x; uint16_t bits; memcpy(&bits, &half, 2); return bits; }
+DEVICE unsigned int to_half2(float low, float high) { return to_half(high) << 16 | to_half(low); }
+
+DEVICE float from_e4m3(unsigned int byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    if ((byte & 0x7f) == 0x7f) x = NAN;
+    return byte & 0x80 ? -x : x;
+}
+DEVICE unsigned int to_e4m3(float x) {
+    const unsigned int sign = float_bits(x) >> 24 & 0x80;
+    if (x != x) return 0x7f;
+    const float magnitude = fabsf(x);
+    unsigned int best = 0;
+    for (unsigned int code = 0; code < 0x7f; ++code) {
+        const float now = fabsf(from_e4m3(code) - magnitude), then = fabsf(from_e4m3(best) - magnitude);
+        if (now < then || (now == then && code % 2 == 0)) best = code;
+    }
+    return sign | best;
+}
+DEVICE unsigned int to_e4m3x2(float low, float high) { return to_e4m3(high) << 8 | to_e4m3(low); }
+DEVICE unsigned int from_e4m3x2(unsigned int pair) {
+    return to_half(from_e4m3(pair >> 8 & 0xff)) << 16 | to_half(from_e4m3(pair & 0xff));
+}
+
+// Loads and stores of whole vectors: only at addresses that a GPU takes.
+template <typename T>
+DEVICE T stream_load(const T *p) {
+    if ((uintptr_t)p % sizeof(T)) __builtin_trap();
+    return *p;
+}
+template <typename T>
+DEVICE void stream_store(T *p, T x) {
+    if ((uintptr_t)p % sizeof(T)) __builtin_trap();
+    *p = x;
+}
+
+template <typename T>
+DEVICE T constant_load(const T *p) {
+    return *p;
+}

@@ -1,0 +1,78 @@
+"""The CUDA step of ``lowbit_kernels.fused_step`` on a CPU: its source compiled by the machine's C++ compiler.
+
+``cuda_on_cpu.h`` stands in for the GPU's instructions. What it can't show is what a GPU does with the code: rounding
+of its approximate division and root, races between warps, speed. Those the tests marked ``gpu`` are for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lowbit_kernels.fused_step import FusedStep, Variant
+
+COMPILER = shutil.which("g++")
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+FOOTER = """
+extern "C" void emulated_prepare(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        prepare((const Tensor *)a[0], (const Group *)a[1], (Scalars *)a[2], a[3], (const float *)a[4]);
+    });
+}
+extern "C" void emulated_step(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        step((const Tensor *)a[0], (const Scalars *)a[1], (const int *)a[2], (const uint32 *)a[3], a[4], (const float *)a[5]);
+    });
+}
+"""
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="cuda-on-cpu-")
+
+
+@functools.cache
+def _library(source: str) -> ctypes.CDLL:
+    assert COMPILER is not None
+    path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
+    path.with_suffix(".cpp").write_text(source)
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    command = [COMPILER, *options, str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(path.with_suffix(".so")))
+
+
+class EmulatedStep(FusedStep):
+    """`FusedStep` for tensors on the CPU; `launches` counts what ran."""
+
+    launches: list[Variant] = []  # noqa: RUF012 - shared by all, on purpose
+
+    def __init__(self, variant: Variant, device: torch.device) -> None:
+        assert device.type == "cpu"
+        self.variant, self.device = variant, device
+        source = variant.source(primitives=HEADER.read_text()) + FOOTER
+        library = _library(source)
+        self._prepare = self._call(library.emulated_prepare)
+        self._step = self._call(library.emulated_step)
+        self._resident = 2
+        self._tables = torch.from_numpy(variant.table_words().view("int32"))
+
+    def _call(self, function):
+        def call(stream: int, grid: int, threads: int, *arguments: int) -> None:
+            function(grid, threads, (ctypes.c_uint64 * len(arguments))(*arguments))
+            if function.__name__ == "emulated_step":
+                self.launches.append(self.variant)
+
+        return call
+
+    def _stream(self) -> int:
+        return 0
