@@ -253,24 +253,24 @@ class Muon(AdamBase):
     def _step_matrices(self, job: Job, coefficient: Tensor | None) -> None:
         """Update parameters of one (global) shape."""
         group = job.group
-        parts = [
-            self._direction(*each, group, coefficient)
-            for each in zip(job.params, job.grads, strict=True)
-        ]
-        whole = [
-            gathered(param, part.to(working_dtype(param)))
-            for param, part in zip(job.params, parts, strict=True)
-        ]
         shape = job.params[0].shape
+        whole = [
+            gathered(
+                param, self._direction(param, grad, group, coefficient).to(working_dtype(param))
+            )
+            for param, grad in zip(job.params, job.grads, strict=True)
+        ]
+        joined = torch.stack(whole) if len(whole) > 1 else whole[0][None]
+        del whole  # one large matrix takes memory
         results = orthogonalize(
-            torch.stack(whole).view(len(whole), *matrix_shape(shape)),
+            joined.reshape(len(job.params), *matrix_shape(shape)),
             group["ns_coefficients"],
             steps=group["ns_steps"],
             eps=group["eps"],
         )
         job.grads = [
-            own_part(param, result.reshape(shape)).to(part.device)
-            for param, result, part in zip(job.params, results, parts, strict=True)
+            own_part(param, result.reshape(shape)).to(grad.device)
+            for param, grad, result in zip(job.params, job.grads, results, strict=True)
         ]
         eager.Step(_Apply(self, shape), job, None).run()  # type: ignore[arg-type]
 

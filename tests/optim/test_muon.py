@@ -185,6 +185,8 @@ def test_options_of_a_group_that_is_split():
     extra = parameters((4, 4))[0]
     optimizer.add_param_group({"params": [("c", extra)], "use_muon": False, "lr": 3.0})
     assert optimizer.param_groups[2]["lr"] == 3.0 and not optimizer.param_groups[2]["use_muon"]
+    asked = Muon(parameters((8, 8), (8,)), fused=True)  # of AdamW's kernel: Muon has none
+    assert [g["fused"] for g in asked.param_groups] == [None, True]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 1.0, 1.5]
     assert scheduler.get_last_lr() == [0.5, 1.0, 1.5]
