@@ -7,13 +7,13 @@ once, on CUDA in the background. So the order can be tested without a GPU.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lowbit.optim.state import is_dtensor, local
 
@@ -82,6 +82,10 @@ def transfers_for(device: torch.device) -> Transfers:
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
 
 
+_HOOKS: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+"""By parameter: the handle of the hook that hands over its gradient."""
+
+
 class Slot:
     """One parameter: its copy on the host, its gradient there, and what is on its way."""
 
@@ -116,7 +120,9 @@ class Slot:
                 if slot is not None and not slot.may_be_reduced_later():
                     slot.receive(in_backward=True)
 
-            self.hook = self.param.register_post_accumulate_grad_hook(hook)
+            if (previous := _HOOKS.get(self.param)) is not None:
+                previous.remove()  # of an optimizer that was replaced: it would take the gradients
+            self.hook = _HOOKS[self.param] = self.param.register_post_accumulate_grad_hook(hook)
 
     def may_be_reduced_later(self) -> bool:
         """Whether a gradient that backward delivers may be another one at its end: DistributedDataParallel averages

@@ -312,6 +312,17 @@ def test_a_dropped_optimizer_leaves_the_gradients_alone(offload_gradients):
     assert model.first.weight.grad is not None
 
 
+def test_an_optimizer_that_replaces_another_gets_the_gradients():
+    both = pair("torch-AdamW", offload_gradients=True)
+    _, (model, replaced) = both
+    cls, options = BASES["torch-AdamW"]
+    newest = CPUOffloadOptimizer(model.parameters(), cls, offload_gradients=True, **options)
+    train(*both[0], 2)
+    train(model, newest, 2)
+    assert_same(both[0], (model, newest))
+    assert not replaced.state
+
+
 def test_errors():
     p = nn.Parameter(torch.ones(8, 8))
     with pytest.raises(TypeError, match="must be a class of optimizers"):
