@@ -28,7 +28,7 @@ the table's nearest for every float32, an exact tie going to the lower code, and
 the same on every device and under every compiler. Inverting the formula above with logarithms is four times
 slower in plain PyTorch ops, and still needs a comparison with an exact boundary to get ties right.
 
-Decoding reads two codes at a time: 16 bits of codes are the index of a table of pairs of values.
+Two packed codes of 4 bits are decoded at a time: their byte is the index of a table of pairs of values.
 """
 
 from __future__ import annotations
@@ -267,8 +267,7 @@ def _cells(bits: int, signed: bool) -> Cells:
 class _Tables(NamedTuple):
     values: Tensor  # float32 [2**bits]
     step: Tensor  # int32 [_CELLS], at cell + _CELLS / 2
-    pairs: Tensor  # int64 [_CELLS]: two float32 values, for the two codes in 16 bits
-    packed: Tensor  # int64 [256]: the same for two codes of 4 bits
+    pairs: Tensor  # int64 [256]: two float32 values, for the two codes of 4 bits in a byte
 
 
 @functools.cache
@@ -276,21 +275,13 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
     if device.type != "cpu":
         return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
     values = _values(book.bits, book.signed)
-    each = np.resize(values, 256) if book.bits == 4 else values
-    bytes_ = np.arange(256)
-    packed = np.stack([each[bytes_ & 15], each[bytes_ >> 4]], axis=-1)
+    each, byte = values[:16], np.arange(256)
+    pairs = np.stack([each[byte & 15], each[byte >> 4]], axis=-1)
     return _Tables(
         torch.from_numpy(values.copy()),
         torch.from_numpy(_steps(values)),
-        _pairs_of(torch.from_numpy(each.copy())),
-        torch.from_numpy(packed).view(torch.int64).squeeze(-1),
+        torch.from_numpy(pairs).view(torch.int64).squeeze(-1),
     )
-
-
-def _pairs_of(values: Tensor) -> Tensor:
-    """int64 [65536]: the bits of (values[i & 255], values[i >> 8])."""
-    low, high = values.expand(256, 256), values[:, None].expand(256, 256)
-    return torch.stack([low, high], dim=-1).flatten(0, 1).view(torch.int64).squeeze(-1)
 
 
 def _steps(values: np.ndarray) -> np.ndarray:
@@ -317,9 +308,9 @@ def _steps(values: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _float8_pairs(device: torch.device) -> Tensor:
+def _float8_values(device: torch.device) -> Tensor:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
-    return _pairs_of(codes.view(torch.float8_e4m3fn).to(torch.float32))
+    return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def _from_float8(codes: Tensor) -> Tensor:
@@ -345,28 +336,19 @@ def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    return _decode_pairs(codes, _on_device(Codebook(bits, signed), codes.device).pairs)
-
-
-def _decode_pairs(codes: Tensor, pairs: Tensor) -> Tensor:
-    flat = codes.reshape(-1)
-    odd = flat.numel() % 2
-    if odd or flat.storage_offset() % 2:
-        padded = flat.new_zeros(flat.numel() + odd)
-        padded[: flat.numel()] = flat
-        flat = padded
-    values = pairs.index_select(0, flat.view(torch.uint16).to(torch.int32)).view(torch.float32)
-    return values[: codes.numel()].view(codes.shape)
+    values = _on_device(Codebook(bits, signed), codes.device).values
+    return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
 def _decode_packed(packed: Tensor, signed: bool) -> Tensor:
-    pairs = _on_device(Codebook(4, signed), packed.device).packed
+    pairs = _on_device(Codebook(4, signed), packed.device).pairs
     values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def _float8_decode(codes: Tensor) -> Tensor:
-    return _decode_pairs(codes.view(torch.uint8), _float8_pairs(codes.device))
+    index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
+    return _float8_values(codes.device).index_select(0, index).view(codes.shape)
 
 
 def _encode_fake(x: Tensor, bits: int, signed: bool) -> Tensor:

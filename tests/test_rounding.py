@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.rounding import random_bits, stochastic_round, stochastic_round_bf16
+from lowbit.rounding import bits_at, keys, random_bits, stochastic_round, stochastic_round_bf16
 
 KEY = {"seed": 1234, "step": 7, "tensor": 3}
 MASK = 0xFFFFFFFF
@@ -264,3 +264,11 @@ def test_cuda_equals_cpu() -> None:
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             assert torch.equal(actual.cpu(), expected)
+
+
+def test_draws_by_index_are_those_of_ranges() -> None:
+    key = {"seed": 2**40 + 3, "step": 7, "tensor": 5}
+    k0, k1 = keys(key["seed"], torch.tensor([[7], [7]]), key["tensor"])
+    for offset in (0, 5, 2**31 - 3, 2**33 - 6, 2**40 + 1):
+        index = torch.arange(offset, offset + 12).view(2, 6)
+        assert torch.equal(bits_at(index, k0, k1), random_bits((2, 6), **key, offset=offset))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lowbit.optim.base import LowbitOptimizer
 
 # Elements updated at once: in the processor's cache on a CPU, enough to fill a GPU.
-PIECE_CPU, PIECE_OTHER = 2**16, 2**24
+PIECE_CPU, PIECE_OTHER = 2**17, 2**24
 
 
 @dataclass(slots=True)
