@@ -34,8 +34,28 @@ MAX_HYPER, MAX_STATES = 8, 3
 
 # Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
 TENSOR = (
-    *("grad", "param", "state_0", "state_1", "state_2", "correction", "scale_0", "scale_1", "scale_2"),
-    *("step", "first_tile", "cols", "tiles_a_row", "aligned", "key", "first_index", "run", "stride"),
+    *(
+        "grad",
+        "param",
+        "state_0",
+        "state_1",
+        "state_2",
+        "correction",
+        "scale_0",
+        "scale_1",
+        "scale_2",
+    ),
+    *(
+        "step",
+        "first_tile",
+        "cols",
+        "tiles_a_row",
+        "aligned",
+        "key",
+        "first_index",
+        "run",
+        "stride",
+    ),
     *("group", "unused"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}

@@ -46,7 +46,7 @@ class Kernel:
 
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
         """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
-        self._values[:] = arguments  # the driver copies them before it returns
+        self._values[:] = list(arguments)  # the driver copies them before it returns
         (error,) = self._driver.cuLaunchKernel(
             self._function,
             grid,

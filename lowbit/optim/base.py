@@ -44,6 +44,7 @@ from lowbit.optim.options import (
 )
 
 if TYPE_CHECKING:
+    from lowbit.optim.fused import FusedSteps
     from lowbit_kernels.fused_step import Rule
 
 __all__ = [
@@ -63,6 +64,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
     """Names of the state tensors, and whether their values have a sign."""
     default_state: ClassVar[str] = "8bit"
     """The format of states where none is asked for."""
+
+    _plan: FusedSteps | None = None  # of the last step
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
         """`options`: the algorithm's own, with their values. Raises TypeError, ValueError for bad ones."""
@@ -153,7 +156,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs = collect(self.param_groups)
+        plan = self._plan
+        if plan is not None and plan.holds():
+            jobs = plan.jobs()
+        else:
+            jobs = collect(self.param_groups)
+            plan = self._plan = self._plan_for(jobs)
         options = self.param_groups[0]
         scale = grad_scale(
             jobs,
@@ -162,9 +170,16 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
         )
-        # A faster way to do some of the jobs takes them from the list here.
-        self._step_eagerly(jobs, scale)
+        self._step_eagerly(jobs if plan is None else plan.run(scale), scale)
         return loss
+
+    def _plan_for(self, jobs: list[Job]) -> FusedSteps | None:
+        """What the CUDA kernel does of these; None on other devices, where nothing of it need be imported."""
+        if not any(job.on_cuda for job in jobs):
+            return None
+        from lowbit.optim.fused import FusedSteps
+
+        return FusedSteps(self, jobs)
 
     def _step_eagerly(self, jobs: list[Job], scale: GradScale) -> None:
         if scale.skip is not None and bool(scale.skip):
@@ -276,6 +291,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._plan = None
         for group in self.param_groups:
             self.fix_group(group)
 

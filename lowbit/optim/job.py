@@ -21,6 +21,15 @@ class Job:
     grads: list[Tensor] = field(default_factory=list)
     """This rank's part, placed as the parameter is."""
 
+    @property
+    def on_cuda(self) -> bool:
+        return self.grads[0].device.type == "cuda"
+
+    def add(self, param: Tensor, index: int, grad: Tensor) -> None:
+        self.params.append(param)
+        self.indices.append(index)
+        self.grads.append(grad)
+
 
 def collect(groups: list[dict[str, Any]]) -> list[Job]:
     """The jobs of a step.
@@ -46,14 +55,12 @@ def collect(groups: list[dict[str, Any]]) -> list[Job]:
         kind = (id(group), param.device, param.dtype)
         if kind not in jobs:
             jobs[kind] = Job(group)
-        job = jobs[kind]
-        job.params.append(param)
-        job.indices.append(index)
-        job.grads.append(_local_grad(param))
+        jobs[kind].add(param, index, local_grad(param))
     return list(jobs.values())
 
 
-def _local_grad(param: Any) -> Tensor:
+def local_grad(param: Any) -> Tensor:
+    """This rank's part of a parameter's gradient, placed as the parameter is; ranks may exchange data for it."""
     grad = param.grad
     if not isinstance(param, DTensor):
         return grad

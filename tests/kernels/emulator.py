@@ -28,7 +28,8 @@ extern "C" void emulated_prepare(unsigned grid, unsigned threads, const uint64_t
 }
 extern "C" void emulated_step(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
-        step((const Tensor *)a[0], (const Scalars *)a[1], (const int *)a[2], (const uint32 *)a[3], a[4], (const float *)a[5]);
+        step((const Tensor *)a[0], (const Scalars *)a[1], (const int *)a[2], (const uint32 *)a[3], a[4],
+             (const float *)a[5]);
     });
 }
 """
@@ -44,8 +45,23 @@ def _library(source: str) -> ctypes.CDLL:
     assert COMPILER is not None
     path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     path.with_suffix(".cpp").write_text(source)
-    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
-    command = [COMPILER, *options, str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
+    options = [
+        "-std=c++20",
+        "-O1",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-w",
+        "-fPIC",
+        "-shared",
+        "-Wl,-Bsymbolic",
+    ]
+    command = [
+        COMPILER,
+        *options,
+        str(path.with_suffix(".cpp")),
+        "-o",
+        str(path.with_suffix(".so")),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(path.with_suffix(".so")))

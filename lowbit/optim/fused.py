@@ -1,0 +1,298 @@
+"""The CUDA step of an optimizer: the table of pointers that a launch of the kernel reads.
+
+All parameters with the same algorithm, dtypes, state format and rounding are updated by one launch. What doesn't
+change between steps is worked out once (`FusedSteps`). Each step looks whether it still holds (the same parameters
+have gradients, nothing has moved), collects the addresses of the gradients, and copies the table to the device if
+anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.optim import state as states
+from lowbit.optim.clip import GradScale
+from lowbit.optim.job import Job, local_grad
+from lowbit.optim.kernel import compiled, options_of, scaled, variant_of
+from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit_kernels import fused_step
+from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
+
+
+class _Item(NamedTuple):
+    """A parameter of a launch."""
+
+    param: Tensor
+    own: Tensor  # its local part, or the parameter itself
+    group: int  # index in param_groups
+    place: int  # in the optimizer
+    state: dict[str, Any]
+    tensors: tuple[Tensor, ...]  # of the state, as they were
+    address: int
+
+
+@dataclass
+class _Launch:
+    """One kernel and its table, [items, fused_step.TENSOR words] followed by the groups."""
+
+    step: FusedStep
+    items: list[_Item]
+    tiles: int
+    locate: Tensor
+    scalars: Tensor
+    words: np.ndarray
+    table: Tensor  # the same on the device
+    others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
+    grad_dtype: torch.dtype
+    grads: list[Tensor] = field(default_factory=list)  # of the step at hand
+    uploaded: np.ndarray | None = None
+    kept: list[Tensor] = field(default_factory=list)  # tables that a captured graph reads
+
+    def tensor_words(self) -> np.ndarray:
+        width = len(fused_step.TENSOR)
+        return self.words[: len(self.items) * width].reshape(-1, width)
+
+    def group_words(self) -> np.ndarray:
+        width = fused_step.GROUP_WORDS
+        return self.words[len(self.items) * len(fused_step.TENSOR) :].reshape(-1, width)
+
+
+class FusedSteps:
+    """What the kernel does of an optimizer's step, and what it leaves to PyTorch operations.
+
+    Args:
+        optimizer: a `LowbitOptimizer`.
+        jobs: what there is to do now; the states exist.
+    """
+
+    def __init__(self, optimizer: Any, jobs: list[Job]) -> None:
+        self.optimizer = optimizer
+        self.launches: list[_Launch] = []
+        self._rest: list[Job] = []
+        batches: dict[Any, list[_Item]] = defaultdict(list)
+        numbers = {id(group): i for i, group in enumerate(optimizer.param_groups)}
+        for job in jobs:
+            rest = job
+            if job.on_cuda:
+                rest = Job(job.group)
+                for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
+                    optimizer._ensure_state(job.group, param)
+                    variant = variant_of(optimizer, job.group, param, grad)
+                    if variant is None:
+                        rest.add(param, index, grad)
+                    else:
+                        item = self._item(numbers[id(job.group)], param, index)
+                        batches[variant, item.own.device].append(item)
+            if rest.params:
+                self._rest.append(rest)
+        if not batches:
+            return
+        for (variant, _), items in batches.items():
+            self.launches.append(self._launch(variant, items))
+        self._take_gradients()
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._options = [options_of(optimizer, group) for group in optimizer.param_groups]
+        with_gradient = {id(param) for job in jobs for param in job.params}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._idle = [p for p in params if id(p) not in with_gradient]
+
+    # ---- the table ------------------------------------------------------------------------------------------
+
+    def _item(self, group: int, param: Tensor, index: int) -> _Item:
+        own, state = states.local(param), self.optimizer.state[param]
+        return _Item(param, own, group, index, state, tuple(state.values()), own.data_ptr())
+
+    def _launch(self, variant: Variant, items: list[_Item]) -> _Launch:
+        device = items[0].own.device
+        width, groups = len(fused_step.TENSOR), len(self.optimizer.param_groups)
+        words = np.zeros(len(items) * width + groups * fused_step.GROUP_WORDS, np.int64)
+        rows = words[: len(items) * width].reshape(-1, width)
+        others = np.array([self._fill(row, item) for row, item in zip(rows, items, strict=True)])
+        numel = np.array([item.own.numel() for item in items])
+        counts = fused_step.tiles(numel, rows[:, COLUMN["cols"]])
+        first = np.cumsum(counts) - counts
+        rows[:, COLUMN["first_tile"]] = first
+        total = int(counts.sum())
+        scratch = (len(items), fused_step.SCALARS_WORDS)
+        return _Launch(
+            step=compiled(variant, device),
+            items=items,
+            tiles=total,
+            locate=torch.from_numpy(fused_step.locate(first, total)).to(device),
+            scalars=torch.empty(scratch, dtype=torch.int64, device=device),
+            words=words,
+            table=torch.empty(len(words), dtype=torch.int64, device=device),
+            others=others,
+            grad_dtype=variant.grad,
+        )
+
+    def _fill(self, row: np.ndarray, item: _Item) -> int:
+        """Everything of a table's row but the gradient's address and the first tile. Returns bits, the last four of
+        which are 0 where eight elements can be read at once."""
+        group = self.optimizer.param_groups[item.group]
+        numel = cols = item.own.numel()
+        addresses = {"param": item.address}
+        for slot, name in enumerate(self.optimizer.state_names(group)):
+            part = states.local(item.state[name])
+            if isinstance(part, CodebookTensor):
+                addresses[f"state_{slot}"] = part.codes.data_ptr()
+                row[COLUMN[f"scale_{slot}"]] = part.scale.data_ptr()
+                cols = part.cols_of(item.own.shape)
+            else:
+                addresses[f"state_{slot}"] = part.data_ptr()
+        if states.has_correction(group, item.param):
+            addresses["correction"] = states.local(item.state["weight_correction"]).data_ptr()
+        bits = 0
+        for name, address in addresses.items():
+            row[COLUMN[name]] = address
+            bits |= address
+        if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
+            cols = numel
+        base, run, stride = states.global_index(item.param)
+        row[COLUMN["step"]] = item.state["step"].data_ptr()
+        row[COLUMN["cols"]] = cols
+        row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
+        row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
+        row[COLUMN["first_index"]] = base
+        if run != stride:
+            row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
+        return bits | (0 if cols % 8 == 0 or cols == numel else 1)
+
+    # ---- each step ------------------------------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """Whether this still describes the optimizer, whose gradients are taken up then; if not, make another one."""
+        groups = self.optimizer.param_groups
+        if not self.launches or [len(group["params"]) for group in groups] != self._sizes:
+            return False
+        if any(param.grad is not None for param in self._idle):
+            return False
+        if [options_of(self.optimizer, group) for group in groups] != self._options:
+            return False
+        return self._take_gradients()
+
+    def _take_gradients(self) -> bool:
+        all_state = self.optimizer.state
+        for launch in self.launches:
+            dtype, grads = launch.grad_dtype, []
+            for param, own, _, _, state, tensors, address in launch.items:
+                if (own if own is param else states.local(param)).data_ptr() != address:
+                    return False
+                if all_state[param] is not state or not all(map(_is, state.values(), tensors)):
+                    return False
+                grad = param.grad
+                if grad is None or grad.dtype is not dtype or grad.layout is not torch.strided:
+                    return False
+                grad = grad if own is param else local_grad(param)
+                grads.append(grad if grad.is_contiguous() else grad.contiguous())
+            launch.grads = grads
+        for job in self._rest:
+            if any(p.grad is None or p.grad.layout is not torch.strided for p in job.params):
+                return False
+            job.grads = [local_grad(param) for param in job.params]
+        return True
+
+    def jobs(self) -> list[Job]:
+        """All that there is to do, with the gradients at hand."""
+        found = list(self._rest)
+        for launch in self.launches:
+            params, indices = [i.param for i in launch.items], [i.place for i in launch.items]
+            found.append(Job({}, params, indices, launch.grads))
+        return found
+
+    def run(self, scale: GradScale) -> list[Job]:
+        """Update what the kernel takes. Returns the jobs that are left."""
+        for launch in self.launches:
+            device, step = launch.table.device, launch.step
+            control = _control(scale, device)
+            if scale.coefficient is not None:
+                step = compiled(scaled(step.variant), device)
+            self._refresh(launch)
+            table = self._upload(launch)
+            groups = table.data_ptr() + launch.tensor_words().nbytes
+            with _current(device):
+                step(
+                    table.data_ptr(),
+                    groups,
+                    launch.scalars,
+                    launch.locate,
+                    count=len(launch.items),
+                    tiles=launch.tiles,
+                    control=control,
+                )
+            launch.grads = []  # let them be freed
+        return self._rest
+
+    def _refresh(self, launch: _Launch) -> None:
+        """Write what may have changed into the words of a launch."""
+        rows, groups = launch.tensor_words(), launch.group_words()
+        addresses = np.array([grad.data_ptr() for grad in launch.grads], np.int64)
+        rows[:, COLUMN["grad"]] = addresses
+        rows[:, COLUMN["aligned"]] = ((addresses | launch.others) & 15) == 0
+        for words, group in zip(groups, self.optimizer.param_groups, strict=True):
+            lr = group["lr"]
+            words[1] = 0
+            if _is_read_on_device(lr, launch.table.device):
+                words[1], words[2] = lr.data_ptr(), lr.dtype == torch.float64
+            else:
+                words[:1].view(np.float64)[0] = float(lr)
+            words[3] = np.uint64(group["seed"] % 2**64).astype(np.int64)
+            hyper = self.optimizer.hyper(group)
+            words[4 : 4 + len(hyper)].view(np.float64)[:] = hyper
+
+    def _upload(self, launch: _Launch) -> Tensor:
+        """The table on the device, as it is now."""
+        if launch.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # a graph reads its own copy whenever it is replayed: later steps must not write to it
+            launch.kept += [
+                torch.from_numpy(launch.words).pin_memory(),
+                torch.empty_like(launch.table),
+            ]
+            return launch.kept[-1].copy_(launch.kept[-2], non_blocking=True)
+        if launch.uploaded is None or not np.array_equal(launch.uploaded, launch.words):
+            launch.uploaded = launch.words.copy()
+            source = torch.from_numpy(launch.uploaded)
+            if launch.table.device.type == "cuda":
+                source = (
+                    source.pin_memory()
+                )  # freed only after the copy: torch's allocator sees to that
+            launch.table.copy_(source, non_blocking=True)
+        return launch.table
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device the current one, which costs more than asking whether it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def _is_read_on_device(lr: object, device: torch.device) -> bool:
+    if not isinstance(lr, Tensor) or lr.device != device:
+        return False
+    return lr.dtype in (torch.float32, torch.float64)
+
+
+def _control(scale: GradScale, device: torch.device) -> Tensor | None:
+    """What the kernel reads of it: float32 [factor, whether to skip]."""
+    if scale.coefficient is None and scale.skip is None:
+        return None
+    factor, skip = scale.coefficient, scale.skip
+    some = factor if factor is not None else skip
+    assert some is not None
+    parts = [
+        torch.ones_like(some, dtype=torch.float32) if factor is None else factor,
+        torch.zeros_like(some, dtype=torch.float32) if skip is None else skip.float(),
+    ]
+    return torch.stack(parts).to(device)

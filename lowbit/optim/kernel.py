@@ -1,0 +1,154 @@
+"""Which kernel updates a parameter, and where none does."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.codebook import Codebook
+from lowbit.optim import state as states
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
+from lowbit_kernels import fused_step
+from lowbit_kernels.fused_step import FusedStep, Table, Variant
+
+
+def variant_of(
+    optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
+) -> Variant | None:
+    """What to compile for a parameter, whose states exist; None where the kernel doesn't apply.
+
+    Raises:
+        RuntimeError: it doesn't apply, and `fused=True` asks for it.
+    """
+    reason = _obstacle(optimizer, group, param, grad)
+    if reason is None:
+        own, state = states.local(param), optimizer.state[param]
+        signs = optimizer.state_names(group)
+        format = next((_format(states.local(state[name])) for name in signs), "fp32")
+        assert format is not None  # it would be an obstacle
+        rounding = _rounding(group, own.dtype)
+        rule = optimizer.rule(group)
+        return _variant(rule, own.dtype, grad.dtype, format, tuple(signs.values()), rounding)
+    if group["fused"]:
+        raise RuntimeError(
+            f"fused=True, but the CUDA step does not take a parameter of shape {tuple(param.shape)}: {reason}; "
+            "leave fused out to have it updated by PyTorch operations"
+        )
+    return None
+
+
+def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides which kernel a group's parameters take, besides themselves."""
+    names = ("fused", "bf16_stochastic_round", "weight_correction")
+    return optimizer.rule(group), *(group[name] for name in names)
+
+
+@functools.cache
+def compiled(variant: Variant, device: torch.device) -> FusedStep:
+    """The kernel, one for a variant and device."""
+    return FusedStep(variant, device)
+
+
+def scaled(variant: Variant) -> Variant:
+    """The same for gradients that are multiplied by a factor."""
+    v = variant
+    return _variant(v.rule, v.param, v.grad, v.state, v.signed, v.rounding, True)
+
+
+def _format(state: Tensor) -> str | None:
+    """The kernel's name of how a state is stored; None for what it can't read."""
+    if isinstance(state, CodebookTensor):
+        own_block = state.block_size == FORMATS[state.format].block_size
+        contiguous = state.codes.is_contiguous() and state.scale.is_contiguous()
+        return state.format if own_block and contiguous else None
+    if not state.is_contiguous():
+        return None
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(state.dtype)
+
+
+def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
+        return "stochastic"
+    if dtype == torch.bfloat16 and group["weight_correction"]:
+        return "corrected"
+    return "nearest"
+
+
+def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
+    """Why the kernel does not take this parameter; None if it does."""
+    own = states.local(param)
+    if group["fused"] is False:
+        return "fused=False"
+    if optimizer.rule(group) is None:
+        return f"{type(optimizer).__name__} has no CUDA rule for it"
+    if isinstance(own, LowbitTensor):
+        return f"it is a {type(own).__name__}"
+    for name, dtype in (("its", own.dtype), ("its gradient's", grad.dtype)):
+        if dtype not in fused_step.DTYPES:
+            return f"{name} dtype is {dtype}"
+    if not own.is_contiguous():
+        return f"its strides are {own.stride()}"
+    stored = [states.local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
+    formats = {_format(state) for state in stored}
+    if None in formats or len(formats) > 1:
+        return f"its states are stored as {', '.join(sorted(map(str, formats)))}"
+    _, run, stride = states.global_index(param) if _draws(group, formats) else (0, 1, 1)
+    if run != stride and run % 8:
+        return f"a row of its shard has {run} elements, which 8 doesn't divide"
+    return device_obstacle(own.device, "float8" in formats)
+
+
+def _draws(group: dict[str, Any], formats: set[str | None]) -> bool:
+    return group["bf16_stochastic_round"] or "bf16" in formats
+
+
+def device_obstacle(device: torch.device, float8: bool) -> str | None:
+    """Why the kernel does not run on a device, with float8 states or others; None if it does."""
+    if torch.version.cuda is None:
+        return "the GPU is not NVIDIA's"
+    if not fused_step.is_available():
+        _warn_once(
+            "lowbit's CUDA optimizer step needs the package cuda-bindings (part of torch's CUDA builds), which is "
+            "not installed: optimizers run by PyTorch ops, several times slower"
+        )
+        return "cuda.bindings is not installed"
+    needed = (8, 9) if float8 else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        return f"the GPU's compute capability is below {needed[0]}.{needed[1]}"
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+@functools.cache
+def _variant(
+    rule: Any,
+    param: torch.dtype,
+    grad: torch.dtype,
+    format: str,
+    signed: tuple[bool, ...],
+    rounding: str,
+    scaled: bool = False,
+) -> Variant:
+    """One object for one combination, since kernels are kept by it."""
+    tables: tuple[Table | None, ...] = ()
+    if format in ("8bit", "4bit"):
+        tables = tuple(_table(FORMATS[format].bits, s) for s in signed)
+    return Variant(rule, param, grad, format, signed, rounding, scaled, tables)
+
+
+@functools.cache
+def _table(bits: int, signed: bool) -> Table | None:
+    book = Codebook(bits, signed)
+    if bits == 4 and not signed:
+        return None  # linear: the kernel computes it
+    cells = book.cells()
+    return Table(book.table().numpy(), cells.first, cells.shift, cells.words)

@@ -1,0 +1,349 @@
+"""The CUDA step, on a GPU or as emulated on a CPU (tests/kernels/emulator.py), against the step in PyTorch operations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit import optim
+from lowbit.optim import fused, kernel
+from lowbit.optim.job import Job
+from tests.kernels import emulator
+from tests.optim.problems import FORMATS, rand, relative
+
+SHAPES = [(64, 256), (33, 300), (5, 7, 130), (1,), (0, 4), (300,), (40, 101), (3, 1000), (128, 64)]
+ALGORITHMS = {
+    "AdamW": (optim.AdamW, {}),
+    "AdamW-amsgrad": (optim.AdamW, {"amsgrad": True, "maximize": True}),
+    "Adam": (optim.Adam, {"weight_decay": 0.1}),
+    "Lion": (optim.Lion, {"weight_decay": 0.1}),
+    "SGD": (optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "lr": 1e-2}),
+    "SGD-nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True, "lr": 1e-2}),
+    "SGD-plain": (optim.SGD, {"lr": 1e-2}),
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("emulated", marks=pytest.mark.skipif(not emulator.COMPILER, reason="no g++")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request, monkeypatch):
+    """Where the kernel runs. `emulator.EmulatedStep.launches`, or `Counted.launches`, holds what ran."""
+    if request.param == "emulated":
+        monkeypatch.setattr(Job, "on_cuda", property(lambda job: job.group["fused"] is not False))
+        monkeypatch.setattr(kernel, "device_obstacle", lambda device, float8: None)
+        step = emulator.EmulatedStep
+    else:
+        step = Counted
+    step.launches.clear()
+    monkeypatch.setattr(fused, "compiled", functools.cache(step))
+    return torch.device("cpu" if request.param == "emulated" else "cuda", 0)
+
+
+class Counted(kernel.FusedStep):
+    """Counts its launches in a list that the emulator's shares, so that tests look in one place."""
+
+    launches = emulator.EmulatedStep.launches
+
+    def __call__(self, *args, **kwargs):
+        super().__call__(*args, **kwargs)
+        self.launches.append(self.variant)
+
+
+def launched():
+    return len(emulator.EmulatedStep.launches)
+
+
+def parameters(device, shapes=SHAPES, dtype=torch.float32):
+    return [nn.Parameter(rand(*s, seed=i, dtype=dtype).to(device)) for i, s in enumerate(shapes)]
+
+
+def set_grads(params, step, scale=1.0):
+    for i, p in enumerate(params):
+        p.grad = (rand(*p.shape, seed=1000 * step + i) * scale).to(p)
+
+
+def pair(device, make, dtype=torch.float32, shapes=SHAPES):
+    """(parameters, optimizer) with the kernel, and without it."""
+    made = []
+    for fused_or_not in (None, False):
+        params = parameters(device, shapes, dtype)
+        made.append((params, make(params, fused=fused_or_not)))
+    return made
+
+
+def decoded(state):
+    return state.dequantize() if hasattr(state, "dequantize") else state.float()
+
+
+def check_alike(made, weight_bound, state_bound):
+    (params, own), (others, reference) = made
+    for p, q in zip(params, others, strict=True):
+        if p.numel() == 0:
+            continue
+        assert relative(p, q) < weight_bound, p.shape
+        mine, theirs = own.state[p], reference.state[q]
+        assert mine.keys() == theirs.keys()
+        assert mine["step"] == theirs["step"]
+        for name in mine:
+            assert type(mine[name]) is type(theirs[name]), name
+            assert relative(decoded(mine[name]), decoded(theirs[name])) < state_bound, (
+                name,
+                p.shape,
+            )
+
+
+@pytest.mark.parametrize("state", FORMATS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_as_the_step_in_pytorch(device, name, state):
+    if device.type == "cpu" and name not in ("AdamW", "Lion") and state not in ("8bit", "fp32"):
+        pytest.skip("the emulator compiles a kernel for each: the others run on a GPU")
+    cls, options = ALGORITHMS[name]
+    made = pair(device, functools.partial(cls, state=state, **options))
+    for params, optimizer in made:
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+    assert launched() >= 3
+    # where rounding decides between two codes, one may differ; Lion's sign may
+    bound = 2e-3 if name == "Lion" else 1e-5
+    check_alike(made, bound, {"fp32": 1e-6, "bf16": 1e-3}.get(state, 2e-3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state", ["4bit", "8bit", "float8"])
+def test_narrow_weights(device, dtype, state):
+    made = pair(device, functools.partial(optim.AdamW, state=state, lr=1e-2), dtype)
+    for params, optimizer in made:
+        for step in range(2):
+            set_grads(params, step)
+            optimizer.step()
+    assert launched()
+    # of numbers in few bits, some lie in the middle between two codes: rounding decides which they take
+    check_alike(made, 1e-3, 1e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16_stochastic_round": True, "seed": 5}, {"weight_correction": "8bit"}, {"state": "bf16"}],
+    ids=["stochastic", "corrected", "bf16-states"],
+)
+def test_rounding_by_chance_and_corrections(device, options):
+    """The same draws as in PyTorch: only where the float32 values differ by rounding do results."""
+    made = pair(device, functools.partial(optim.AdamW8bit, lr=1e-2, **options), torch.bfloat16)
+    for params, optimizer in made:
+        set_grads(params, 0)
+        optimizer.step()
+    assert launched()
+    (params, own), (others, reference) = made
+    for p, q in zip(params, others, strict=True):
+        if p.numel() == 0:
+            continue
+        assert (p != q).float().mean() < 2e-3 if p.numel() > 1000 else torch.equal(p, q)
+        if "weight_correction" in options:
+            mine, theirs = (o.state[x]["weight_correction"] for o, x in ((own, p), (reference, q)))
+            assert (mine != theirs).float().mean() < 0.02
+            assert mine.abs().max() > 0
+
+
+def test_one_launch_for_all_of_a_kind(device):
+    params = parameters(device, [(64, 128)] * 20 + [(7,)] * 5)
+    optimizer = optim.AdamW8bit(params)
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+    assert launched() == 3 * 2  # 8-bit states, and the small ones' float32
+
+
+def test_any_address_gives_the_same_bits(device):
+    """Misaligned views of weights and gradients, as FSDP makes them."""
+    results = []
+    for offset in (0, 1, 3):
+        weight = torch.zeros(33 * 300 + 8, dtype=torch.bfloat16, device=device)
+        flat = weight[offset : offset + 33 * 300].view(33, 300)
+        flat.copy_(rand(33, 300, seed=1))
+        param = nn.Parameter(flat)
+        grad = torch.zeros(33 * 300 + 8, dtype=torch.bfloat16, device=device)
+        optimizer = optim.AdamW4bit([param], lr=1e-2, bf16_stochastic_round=True)
+        for step in range(2):
+            view = grad[offset : offset + 33 * 300].view(33, 300)
+            view.copy_(rand(33, 300, seed=2 + step))
+            param.grad = view
+            optimizer.step()
+        assert weight[:offset].count_nonzero() == 0 and weight[offset + 9900 :].count_nonzero() == 0
+        state = optimizer.state[param]
+        results.append((param.detach().clone(), state["exp_avg"].codes, state["exp_avg_sq"].scale))
+    assert launched() == 6
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_gradients_that_are_not_contiguous(device):
+    param, other = parameters(device, [(48, 320), (48, 320)])
+    other.data.copy_(param.data)
+    one, two = optim.AdamW8bit([param]), optim.AdamW8bit([other])
+    grad = rand(320, 48, seed=9).to(device)
+    param.grad, other.grad = grad.t(), grad.t().contiguous()
+    one.step()
+    two.step()
+    assert torch.equal(param, other) and launched() == 2
+
+
+def test_gradients_come_and_go(device):
+    """A parameter without a gradient stays; groups added later, frozen parameters, new addresses each step."""
+    params = parameters(device, [(64, 128), (64, 128), (9,), (64, 256)])
+    optimizer = optim.AdamW8bit(params[:3])
+    set_grads(params[:3], 0)
+    params[1].grad = None
+    before = params[1].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[1], before) and params[1] not in optimizer.state
+    optimizer.zero_grad(set_to_none=True)
+    set_grads(params[:3], 1)
+    optimizer.step()
+    assert optimizer.state[params[1]]["step"] == 1 and optimizer.state[params[0]]["step"] == 2
+    optimizer.add_param_group({"params": [params[3]], "lr": 0.1, "state": "fp32"})
+    set_grads(params, 2)
+    before = params[3].detach().clone()
+    optimizer.step()
+    assert (params[3] - before).abs().mean() > 0.05
+    assert optimizer.state[params[3]]["exp_avg"].dtype == torch.float32
+    optimizer.zero_grad(set_to_none=True)
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def test_options_are_read_at_every_step(device):
+    """lr as a number and as a tensor, betas and weight decay: none compiles anything, all take effect."""
+    kernels = set()
+    for lr in (1e-3, torch.tensor(1e-3), torch.tensor(1e-3, dtype=torch.float64, device=device)):
+
+        def make(params, lr=lr, **options):
+            return optim.AdamW8bit(params, lr=copy.deepcopy(lr), **options)
+
+        made = pair(device, make, shapes=[(64, 256)])
+        for params, optimizer in made:
+            for step in range(3):
+                set_grads(params, step)
+                optimizer.step()
+                group = optimizer.param_groups[0]
+                group["betas"], group["weight_decay"] = (0.8, 0.9), 0.3 * (step + 1)
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].mul_(2)
+                else:
+                    group["lr"] *= 2
+        check_alike(made, 1e-5, 2e-3)
+    kernels.update(emulator.EmulatedStep.launches)
+    assert len(kernels) == 1
+
+
+def test_clipping_and_skipping(device):
+    made = pair(
+        device,
+        functools.partial(optim.AdamW8bit, max_grad_norm=0.5, skip_nonfinite=True, lr=1e-2),
+        shapes=[(64, 256), (33, 300), (9,)],
+    )
+    for params, optimizer in made:
+        set_grads(params, 0, scale=100.0)
+        optimizer.step()
+        kept = [p.detach().clone() for p in params]
+        states = [{k: decoded(v).clone() for k, v in optimizer.state[p].items()} for p in params]
+        set_grads(params, 1)
+        params[1].grad[3, 4] = float("nan")
+        optimizer.step()
+        for p, before, state in zip(params, kept, states, strict=True):
+            assert torch.equal(p, before)
+            assert all(torch.equal(decoded(optimizer.state[p][k]), v) for k, v in state.items())
+        set_grads(params, 2)
+        optimizer.step()
+        assert optimizer.state[params[0]]["step"] == 2
+    assert launched()
+    check_alike(made, 1e-5, 2e-3)
+
+
+def test_a_gradient_that_is_not_finite_shows(device):
+    param = parameters(device, [(4, 1024)])[0]
+    optimizer = optim.AdamW8bit([param])
+    set_grads([param], 0)
+    param.grad[1, 300] = float("nan")
+    optimizer.step()
+    bad = optimizer.state[param]["exp_avg"].dequantize().isnan()
+    expected = torch.zeros(4, 1024, dtype=torch.bool, device=device)
+    expected[1, 256:512] = True
+    assert torch.equal(bad, expected)
+    assert torch.equal(param.isnan().nonzero().cpu(), torch.tensor([[1, 300]]))
+
+
+@pytest.mark.parametrize(("scale", "eps"), [(1e-30, 1e-8), (1e-12, 0.0), (1e12, 0.0)])
+def test_tiny_and_huge_gradients(device, scale, eps):
+    made = pair(
+        device, functools.partial(optim.AdamW8bit, eps=eps, lr=1e-2), shapes=[(64, 256), (33, 300)]
+    )
+    for params, optimizer in made:
+        for step in range(2):
+            set_grads(params, step, scale)
+            optimizer.step()
+    check_alike(made, 1e-4, 3e-3)
+
+
+def test_loading_makes_a_new_plan(device):
+    params = parameters(device, [(64, 256)])
+    optimizer = optim.AdamW8bit(params)
+    run_steps(optimizer, params, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = params[0].detach().clone()
+    run_steps(optimizer, params, 2, first=2)
+    after = params[0].detach().clone()
+    with torch.no_grad():
+        params[0].copy_(weights)
+    optimizer.load_state_dict(saved)
+    run_steps(optimizer, params, 2, first=2)
+    assert torch.equal(params[0], after)
+
+
+def run_steps(optimizer, params, steps, first=0):
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def test_what_the_kernel_does_not_take(device):
+    """float64 weights and transposed ones are updated by PyTorch operations, in the same step."""
+    params = [
+        nn.Parameter(rand(64, 128, dtype=torch.float64).to(device)),
+        nn.Parameter(rand(64, 128).to(device).t()),
+        nn.Parameter(rand(64, 128).to(device)),
+    ]
+    before = [p.detach().clone() for p in params]
+    optimizer = optim.AdamW8bit(params, lr=0.1)
+    for _ in range(2):
+        for i, p in enumerate(params):
+            p.grad = rand(*p.shape, seed=i).to(p)
+        optimizer.step()
+    assert all((p - b).abs().mean() > 0.1 for p, b in zip(params, before, strict=True))
+    assert launched() == 2
+    strict = optim.AdamW8bit([params[0]], fused=True)
+    with pytest.raises(RuntimeError, match=r"fused=True.*\(64, 128\).*float64"):
+        strict.step()
+
+
+def test_training_goes_down(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=3e-3)
+    x = rand(128, 64, seed=1).to(device)
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0] and launched() == 60

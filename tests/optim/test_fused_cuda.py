@@ -1,0 +1,74 @@
+"""The CUDA step where only a GPU can show it: graphs, memory, synchronisation, GradScaler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit import optim
+from tests.optim.problems import rand, relative
+from tests.optim.test_fused import parameters, set_grads
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    """Captured once, replayed with new gradients, learning rates and draws; eager steps before and after."""
+    results = []
+    for captured in (True, False):
+        params = parameters("cuda", [(64, 256), (300,)], torch.bfloat16)
+        lr = torch.tensor(1e-2, device="cuda")
+        optimizer = optim.AdamW4bit(params, lr=lr, bf16_stochastic_round=True)
+        set_grads(params, 0)
+        grads = [p.grad for p in params]
+        optimizer.step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for step in range(1, 5):
+            for i, g in enumerate(grads):
+                g.copy_(rand(*g.shape, seed=1000 * step + i))
+            lr.mul_(0.9)
+            graph.replay() if captured and step != 3 else optimizer.step()
+        results.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+def test_no_memory_and_no_synchronisation():
+    params = parameters("cuda", [(1024, 1024)] * 4, torch.bfloat16)
+    optimizer = optim.AdamW8bit(params)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 2**16
+
+
+@pytest.mark.gpu
+def test_grad_scaler_on_cuda():
+    params = parameters("cuda", [(64, 256)])
+    optimizer = optim.AdamW8bit(params)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1000)
+    other = parameters("cuda", [(64, 256)])
+    plain = optim.AdamW8bit(other)
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale((params[0] * factor).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if factor == 1.0:
+            other[0].square().sum().backward()
+            plain.step()
+            plain.zero_grad()
+    assert optimizer.state[params[0]]["step"] == 2
+    assert relative(params[0], other[0]) < 1e-6
