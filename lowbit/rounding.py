@@ -170,7 +170,8 @@ def stochastic_round(
 
 
 def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """The draws of elements given by their global ``index`` (int64), with keys of :func:`keys`: int64, broadcast.
+    """The draws of elements given by their global ``index`` (int64, or int32), with keys of :func:`keys`: tensors
+    of either dtype that broadcast.
 
     Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
     """
@@ -178,7 +179,9 @@ def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     k0, k1 = (
         k.to(torch.int32) for k in (k0, k1)
     )  # 32 bits wrap as they should, and are twice as fast
-    key = (pair >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
+    key = k1
+    if index.dtype == torch.int64:
+        key = (pair >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
     h = pair.to(torch.int32) ^ k0
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)  # `>>` would keep the sign
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(key).mul_(-0x7B935975)

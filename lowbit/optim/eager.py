@@ -75,6 +75,7 @@ class Step:
         self.all_alike = self.on_cpu and bool((self.steps == self.steps[0]).all())
         # float64 numbers in a column would widen float32 states, which single ones don't
         self.gathers = self.on_cpu and (self.all_alike or not wide)
+        self.keys: dict[int, list[Tensor]] = {}  # of random draws, by slot
         self.unfinished: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
@@ -174,23 +175,35 @@ class Step:
         return tuple(self._by_row(s, piece) for s in self.scalars)
 
     def _by_row(self, each: Tensor, piece: list[Part]) -> Tensor:
-        return torch.cat([each[p.place].expand(p.rows) for p in piece]).unsqueeze(1)
+        """What belongs to each parameter, [rows, 1]; of one parameter without dimensions."""
+        if len(piece) == 1:
+            return each[piece[0].place]
+        places, rows = (
+            torch.tensor(n) for n in zip(*((p.place, p.rows) for p in piece), strict=True)
+        )
+        return torch.repeat_interleave(each[places], rows).unsqueeze(1)
 
     def _draws(self, kind: Kind, piece: list[Part], slot: int) -> Tensor:
         """Random bits [rows, cols], keyed as `lowbit.optim.base` tells."""
-        tensor = 4 * torch.tensor(self.job.indices, device=self.device) + slot
-        key = keys(self.group["seed"], self.steps.to(torch.int64), tensor)
-        columns = [self._by_row(k, piece) for k in key]
+        if slot not in self.keys:
+            # filled in one by one: copying a list to a GPU would wait for it
+            numbers = [torch.full((), 4 * i + slot, device=self.device) for i in self.job.indices]
+            found = keys(self.group["seed"], self.steps.to(torch.int64), torch.stack(numbers))
+            self.keys[slot] = [k.to(torch.int32) for k in found]
+        k0, k1 = (self._by_row(k, piece) for k in self.keys[slot])
+        params = [self.job.params[p.place] for p in piece]
+        dtype = torch.int32 if max(p.numel() for p in params) < 2**31 else torch.int64
         indices = []
-        for p in piece:
-            i = torch.arange(
-                p.start * kind.cols, (p.start + p.rows) * kind.cols, device=self.device
-            )
-            base, run, stride = states.global_index(self.job.params[p.place])
-            if run < stride:
-                i = i // run * stride + i % run
-            indices.append(i + base)
-        return bits_at(_gather(indices).view(-1, kind.cols), columns[0], columns[1])
+        for p, param in zip(piece, params, strict=True):
+            base, run, stride = states.global_index(param)
+            first, last = p.start * kind.cols, (p.start + p.rows) * kind.cols
+            if run == stride:
+                i = torch.arange(base + first, base + last, dtype=dtype, device=self.device)
+            else:
+                i = torch.arange(first, last, dtype=dtype, device=self.device)
+                i = base + i // run * stride + i % run
+            indices.append(i)
+        return bits_at(_gather(indices).view(-1, kind.cols), k0, k1)
 
 
 def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part]]:
