@@ -76,6 +76,7 @@ class Step:
         # float64 numbers in a column would widen float32 states, which single ones don't
         self.gathers = self.on_cpu and (self.all_alike or not wide)
         self.keys: dict[int, list[Tensor]] = {}  # of random draws, by slot
+        self.kinds: dict[Any, tuple[Any, Kind]] = {}
         self.unfinished: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
@@ -102,26 +103,32 @@ class Step:
         if weight.numel() == 0:
             return None
         state = self.optimizer.state[param]
-        corrected = states.has_correction(self.group, param)
-        stored: list[tuple[str, Any]] = [(name, states.local(state[name])) for name in self.signs]
-        coded = {name: t for name, t in stored if isinstance(t, CodebookTensor)}
-        widths = {name: t.cols_of(weight.shape) for name, t in coded.items()}
-        cols = max(widths.values(), default=1)
-        rows = weight.numel() // cols
+        stored: list[Any] = [states.local(state[name]) for name in self.signs]
+        formats = tuple(t.format if isinstance(t, CodebookTensor) else t.dtype for t in stored)
+        key, kind = self._kind(weight.shape, formats, stored)
+        rows = weight.numel() // kind.cols
         tensors = [self.job.grads[place], weight]
-        if corrected:
+        if kind.corrected:
             tensors.append(states.local(state["weight_correction"]))
-        for name, t in stored:
-            tensors.extend((t.codes, t.scale) if name in coded else (t,))
-        seen = [_as_rows(t, rows) for t in tensors]
+        for t in stored:
+            tensors.extend((t.codes, t.scale) if isinstance(t, CodebookTensor) else (t,))
+        seen = [t if t.ndim == 2 and t.shape[0] == rows else t.reshape(rows, -1) for t in tensors]
         if seen[1] is not weight and not weight.is_contiguous():
             self.unfinished.append((weight, seen[1]))
         if is_low and all(t is not weight for t in own.inner_tensors().values()):
             self.unfinished.append((own, weight))
-        key = (cols, *((coded[name].format if name in coded else t.dtype) for name, t in stored))
-        each = ((name, coded.get(name), cols // widths.get(name, cols)) for name, _ in stored)
-        kind = Kind(cols, corrected, tuple(each))
         return key, kind, Part(place, seen, rows)
+
+    def _kind(self, shape: torch.Size, formats: tuple[Any, ...], stored: list[Any]) -> Any:
+        """What to gather by, and the kind; found once for parameters of one shape."""
+        if (shape, formats) not in self.kinds:
+            coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
+            widths = [t.cols_of(shape) if t is not None else 0 for t in coded]
+            cols = max(widths, default=0) or 1
+            each = zip(self.signs, coded, (cols // (w or cols) for w in widths), strict=True)
+            corrected = states.has_correction(self.group, self.job.params[0])
+            self.kinds[shape, formats] = (cols, formats), Kind(cols, corrected, tuple(each))
+        return self.kinds[shape, formats]
 
     def _update(self, kind: Kind, piece: list[Part]) -> None:
         old = [_gather(list(same)) for same in zip(*(p.tensors for p in piece), strict=True)]
@@ -222,11 +229,6 @@ def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part
         held += part.rows
     if together:
         yield together
-
-
-def _as_rows(t: Tensor, rows: int) -> Tensor:
-    """[rows, width]: itself, a view, or a copy where the strides allow none."""
-    return t if t.ndim == 2 and t.shape[0] == rows else t.reshape(rows, -1)
 
 
 def _shorter(t: Tensor, within: int) -> Tensor:
