@@ -304,3 +304,19 @@ def test_states_made_by_get_optimizer_state_dict_train_like_fresh_ones(cls):
         o.step()
     start = rand(64, 130)
     assert relative(model.weight - start, other_model.weight - start) < 1e-4
+
+
+def test_how_an_optimizer_works_is_not_taken_from_a_checkpoint():
+    """A checkpoint of torch's fused step, from a GPU, must load where there is none."""
+    params, optimizer = trained(torch.optim.AdamW, fused=True)
+    copies, other = fresh(params, optim.AdamW8bit, max_grad_norm=2.0, seed=5)
+    other.load_state_dict(optimizer.state_dict())
+    group = other.param_groups[0]
+    assert (group["fused"], group["foreach"], group["state"]) == (None, None, "8bit")
+    assert (group["max_grad_norm"], group["seed"]) == (2.0, 5), (
+        "its own, where a checkpoint has none"
+    )
+    run(other, copies, 1, first=3)
+    third = optim.AdamW8bit([nn.Parameter(p.detach().clone()) for p in params])
+    third.load_state_dict(other.state_dict())
+    assert (third.param_groups[0]["max_grad_norm"], third.param_groups[0]["seed"]) == (2.0, 5)
