@@ -186,10 +186,7 @@ def tensor_bytes(value: Any) -> int:
     """Bytes that a tensor's data take, of a quantized one its codes and scales."""
     if not isinstance(value, Tensor):
         return 0
-    if isinstance(value, lowbit.LowbitTensor):
-        names, _ = value.__tensor_flatten__()
-        return sum(tensor_bytes(getattr(value, name)) for name in names)
-    return value.numel() * value.element_size()
+    return value.nbytes_stored() if isinstance(value, lowbit.LowbitTensor) else value.nbytes
 
 
 def optimizer_bytes(config: QuickstartConfig, folder: RunFolder) -> dict[str, int]:
