@@ -315,9 +315,15 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<C
     float magnitude = larger_magnitude(x[0], x[1]);
 #pragma unroll
     for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, x[i]);
-    const uint32 mask = BLOCK == TILE ? 0xffffffff : lane < 16 ? 0x0000ffff : 0xffff0000;
-    const uint32 largest = warp_max(mask, float_bits(magnitude));  // bits of magnitudes are in order, NaN above all
-    constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;       // 2**-100, 2**126
+    uint32 largest = float_bits(magnitude);  // bits of magnitudes are in order, NaN above all
+    if constexpr (BLOCK == TILE) {
+        largest = warp_max(largest);
+    } else {  // two maxima over the whole warp: lanes with masks of their own would take turns
+        const bool first = lane < 16;
+        const uint32 of_first = warp_max(first ? largest : 0), of_second = warp_max(first ? 0 : largest);
+        largest = first ? of_first : of_second;
+    }
+    constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;  // 2**-100, 2**126
     float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : largest);
     if constexpr (STATE == STATE_FLOAT8) {  // scale / 448, correctly rounded
         const float estimate = scale * (1.0f / 448.0f);

@@ -41,10 +41,10 @@ DEVICE unsigned int from_e4m3x2(unsigned int packed) {
     return halves;
 }
 
-// The largest `x` of the lanes in `mask`, in one instruction (sm_80 and newer).
-DEVICE unsigned int warp_max(unsigned int mask, unsigned int x) {
+// The largest `x` of the warp, in one instruction (sm_80 and newer).
+DEVICE unsigned int warp_max(unsigned int x) {
     unsigned int result;
-    asm volatile("redux.sync.max.u32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(mask));
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(x));
     return result;
 }
 

@@ -147,15 +147,15 @@ class AdamBase(LowbitOptimizer):
         from lowbit_kernels.fused_step import Rule
 
         lines = ["g = -g;"] if group["maximize"] else []
-        if group["weight_decay"] and not self.decoupled:
+        if not self.decoupled:
             lines.append("g += c[6] * w;")
-        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
+        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * (g * g);"]
         if group["amsgrad"]:  # fmaxf would drop a NaN
             lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
-        if group["weight_decay"] and self.decoupled:
+        if self.decoupled:
             lines.append("w *= c[2];")
         second = "s[2]" if group["amsgrad"] else "s[1]"
-        lines.append(f"w -= s[0] / (sqrtf({second}) + c[1]) * c[0];")
+        lines.append(f"w -= quotient(s[0], sqrtf({second}) + c[1]) * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:

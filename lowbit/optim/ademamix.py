@@ -234,11 +234,10 @@ class AdEMAMix(LowbitOptimizer):
         lines += [
             "s[0] += c[5] * (g - s[0]);",
             "s[1] += c[2] * (g - s[1]);",
-            "s[2] = c[6] * s[2] + c[7] * g * g;",
+            "s[2] = c[6] * s[2] + c[7] * (g * g);",
         ]
-        if group["weight_decay"]:
-            lines.append("w *= c[4];")
-        lines.append("w -= (s[0] * c[0] + s[1] * c[1]) / (sqrtf(s[2]) + c[3]);")
+        lines.append("w *= c[4];")
+        lines.append("w -= quotient(s[0] * c[0] + s[1] * c[1], sqrtf(s[2]) + c[3]);")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:

@@ -163,8 +163,7 @@ class Lion(LowbitOptimizer):
 
         lines = ["g = -g;"] if group["maximize"] else []
         lines += ["float d = s[0] + c[2] * (g - s[0]);", "s[0] += c[3] * (g - s[0]);"]
-        if group["weight_decay"]:
-            lines.append("w *= c[1];")
+        lines.append("w *= c[1];")
         lines.append("w -= ((d > 0.0f ? 1.0f : d < 0.0f ? -1.0f : 0.0f) + (d - d)) * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 

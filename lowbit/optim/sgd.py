@@ -192,8 +192,7 @@ class SGD(LowbitOptimizer):
         from lowbit_kernels.fused_step import Rule
 
         lines = ["g = -g;"] if group["maximize"] else []
-        if group["weight_decay"]:
-            lines.append("g += c[3] * w;")
+        lines.append("g += c[3] * w;")
         if group["momentum"]:
             lines.append("s[0] = c[1] * s[0] + c[2] * g;")
         if not group["momentum"]:

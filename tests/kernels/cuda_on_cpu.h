@@ -46,14 +46,13 @@ static void enter() {
     swapcontext(&fibers[current].context, &scheduler);
 }
 
-// Wait until every unfinished fiber of [first, last) that `takes_part` has come to its next meeting.
-template <typename F>
-static void meet(unsigned int first, unsigned int last, F takes_part) {
+// Wait until every unfinished fiber of [first, last) has come to its next meeting.
+static void meet(unsigned int first, unsigned int last) {
     const int meeting = ++fibers[current].waiting_for;
     for (;;) {
         bool all = true;
         for (unsigned int i = first; i < last && i < fibers.size(); ++i)
-            if (takes_part(i) && !fibers[i].done && fibers[i].waiting_for < meeting) all = false;
+            if (!fibers[i].done && fibers[i].waiting_for < meeting) all = false;
         if (all) return;
         swapcontext(&fibers[current].context, &scheduler);
     }
@@ -87,20 +86,18 @@ static void launch(unsigned int grid, unsigned int threads, F kernel) {
 }  // namespace emulation
 
 static inline void __syncthreads() {
-    emulation::meet(0, blockDim.x, [](unsigned int) { return true; });
+    emulation::meet(0, blockDim.x);
     threadIdx = {emulation::current};
 }
 
-DEVICE unsigned int warp_max(unsigned int mask, unsigned int x) {
+DEVICE unsigned int warp_max(unsigned int x) {
     using namespace emulation;
     const unsigned int first = current / 32 * 32;
-    const auto takes_part = [=](unsigned int i) { return (mask >> (i - first) & 1) != 0; };
     fibers[current].given = x;
-    meet(first, first + 32, takes_part);
+    meet(first, first + 32);
     unsigned int largest = 0;
-    for (unsigned int i = first; i < first + 32 && i < fibers.size(); ++i)
-        if (takes_part(i) && fibers[i].given > largest) largest = fibers[i].given;
-    meet(first, first + 32, takes_part);  // before anyone gives something else
+    for (unsigned int i = first; i < first + 32; ++i) largest = fibers[i].given > largest ? fibers[i].given : largest;
+    meet(first, first + 32);  // before anyone gives something else
     return largest;
 }
 

@@ -1,4 +1,4 @@
-"""The CUDA step, on a GPU or as emulated on a CPU (tests/kernels/emulator.py), against the step in PyTorch operations."""
+"""The CUDA step, on a GPU or emulated on a CPU (tests/kernels/emulator.py), against the step in PyTorch operations."""
 
 from __future__ import annotations
 
