@@ -8,6 +8,7 @@ the format in which they are stored.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ class StepTimes:
 def measure_step(candidate: StepCandidate, repeats: int) -> StepTimes:
     """Time ``repeats`` steps and measure their memory. RuntimeError when the weights don't move, or not to numbers."""
     choice, on_gpu = candidate.choice, candidate.device == "cuda"
+    gc.collect()  # what earlier candidates held is not to be freed while this one is measured
     params = random_parameters(candidate.shapes, choice.dtype, candidate.device)
     watched = params[min(1, len(params) - 1)]
     before = watched.detach().clone()

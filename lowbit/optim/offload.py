@@ -306,13 +306,13 @@ def _total_norm(slots: list[Slot]) -> Tensor:
         if is_dtensor(slot.param):
             placements = slot.param.placements  # type: ignore[attr-defined]
             sharding = tuple(i for i, place in enumerate(placements) if place.is_shard())
-            key = slot.param.device_mesh, sharding, slot.device  # type: ignore[attr-defined]
+            key = slot.param.device_mesh, sharding  # type: ignore[attr-defined]
         squares[key] = squares.get(key, torch.zeros((), dtype=torch.float64)) + square
     total = torch.zeros((), dtype=torch.float64)
     for key, square in squares.items():
         if key is not None:
-            mesh, sharding, device = key
-            square = square.to(device)
+            mesh, sharding = key
+            square = square.to(mesh.device_type)  # where the ranks exchange
             for dim in sharding:
                 dist.all_reduce(square, group=mesh.get_group(dim))
         total += square.cpu()

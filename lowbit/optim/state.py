@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowbit.tensor.base import LowbitTensor
@@ -31,14 +32,14 @@ def like_param(param: Tensor, state: Tensor) -> Tensor:
     """`state`, shaped like the local part of `param`, as a DTensor where `param` is one."""
     if not isinstance(param, DTensor):
         return state
-    stride = [math.prod(param.shape[i + 1 :]) for i in range(param.ndim)]
+    stride = tuple(math.prod(param.shape[i + 1 :]) for i in range(param.ndim))
+    mesh, placements = param.device_mesh, param.placements
+    if state.device.type != mesh.device_type:
+        # FSDP2 offloads so: parts in host memory, on a mesh of GPUs. from_local would move them there.
+        meta = TensorMeta(param.shape, stride, state.dtype)
+        return DTensor(state, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(
-        state,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=tuple(stride),
+        state, mesh, placements, run_check=False, shape=param.shape, stride=stride
     )
 
 

@@ -124,7 +124,8 @@ def test_clipping_by_the_optimizer(offload_gradients):
         backward(direct, step)
         backward(model, step)
         expected = nn.utils.clip_grad_norm_(direct.parameters(), 1e-3)
-        torch.testing.assert_close(optimizer.clip_grad_norm_(1e-3), expected.cpu())
+        norm = optimizer.clip_grad_norm_(1e-3)
+        torch.testing.assert_close(norm, expected.cpu(), rtol=1e-4, atol=0)  # summed in another order
         reference.step()
         optimizer.step()
     for p, q in zip(direct.parameters(), model.parameters(), strict=True):
@@ -244,7 +245,7 @@ def test_muon_on_a_gpu_orthogonalizes_in_bfloat16():
     weights, grads = rand(200, 300), rand(200, 300, seed=1)
     results = []
     for device in ("cpu", "cuda"):
-        p = nn.Parameter(weights.to(device))
+        p = nn.Parameter(weights.to(device, copy=True))  # not to be changed themselves
         p.grad = grads.to(device)
         optim.Muon8bit([p], lr=1.0, weight_decay=0.0).step()
         results.append(p.detach().cpu() - weights)
