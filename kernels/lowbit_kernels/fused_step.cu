@@ -2,8 +2,8 @@
 //
 // fused_step.py compiles this once for each combination of
 //   PARAM, GRAD        dtypes: FP32, BF16, FP16
-//   STATE              format of all states: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
 //   STATES             how many states an element has, 0..3; SIGNED: a bit for each whose values have a sign
+//   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
 //   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED by a byte below the bf16 (24-bit weights)
 //   SCALED             whether gradients are multiplied by a factor from memory (unscaling, clipping)
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER names for its options in `h`
@@ -23,11 +23,22 @@ typedef unsigned int uint32;
 typedef unsigned long long uint64;
 
 static constexpr int TILE = 256;
-static constexpr int BLOCK = STATE == STATE_4BIT ? 128 : 256;
 static constexpr int LOCATE = 256;  // tiles an entry of `locate`
-static constexpr bool CODES = STATE == STATE_8BIT || STATE == STATE_4BIT;
-static constexpr bool SCALES = CODES || STATE == STATE_FLOAT8;
-static constexpr bool DRAWS = ROUNDING == STOCHASTIC || STATE == STATE_BF16;
+static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
+
+DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
+DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
+DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }
+DEVICE constexpr int block_of(int slot) { return FORMATS[slot] == STATE_4BIT ? 128 : 256; }
+DEVICE constexpr bool any_codes() {
+    return (STATES > 0 && has_codes(0)) || (STATES > 1 && has_codes(1)) || (STATES > 2 && has_codes(2));
+}
+DEVICE constexpr bool any_bf16() {
+    return (STATES > 0 && FORMAT_0 == STATE_BF16) || (STATES > 1 && FORMAT_1 == STATE_BF16) ||
+           (STATES > 2 && FORMAT_2 == STATE_BF16);
+}
+static constexpr bool CODES = any_codes();
+static constexpr bool DRAWS = ROUNDING == STOCHASTIC || any_bf16();
 
 // A row of the table that the host fills in. All fields are 64 bits.
 struct alignas(16) Tensor {
@@ -35,7 +46,7 @@ struct alignas(16) Tensor {
     void *param;
     void *state[3];           // codes, or values
     signed char *correction;  // [numel], only if CORRECTED
-    float *scale[3];          // [rows, ceil(cols / BLOCK)]
+    float *scale[3];          // [rows, ceil(cols / block)]
     float *step;              // steps done
     long long first_tile;     // tiles of the tensors before this one
     uint64 cols;              // elements of a row
@@ -232,20 +243,24 @@ struct Floats {
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 
-static constexpr int VALUES = STATE == STATE_4BIT ? 16 : 256;
-static constexpr int CODE_WORDS = STATE == STATE_4BIT ? 1 : 2;
 static constexpr int CELLS[3] = {CELLS_0, CELLS_1, CELLS_2};
 static constexpr int BASES[3] = {BASE_0, BASE_1, BASE_2};
 static constexpr int SHIFTS[3] = {SHIFT_0, SHIFT_1, SHIFT_2};
 
+DEVICE constexpr int values_of(int slot) { return !has_codes(slot) ? 0 : FORMATS[slot] == STATE_4BIT ? 16 : 256; }
+DEVICE constexpr int values_before(int slot) {
+    return (slot > 0 ? values_of(0) : 0) + (slot > 1 ? values_of(1) : 0) + (slot > 2 ? values_of(2) : 0);
+}
 DEVICE constexpr int cells_before(int slot) {
     return (slot > 0 ? CELLS_0 : 0) + (slot > 1 ? CELLS_1 : 0) + (slot > 2 ? CELLS_2 : 0);
 }
 
 // The tables, in shared memory: values of the codes of each state, then its cells.
-static constexpr int TABLE_WORDS = CODES ? STATES * VALUES + cells_before(STATES) : 1;
+static constexpr int TABLE_WORDS = CODES ? values_before(STATES) + cells_before(STATES) : 1;
 
-DEVICE const uint32 *cells_of(const uint32 *table, int slot) { return table + STATES * VALUES + cells_before(slot); }
+DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
+    return table + values_before(STATES) + cells_before(slot);
+}
 
 // Codes are looked up by magnitude. The upper bits of y = |x| / scale name a cell, into which at most one boundary
 // between two codes falls. A cell's word holds, in its highest byte, the rank of the cell's smallest element; below,
@@ -264,7 +279,7 @@ DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
 // Codes 0..15 or 0..255 of four elements, in four bytes.
 template <int SLOT>
 DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
-    if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) {
+    if constexpr (FORMATS[SLOT] == STATE_4BIT && !is_signed(SLOT)) {
         // The table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1: 2**23 + i is rounded up to a whole number.
         uint32 up[4];
 #pragma unroll
@@ -278,19 +293,19 @@ DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) rank[i] = ranked<SLOT>(table, x[i], inverse);
         const uint32 ranks = permute(permute(rank[0], rank[1], 0x0073), permute(rank[2], rank[3], 0x0073), 0x5410);
-        if constexpr ((SIGNED >> SLOT & 1) == 0) return ranks;
-        constexpr uint32 ONES = 0x01010101, ZERO = (VALUES / 2 - 1) * ONES;  // the code of 0, four times
+        if constexpr (!is_signed(SLOT)) return ranks;
+        constexpr uint32 ONES = 0x01010101, ZERO = (values_of(SLOT) / 2 - 1) * ONES;  // the code of 0, four times
         const uint32 signs = permute(permute(float_bits(x[0]), float_bits(x[1]), 0x00fb),
                                      permute(float_bits(x[2]), float_bits(x[3]), 0x00fb), 0x5410);
-        constexpr int TOP = STATE == STATE_4BIT ? 3 : 7;  // bit of the highest rank, 1, which has no negative
+        constexpr int TOP = FORMATS[SLOT] == STATE_4BIT ? 3 : 7;  // bit of the highest rank, 1, which has no negative
         const uint32 positive = ranks + ZERO, negative = (ranks - (ranks >> TOP & ONES)) ^ ZERO;
         return (positive & ~signs) | (negative & signs);
     }
 }
 
-template <int SLOT>
-DEVICE void decode_codes(const Raw<CODE_WORDS> &raw, const uint32 *table, float scale, float x[8]) {
-    if constexpr (STATE == STATE_FLOAT8) {
+template <int SLOT, int WORDS>
+DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale, float x[8]) {
+    if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32 halves = from_e4m3x2(raw.word[i / 2] >> (i % 2 * 16) & 0xffff);
@@ -298,25 +313,25 @@ DEVICE void decode_codes(const Raw<CODE_WORDS> &raw, const uint32 *table, float 
             x[2 * i + 1] = from_half(halves >> 16) * scale;
         }
     } else {
-        constexpr int BITS = STATE == STATE_4BIT ? 4 : 8;
+        constexpr int BITS = FORMATS[SLOT] == STATE_4BIT ? 4 : 8;
         const float sixteenth = scale * 0.0625f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const uint32 code = raw.word[i * BITS / 32] >> (i * BITS % 32) & (VALUES - 1);
-            if constexpr (STATE == STATE_4BIT && (SIGNED >> SLOT & 1) == 0) x[i] = fmaf((float)code, sixteenth, sixteenth);
-            else x[i] = bits_float(table[SLOT * VALUES + code]) * scale;
+            const uint32 code = raw.word[i * BITS / 32] >> (i * BITS % 32) & (values_of(SLOT) - 1);
+            if constexpr (FORMATS[SLOT] == STATE_4BIT && !is_signed(SLOT)) x[i] = fmaf((float)code, sixteenth, sixteenth);
+            else x[i] = bits_float(table[values_before(SLOT) + code]) * scale;
         }
     }
 }
 
 // Returns the scale of the lane's block. A block that holds a NaN, or a magnitude of 2**126 or more, gets a NaN.
-template <int SLOT>
-DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<CODE_WORDS> &raw) {
+template <int SLOT, int WORDS>
+DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<WORDS> &raw) {
     float magnitude = larger_magnitude(x[0], x[1]);
 #pragma unroll
     for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, x[i]);
     uint32 largest = float_bits(magnitude);  // bits of magnitudes are in order, NaN above all
-    if constexpr (BLOCK == TILE) {
+    if constexpr (block_of(SLOT) == TILE) {
         largest = warp_max(largest);
     } else {  // two maxima over the whole warp: lanes with masks of their own would take turns
         const bool first = lane < 16;
@@ -325,23 +340,23 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<C
     }
     constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;  // 2**-100, 2**126
     float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : largest);
-    if constexpr (STATE == STATE_FLOAT8) {  // scale / 448, correctly rounded
+    if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {  // scale / 448, correctly rounded
         const float estimate = scale * (1.0f / 448.0f);
         scale = fmaf(fmaf(-448.0f, estimate, scale), 1.0f / 448.0f, estimate);
     }
     const float inverse = reciprocal(scale);
-    if constexpr (STATE == STATE_FLOAT8) {
+    if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float *y = x + 4 * i;
             uint32 word = to_e4m3x2(y[0] * inverse, y[1] * inverse) | to_e4m3x2(y[2] * inverse, y[3] * inverse) << 16;
-            if constexpr ((SIGNED >> SLOT & 1) == 0)  // a second moment never rounds to zero
+            if constexpr (!is_signed(SLOT))  // a second moment never rounds to zero
                 word += ~((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) >> 7 & 0x01010101;
             raw.word[i] = word;
         }
     } else {
         const uint32 first = four_codes<SLOT>(x, table, inverse), second = four_codes<SLOT>(x + 4, table, inverse);
-        if constexpr (STATE == STATE_8BIT) {
+        if constexpr (FORMATS[SLOT] == STATE_8BIT) {
             raw.word[0] = first, raw.word[1] = second;
         } else {
             raw.word[0] = permute((first | first >> 4) & 0x00ff00ff, (second | second >> 4) & 0x00ff00ff, 0x6420);
@@ -353,9 +368,9 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<C
 // ---- a tile ------------------------------------------------------------------------------------------------------
 
 struct Place {  // of a lane's eight elements
-    uint64 element;  // index in the tensor
-    uint64 code;     // byte offset in the codes
-    uint64 scale;    // index in the scales
+    uint64 element;         // index in the tensor
+    uint64 half_byte;       // byte offset in codes of 4 bits
+    uint64 of_128, of_256;  // index in the scales of blocks of that many elements
     int count;       // elements that exist, 0..8
     bool vector;
 };
@@ -366,8 +381,9 @@ DEVICE Place locate_lane(const Tensor &t, long long tile, int lane) {
     const uint64 cols = t.cols, col = tile_in_row * TILE + lane * 8;
     Place place;
     place.element = row * cols + col;
-    place.code = STATE == STATE_4BIT ? row * ((cols + 1) / 2) + col / 2 : place.element;
-    place.scale = row * ((cols + BLOCK - 1) / BLOCK) + col / BLOCK;
+    place.half_byte = row * ((cols + 1) / 2) + col / 2;
+    place.of_128 = row * ((cols + 127) / 128) + col / 128;
+    place.of_256 = row * ((cols + 255) / 256) + col / 256;
     place.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
     place.vector = t.aligned && place.count == 8;
     return place;
@@ -376,28 +392,32 @@ DEVICE Place locate_lane(const Tensor &t, long long tile, int lane) {
 // A state of eight elements.
 template <int SLOT>
 struct State {
-    static constexpr int CODES_A_BYTE = STATE == STATE_4BIT ? 2 : 1;
-    Floats<STATE == STATE_BF16 ? BF16 : FP32> values;
-    Raw<CODE_WORDS> codes;
+    static constexpr int FORMAT = FORMATS[SLOT];
+    static constexpr int CODES_A_BYTE = FORMAT == STATE_4BIT ? 2 : 1;
+    Floats<FORMAT == STATE_BF16 ? BF16 : FP32> values;
+    Raw<2 / CODES_A_BYTE> codes;
     float scale;
+
+    static MEMBER uint64 code_at(const Place &at) { return FORMAT == STATE_4BIT ? at.half_byte : at.element; }
+    static MEMBER uint64 scale_at(const Place &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
 
     template <bool VECTOR>
     MEMBER void load(const Tensor &t, const Place &at) {
-        if constexpr (SCALES) {
-            const char *p = (const char *)t.state[SLOT] + at.code;
+        if constexpr (has_scale(SLOT)) {
+            const char *p = (const char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) load_vector(p, codes);
             else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
-            scale = VECTOR || at.count ? t.scale[SLOT][at.scale] : 0.0f;
+            scale = VECTOR || at.count ? t.scale[SLOT][scale_at(at)] : 0.0f;
         } else {
             values.template load<VECTOR>(t.state[SLOT], at.element, at.count);
         }
     }
     MEMBER void decode(const uint32 *table, float x[8]) const {
-        if constexpr (SCALES) decode_codes<SLOT>(codes, table, scale, x);
+        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, table, scale, x);
         else values.decode(x);
     }
     MEMBER void encode(const Tensor &t, const Scalars &k, const Place &at, int lane, const uint32 *table, float x[8]) {
-        if constexpr (SCALES) {
+        if constexpr (has_scale(SLOT)) {
             if (at.count < 8) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
@@ -405,23 +425,23 @@ struct State {
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
         } else {
-            if constexpr (STATE == STATE_BF16 && (SIGNED >> SLOT & 1) == 0)
+            if constexpr (FORMAT == STATE_BF16 && !is_signed(SLOT))
                 round_stochastically(t, k.keys[SLOT + 1], at.element, x);
             values.encode(x);
         }
     }
     template <bool VECTOR>
     MEMBER void store(const Tensor &t, const Place &at, int lane) {
-        if constexpr (SCALES) {
-            char *p = (char *)t.state[SLOT] + at.code;
+        if constexpr (has_scale(SLOT)) {
+            char *p = (char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) {
                 store_vector(p, codes);
             } else {
-                if constexpr (STATE == STATE_4BIT)  // the last half byte of an odd row is 0
+                if constexpr (FORMAT == STATE_4BIT)  // the last half byte of an odd row is 0
                     if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;
                 store_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
             }
-            if (lane % (BLOCK / 8) == 0 && at.count) t.scale[SLOT][at.scale] = scale;
+            if (lane % (block_of(SLOT) / 8) == 0 && at.count) t.scale[SLOT][scale_at(at)] = scale;
         } else {
             values.template store<VECTOR>(t.state[SLOT], at.element, at.count);
         }

@@ -99,17 +99,17 @@ class Variant:
     Args:
         rule: the algorithm.
         param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
-        state: the format of all states: a key of `STATES`.
-        signed: for each state, whether its values have a sign.
+        formats: of each state, a key of `STATES`.
+        signed: of each state, whether its values have a sign.
         rounding: of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each in an array of bytes.
         scaled: whether gradients are multiplied by the first number of `control`.
-        tables: for 8 and 4 bits, of each state; None where codes are computed.
+        tables: of each state; None where codes are computed, or there are none.
     """
 
     rule: Rule
     param: torch.dtype
     grad: torch.dtype
-    state: str
+    formats: tuple[str, ...]
     signed: tuple[bool, ...]
     rounding: str = "nearest"
     scaled: bool = False
@@ -119,8 +119,9 @@ class Variant:
         for name, dtype in (("param", self.param), ("grad", self.grad)):
             if dtype not in DTYPES:
                 raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-        if self.state not in STATES:
-            raise ValueError(f"state must be one of {', '.join(STATES)}, got {self.state!r}")
+        for format in self.formats:
+            if format not in STATES:
+                raise ValueError(f"a format must be one of {', '.join(STATES)}, got {format!r}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(
                 f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
@@ -133,7 +134,7 @@ class Variant:
 
     @property
     def uses_codes(self) -> bool:
-        return self.state in ("8bit", "4bit")
+        return any(format in ("8bit", "4bit") for format in self.formats)
 
     @property
     def threads(self) -> int:
@@ -147,12 +148,13 @@ class Variant:
         """What the kernel keeps in shared memory: the values of every state, then the cells of every state."""
         if not self.uses_codes:
             return np.zeros(1, np.uint32)
-        size = 16 if self.state == "4bit" else 256
-        values = [np.zeros(size, np.float32) if t is None else t.values for t in self.tables]
-        cells = [
-            np.zeros(0, np.uint32) if t is None else _kernel_cells(t, signed)
-            for t, signed in zip(self.tables, self.signed, strict=True)
-        ]
+        values, cells = [], []
+        for format, table, signed in zip(self.formats, self.tables, self.signed, strict=True):
+            if table is not None:
+                values.append(table.values)
+                cells.append(_kernel_cells(table, signed))
+            elif format == "4bit":
+                values.append(np.zeros(16, np.float32))
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
     def source(self, primitives: str | None = None) -> str:
@@ -160,7 +162,6 @@ class Variant:
         defines: dict[str, object] = {
             "PARAM": DTYPES[self.param],
             "GRAD": DTYPES[self.grad],
-            "STATE": STATES[self.state],
             "STATES": len(self.signed),
             "SIGNED": sum(signed << i for i, signed in enumerate(self.signed)),
             "ROUNDING": self.rounding.upper(),
@@ -172,7 +173,8 @@ class Variant:
             "UPDATE": " ".join(self.rule.update.split()),
         }
         for i in range(MAX_STATES):
-            table = self.tables[i] if self.uses_codes and i < len(self.tables) else None
+            table = self.tables[i] if i < len(self.tables) else None
+            defines[f"FORMAT_{i}"] = STATES[self.formats[i] if i < len(self.formats) else "fp32"]
             defines[f"CELLS_{i}"] = len(table.cells) if table else 0
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1

@@ -29,11 +29,10 @@ def variant_of(
     if reason is None:
         own, state = states.local(param), optimizer.state[param]
         signs = optimizer.state_names(group)
-        format = next((_format(states.local(state[name])) for name in signs), "fp32")
-        assert format is not None  # it would be an obstacle
+        formats = tuple(str(_format(states.local(state[name]))) for name in signs)
         rounding = _rounding(group, own.dtype)
         rule = optimizer.rule(group)
-        return _variant(rule, own.dtype, grad.dtype, format, tuple(signs.values()), rounding)
+        return _variant(rule, own.dtype, grad.dtype, formats, tuple(signs.values()), rounding)
     if group["fused"]:
         raise RuntimeError(
             f"fused=True, but the CUDA step does not take a parameter of shape {tuple(param.shape)}: {reason}; "
@@ -57,7 +56,7 @@ def compiled(variant: Variant, device: torch.device) -> FusedStep:
 def scaled(variant: Variant) -> Variant:
     """The same for gradients that are multiplied by a factor."""
     v = variant
-    return _variant(v.rule, v.param, v.grad, v.state, v.signed, v.rounding, True)
+    return _variant(v.rule, v.param, v.grad, v.formats, v.signed, v.rounding, True)
 
 
 def _format(state: Tensor) -> str | None:
@@ -95,8 +94,10 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
         return f"its strides are {own.stride()}"
     stored = [states.local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
     formats = {_format(state) for state in stored}
-    if None in formats or len(formats) > 1:
-        return f"its states are stored as {', '.join(sorted(map(str, formats)))}"
+    if None in formats:
+        return "its states are not stored as the kernel reads them"
+    if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
+        return "its states have rows of several lengths"
     _, run, stride = states.global_index(param) if _draws(group, formats) else (0, 1, 1)
     if run != stride and run % 8:
         return f"a row of its shard has {run} elements, which 8 doesn't divide"
@@ -133,22 +134,20 @@ def _variant(
     rule: Any,
     param: torch.dtype,
     grad: torch.dtype,
-    format: str,
+    formats: tuple[str, ...],
     signed: tuple[bool, ...],
     rounding: str,
     scaled: bool = False,
 ) -> Variant:
     """One object for one combination, since kernels are kept by it."""
-    tables: tuple[Table | None, ...] = ()
-    if format in ("8bit", "4bit"):
-        tables = tuple(_table(FORMATS[format].bits, s) for s in signed)
-    return Variant(rule, param, grad, format, signed, rounding, scaled, tables)
+    tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
+    return Variant(rule, param, grad, formats, signed, rounding, scaled, tables)
 
 
 @functools.cache
-def _table(bits: int, signed: bool) -> Table | None:
-    book = Codebook(bits, signed)
-    if bits == 4 and not signed:
-        return None  # linear: the kernel computes it
+def _table(format: str, signed: bool) -> Table | None:
+    if format not in ("8bit", "4bit") or (format == "4bit" and not signed):
+        return None  # no table, or one so even that the kernel computes its codes
+    book = Codebook(FORMATS[format].bits, signed)
     cells = book.cells()
     return Table(book.table().numpy(), cells.first, cells.shift, cells.words)

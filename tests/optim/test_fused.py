@@ -24,6 +24,7 @@ ALGORITHMS = {
     "SGD": (optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "lr": 1e-2}),
     "SGD-nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True, "lr": 1e-2}),
     "SGD-plain": (optim.SGD, {"lr": 1e-2}),
+    "AdEMAMix": (optim.AdEMAMix, {"weight_decay": 0.1, "t_alpha_beta3": 10}),
 }
 
 
