@@ -172,6 +172,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     # ---- the step -------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
@@ -305,7 +306,8 @@ def _total_norm(slots: list[Slot]) -> Tensor:
         key = None
         if is_dtensor(slot.param):
             placements = slot.param.placements  # type: ignore[attr-defined]
-            sharding = tuple(i for i, place in enumerate(placements) if place.is_shard())
+            # under tensor parallelism FSDP2 shards by a placement that answers is_shard() with False
+            sharding = tuple(i for i, place in enumerate(placements) if not place.is_replicate())
             key = slot.param.device_mesh, sharding  # type: ignore[attr-defined]
         squares[key] = squares.get(key, torch.zeros((), dtype=torch.float64)) + square
     total = torch.zeros((), dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit import optim
@@ -76,6 +77,21 @@ def check_sharded(rank, world_size, folder):
     return True
 
 
+def check_norm_under_tensor_parallelism(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    placement = _StridedShard(0, split_factor=2)  # FSDP2's, of a parameter that is sharded already
+    weight, grad = (
+        DTensor.from_local(rand(4, 8, seed=seed + rank), mesh, [placement], run_check=False)
+        for seed in (0, 10)
+    )
+    param = nn.Parameter(weight)
+    optimizer = CPUOffloadOptimizer([param], optim.AdamW8bit)
+    param.grad = grad
+    everything = torch.cat([rand(4, 8, seed=10 + i) for i in range(world_size)])
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), everything.norm())
+    return True
+
+
 def check_ddp(rank, world_size):
     """Each rank has its own batch; DDP averages where the optimizer's hooks have run already."""
     for offload_gradients in (False, True):
@@ -95,6 +111,10 @@ def check_ddp(rank, world_size):
 
 def test_sharded_parameters(tmp_path):
     assert launch(check_sharded, 2, str(tmp_path)) == [True, True]
+
+
+def test_norm_under_tensor_parallelism():
+    assert launch(check_norm_under_tensor_parallelism, 2) == [True, True]
 
 
 def test_data_parallel():
