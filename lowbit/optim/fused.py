@@ -8,6 +8,7 @@ anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothi
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ class FusedSteps:
             step=compiled(variant, device),
             items=items,
             tiles=total,
-            locate=torch.from_numpy(fused_step.locate(first, total)).to(device),
+            locate=_copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
             table=torch.empty(len(words), dtype=torch.int64, device=device),
@@ -185,7 +186,9 @@ class FusedSteps:
             for param, own, _, _, state, tensors, address in launch.items:
                 if (own if own is param else states.local(param)).data_ptr() != address:
                     return False
-                if all_state[param] is not state or not all(map(_is, state.values(), tensors)):
+                if all_state[param] is not state or not all(
+                    map(operator.is_, state.values(), tensors)
+                ):
                     return False
                 grad = param.grad
                 if grad is None or grad.dtype is not dtype or grad.layout is not torch.strided:
@@ -267,15 +270,21 @@ class FusedSteps:
         return launch.table
 
 
+def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
+    """In memory from which a GPU can copy while the host goes on; torch frees it only after that."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _copied(values: np.ndarray, device: torch.device) -> Tensor:
+    return _pinned(values, device).to(device, non_blocking=True)
+
+
 def _current(device: torch.device) -> AbstractContextManager[None]:
     """Makes a device the current one, which costs more than asking whether it is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 def _is_read_on_device(lr: object, device: torch.device) -> bool:
