@@ -103,6 +103,13 @@ class AdamBase(LowbitOptimizer):
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {**self.moments, "max_exp_avg_sq": False} if group["amsgrad"] else self.moments
 
+    def _loaded_state(
+        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        if not group["amsgrad"]:  # it was turned off before the checkpoint was saved
+            saved = {k: v for k, v in saved.items() if k != "max_exp_avg_sq"}
+        return super()._loaded_state(group, param, saved, name)
+
     def scalars(
         self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
     ) -> tuple[Tensor, ...]:

@@ -18,8 +18,9 @@ What the base does with them:
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,6 +40,7 @@ from lowbit.optim.options import (
     check_common,
     check_flag,
     check_nonnegative,
+    check_number,
     check_param,
     check_shared,
 )
@@ -53,6 +55,7 @@ __all__ = [
     "ParamsT",
     "check_flag",
     "check_nonnegative",
+    "check_number",
     "dequantize_state_dict",
 ]
 
@@ -145,6 +148,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """torch.amp.GradScaler sets `grad_scale` and `found_inf` around `step`, which then unscales, or skips."""
 
+    @torch._disable_dynamo  # its states cannot be traced: a compiled training step runs it as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
@@ -195,6 +199,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             self._create_state(group, param)
+        for name, signed in self.state_names(group).items():
+            if name not in state:  # the option that needs it was turned on since
+                state[name] = states.new_state(param, group["state"], signed)
         if states.has_correction(group, param) and "weight_correction" not in state:
             state["weight_correction"] = states.new_correction(param)
 
@@ -216,11 +223,17 @@ class LowbitOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
         """
-        state_dict = state_dict.copy()
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+            raise TypeError(
+                "state_dict must be what state_dict() of an optimizer returned, with 'state' and 'param_groups', "
+                f"got {reprlib.repr(got)}"
+            )
         groups = self._loaded_groups(state_dict)
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         slots = [(group, i, p) for group in groups for i, p in enumerate(group["params"])]

@@ -28,7 +28,13 @@ from torch import Tensor
 from lowbit.optim import eager
 from lowbit.optim import state as states
 from lowbit.optim.adamw import AdamBase
-from lowbit.optim.base import CommonOptions, ParamsT, check_flag, check_nonnegative
+from lowbit.optim.base import (
+    CommonOptions,
+    ParamsT,
+    check_flag,
+    check_nonnegative,
+    check_number,
+)
 from lowbit.optim.job import Job
 from lowbit.optim.orthogonalize import (
     COEFFICIENTS,
@@ -183,6 +189,8 @@ class Muon(AdamBase):
         params = options.pop("params")
         params = [params] if isinstance(params, Tensor) else list(params)
         for_adamw = {k: options.pop(f"adamw_{k}", v) for k, v in self._adamw.items()}
+        for name in ("lr", "weight_decay", "eps"):
+            check_nonnegative(f"adamw_{name}", for_adamw[name])
         use_muon = options.pop("use_muon", None)
         check_flag("use_muon", use_muon, or_none=True)
         if use_muon is None:
@@ -214,6 +222,10 @@ class Muon(AdamBase):
         numbers = group["ns_coefficients"]
         if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {numbers!r}")
+        for i, number in enumerate(numbers):
+            check_number(f"ns_coefficients[{i}]", number)
+            if not math.isfinite(number):
+                raise ValueError(f"ns_coefficients[{i}] must be a finite number, got {number!r}")
         group["ns_coefficients"] = tuple(float(number) for number in numbers)
         steps = group["ns_steps"]
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:

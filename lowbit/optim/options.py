@@ -68,12 +68,9 @@ KEPT_ON_LOADING = ("state", "foreach", "fused")
 
 def check_common(group: dict[str, Any]) -> None:
     """Raise for a learning rate or a common option that isn't taken."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}"
-        )
-    check_nonnegative("lr", lr)
+    check_nonnegative("lr", group["lr"])
+    if not isinstance(group["lr"], Tensor):
+        group["lr"] = float(group["lr"])
     if group["state"] not in states.STATE_FORMATS:
         formats = ", ".join(map(repr, states.STATE_FORMATS))
         raise ValueError(f"state must be one of {formats}, got {group['state']!r}")
@@ -92,6 +89,7 @@ def check_common(group: dict[str, Any]) -> None:
         )
     if group["max_grad_norm"] is not None:
         check_nonnegative("max_grad_norm", group["max_grad_norm"])
+        group["max_grad_norm"] = float(group["max_grad_norm"])
         if not group["max_grad_norm"] > 0:
             raise ValueError("max_grad_norm must be above 0, or None not to clip; got 0")
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
@@ -120,11 +118,23 @@ def check_shared(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
 
 def check_nonnegative(name: str, value: Any) -> None:
     """Raise unless `value` is a number of at least 0 (or a tensor that holds one)."""
-    is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
-    if not is_number:
-        raise TypeError(f"{name} must be a number, got {value!r}")
+    check_number(name, value)
     if not (value >= 0.0 and value < math.inf):  # also for NaN
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise unless `value` is a real number, or a tensor that holds one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}"
+            )
+        is_number = value.dtype != torch.bool and not value.is_complex() and not value.is_meta
+    else:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:

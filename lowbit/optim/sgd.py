@@ -19,19 +19,18 @@ network (600 steps, batches of 32) above that with a float32 momentum: "bf16", "
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from lowbit.optim import state as states
 from lowbit.optim.base import (
     CommonOptions,
     LowbitOptimizer,
     ParamsT,
     check_flag,
     check_nonnegative,
+    check_number,
 )
 
 if TYPE_CHECKING:
@@ -120,8 +119,7 @@ class SGD(LowbitOptimizer):
         for name in ("momentum", "weight_decay"):
             check_nonnegative(name, group[name])
         dampening = group["dampening"]
-        if isinstance(dampening, bool) or not isinstance(dampening, (Real, Tensor)):
-            raise TypeError(f"dampening must be a number, got {dampening!r}")
+        check_number("dampening", dampening)
         if not math.isfinite(dampening):
             raise ValueError(f"dampening must be a finite number, got {dampening!r}")
         check_flag("nesterov", group["nesterov"])
@@ -141,12 +139,6 @@ class SGD(LowbitOptimizer):
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return self.moments if group["momentum"] else {}
-
-    def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
-        super()._ensure_state(group, param)
-        for name, signed in self.state_names(group).items():
-            if name not in self.state[param]:  # the momentum was 0 until now
-                self.state[param][name] = states.new_state(param, group["state"], signed)
 
     def scalars(
         self, group: dict[str, Any], lr: float | Tensor, steps: Tensor

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lowbit import optim
+from lowbit.optim import CPUOffloadOptimizer
 from lowbit.optim.adamw import reference
+from lowbit.tensor import CodebookTensor
 from tests.optim.problems import DROP_IN, parameters, rand, relative, run, set_grads
 
 PAIRS = [("AdamW", torch.optim.AdamW, optim.AdamW), ("Adam", torch.optim.Adam, optim.Adam)]
@@ -277,6 +279,10 @@ BAD = {
     "lr nan": ({"lr": float("nan")}, ValueError, r"lr must be.*nan"),
     "lr text": ({"lr": "0.1"}, TypeError, r"lr must be a number, got '0\.1'"),
     "lr of two": ({"lr": torch.tensor([0.1, 0.2])}, ValueError, r"one element, got shape \(2,\)"),
+    "lr complex": ({"lr": torch.tensor(1j)}, TypeError, r"lr must be a number, got tensor"),
+    "lr bool": ({"lr": torch.tensor(True)}, TypeError, r"lr must be a number, got tensor"),
+    "eps of two": ({"eps": torch.ones(2)}, ValueError, r"eps must be.*one element, got.*\(2,\)"),
+    "beta of two": ({"betas": (torch.zeros(2), 0.9)}, ValueError, r"betas\[0\] must be.*\(2,\)"),
     "eps": ({"eps": -1e-8}, ValueError, r"eps must be.*-1e-08"),
     "beta 1": ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] must be in \[0, 1\), got 1\.0"),
     "beta 2": ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]"),
@@ -374,7 +380,48 @@ def test_what_concerns_all_gradients_is_the_same_in_all_groups(options):
 
 
 def test_numpy_numbers_are_numbers():
-    optim.AdamW(parameters((4, 4)), lr=np.float32(0.1), eps=np.float64(1e-8))
+    """And become Python's: torch.load refuses numpy's in a checkpoint."""
+    norm = np.float64(2.0)
+    options = {"lr": np.float32(0.1), "eps": np.float64(1e-8), "max_grad_norm": norm}
+    group = optim.AdamW(parameters((4, 4)), **options).param_groups[0]
+    assert {type(group[name]) for name in options} == {float}
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW4bit, CPUOffloadOptimizer], ids=lambda c: c.__name__)
+def test_a_compiled_training_step_runs_it(cls):
+    pairs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Linear(130, 40)
+        base = {"base_class": optim.AdamW4bit} if cls is CPUOffloadOptimizer else {}
+        pairs.append((model, cls(model.parameters(), lr=0.01, **base)))
+    x = torch.randn(4, 130)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(3):
+        step(*pairs[0])
+        compiled(*pairs[1])
+    for p, q in zip(pairs[0][0].parameters(), pairs[1][0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_amsgrad_may_be_turned_on_and_off():
+    a, b = parameters((40, 130), (13,)), parameters((40, 130), (13,))
+    full, ours = optim.AdamW(a, lr=0.01, state="fp32"), optim.AdamW4bit(b, lr=0.01)
+    for step, amsgrad in enumerate((False, True, True, False)):
+        for optimizer, params in ((full, a), (ours, b)):
+            optimizer.param_groups[0]["amsgrad"] = amsgrad
+            run(optimizer, params, 1, first=step)
+    largest = full.state[a[0]]["max_exp_avg_sq"]
+    assert torch.all(largest > 0) and isinstance(ours.state[b[0]]["max_exp_avg_sq"], CodebookTensor)
+    other = optim.AdamW8bit(b)
+    other.load_state_dict(ours.state_dict())
+    assert "max_exp_avg_sq" not in other.state[b[0]]
 
 
 # ---- copies ------------------------------------------------------------------------------------------------------

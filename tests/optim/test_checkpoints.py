@@ -251,6 +251,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, error, message
             assert torch.equal(after["state"][key][name], value)
 
 
+@pytest.mark.parametrize("given", [None, {}, {"state": {}}], ids=repr)
+def test_what_is_no_checkpoint_is_refused(given):
+    _, optimizer = trained()
+    with pytest.raises(TypeError, match=r"state_dict must be.*'param_groups', got"):
+        optimizer.load_state_dict(given)
+
+
 def test_the_parameters_name_is_in_the_message():
     model = nn.Linear(130, 40)
     optimizer = optim.AdamW4bit(model.named_parameters())

@@ -200,7 +200,8 @@ def test_options_of_a_group_that_is_split():
         ({"ns_coefficients": (1, 2)}, "ns_coefficients must be three numbers"),
         ({"adjust_lr_fn": "best"}, "adjust_lr_fn must be None, 'original' or 'match_rms_adamw'"),
         ({"use_muon": True}, r"use_muon=True takes matrices, got a parameter of shape \(8,\)"),
-        ({"adamw_lr": -1.0}, "lr must be"),
+        ({"ns_coefficients": (1, 2, float("nan"))}, r"ns_coefficients\[2\] must be.*nan"),
+        ({"adamw_lr": -1.0}, "adamw_lr must be"),
     ],
     ids=str,
 )
