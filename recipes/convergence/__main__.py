@@ -132,11 +132,19 @@ def train_all(options: argparse.Namespace, interrupt: Interrupt, began: float) -
     return 0
 
 
+def versions(source: Path) -> list[tuple[str, int, int]]:
+    """The files of a text with their sizes and times: something else once one of them has changed."""
+    source = source.resolve()
+    files = sorted(source.rglob("*")) if source.is_dir() else [source]
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
 def cached_data(
     config: QuickstartConfig, source: Path | None, cache: Path, interrupt: Interrupt
 ) -> quickstart_data.Data:
-    """The quick start's data, read and encoded once for all runs with this text and vocabulary."""
-    what = f"{source and source.resolve()} {config.corpus} {config.model.vocab_size} {config.heldout_share}"
+    """The quick start's data, read and encoded once for all runs with this text, as it is, and vocabulary."""
+    what = f"{source and versions(source)} {config.corpus} {config.model.vocab_size} {config.heldout_share}"
     folder = cache / hashlib.sha256(what.encode()).hexdigest()[:12]
     if folder.exists():
         return quickstart_data.load(folder)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recipes.convergence import report, results
-from recipes.convergence.__main__ import main
+from recipes.convergence.__main__ import cached_data, main
 from recipes.convergence.runs import PRESETS, RUNS, chosen_runs, chosen_seeds, gpu
 from recipes.convergence.train import Weights, settings, train_run
 from recipes.llama import Llama
@@ -46,6 +46,16 @@ def command(source: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
     line = ["--preset", "tiny", "--data", str(source), "--cache", str(cache)]
     line += [word for assignment in SHORT for word in ("--set", assignment)]
     return [*line, "--results", str(tmp_path / "results.jsonl")]
+
+
+def test_changed_text_is_read_again(source: Path, tmp_path: Path) -> None:
+    text, cache = shutil.copytree(source, tmp_path / "text"), tmp_path / "cache"
+    first = cached_data(CONFIG, text, cache, Interrupt())
+    again = cached_data(CONFIG, text, cache, Interrupt())
+    assert torch.equal(again.train, first.train)
+    assert len(list(cache.iterdir())) == 1
+    shutil.copy(Path(sysconfig.get_path("stdlib"), "calendar.py"), text)
+    assert len(cached_data(CONFIG, text, cache, Interrupt()).train) > len(first.train)
 
 
 def record(run: str, seed: int, loss: float | None, **others: Any) -> dict[str, Any]:
