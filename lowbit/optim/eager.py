@@ -35,9 +35,8 @@ class Part:
     """Rows of one parameter."""
 
     place: int  # in the job
-    tensors: list[
-        Tensor
-    ]  # gradient, weight, correction if there is one, then the states': [rows, width] each
+    tensors: list[Tensor]
+    """Gradient, weight, correction if there is one, then the states': [rows, width] each."""
     rows: int
     start: int = 0  # index of its first row on this rank
 

@@ -47,11 +47,8 @@ def collect(groups: list[dict[str, Any]]) -> list[Job]:
                 found.append((group, param, index))
             index += 1
     jobs: dict[Any, Job] = {}
-    for (
-        group,
-        param,
-        index,
-    ) in found:  # after all checks, since a gradient may have to be moved between ranks
+    # after all checks, since a gradient may have to be moved between ranks
+    for group, param, index in found:
         kind = (id(group), param.device, param.dtype)
         if kind not in jobs:
             jobs[kind] = Job(group)
