@@ -18,6 +18,7 @@ ZeRO-Offload, arXiv 2101.06840, describes the scheme.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.base import LowbitOptimizer, check_flag
 from lowbit.optim.state import is_dtensor, local
 from lowbit.optim.transfers import Slot, Transfers, transfers_for
 from lowbit.tensor.base import LowbitTensor
@@ -87,7 +88,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         _check_class(base_class)
         self._slots: dict[Tensor, Slot] = {}
         self._transfers: dict[torch.device, Transfers] = {}
-        self._offload_gradients = bool(offload_gradients)
+        check_flag("offload_gradients", offload_gradients)
+        self._offload_gradients = offload_gradients
+        self._base_options = base_options
         self._made = False
         super().__init__(params, {})  # checks the parameters and puts them into groups
         hosts = [self._on_host(group) for group in self.param_groups]
@@ -180,8 +183,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         Returns when the CPU is done. The device may still be receiving weights; what it is given next comes after.
 
         Raises:
-            RuntimeError: a sparse gradient, or a parameter that was moved to another device. No parameter has
-                changed then.
+            RuntimeError: a sparse gradient, or a parameter that was moved to another device or converted to another
+                dtype. No parameter has changed then.
         """
         loss = None
         if closure is not None:
@@ -294,6 +297,32 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._link_states()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    # ---- copies ---------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: as `state_dict`, and what is needed to make the rest again."""
+        made_by = type(self.base), self._base_options, self._offload_gradients
+        return {
+            **super().__getstate__(),
+            "state": {},
+            "base_state": self.base.state_dict(),
+            "made_by": made_by,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = dict(state)
+        saved = own.pop("base_state")
+        base_class, self._base_options, self._offload_gradients = own.pop("made_by")
+        self._slots, self._transfers = {}, {}
+        super().__setstate__({**own, "state": defaultdict(dict)})
+        hosts = [self._on_host(group) for group in self.param_groups]
+        self.base = base_class(hosts, **self._base_options)
+        self.base.load_state_dict(saved)
+        for slot in self._slots.values():
+            slot.watch()
+        self._link_states()
+        self._made = True
 
 
 def _total_norm(slots: list[Slot]) -> Tensor:

@@ -201,6 +201,11 @@ class Slot:
                 f"a parameter of shape {tuple(self.param.shape)} is on {part.device}, and was on {self.device} when "
                 "the optimizer was made; move the model first"
             )
+        if part.dtype != self.host_part.dtype:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.param.shape)} is {part.dtype}, and was {self.host_part.dtype} "
+                "when the optimizer was made; convert the model first"
+            )
         seen = self._weight_version(part)
         if seen != self.weight_seen:
             if not self.has_memory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -321,6 +322,30 @@ def test_an_optimizer_that_replaces_another_gets_the_gradients():
     train(model, newest, 2)
     assert_same(both[0], (model, newest))
     assert not replaced.state
+
+
+@bases
+@gradients
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_continues_bit_for_bit(base, offload_gradients, how):
+    _, (model, optimizer) = pair(base, offload_gradients)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(model, optimizer, 3)
+    scheduler.step()
+    both = model, optimizer
+    other = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
+    for same in (both, other):
+        train(*same, 3)
+    assert_same(both, other)
+    assert all(p is not q for p, q in zip(model.parameters(), other[0].parameters(), strict=True))
+
+
+def test_a_model_that_was_converted_since_is_refused():
+    _, (model, optimizer) = pair("AdamW8bit")
+    train(model, optimizer, 1)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"is torch\.float64, and was torch\.float32.*first"):
+        optimizer.step()
 
 
 def test_errors():
