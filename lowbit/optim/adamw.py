@@ -204,7 +204,8 @@ class AdamW(AdamBase):
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes no weight, state or step counter.
             The same in all groups.
         seed: of the random draws.
-        fused: None takes a CUDA kernel where it applies, False never, True always: where it can't, an error.
+        fused: of parameters on a GPU: None takes a CUDA kernel where it applies, False never, True always: where it
+            can't, an error.
         foreach, capturable: accepted for compatibility, and without effect: a step never waits for a GPU, and can
             always be captured in a CUDA graph (after one step that creates the states).
         differentiable: True is refused.

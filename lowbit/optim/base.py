@@ -18,6 +18,7 @@ What the base does with them:
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -74,7 +75,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """`options`: the algorithm's own, with their values. Raises TypeError, ValueError for bad ones."""
         unknown = sorted(set(common) - set(CommonOptions.__annotations__))
         if unknown:
-            accepted = ", ".join([*options, *CommonOptions.__annotations__])
+            own = [
+                n for n in inspect.signature(type(self)).parameters if n not in ("params", "common")
+            ]
+            accepted = ", ".join([*own, *CommonOptions.__annotations__])
             raise TypeError(
                 f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}; accepted: {accepted}"
             )
@@ -174,7 +178,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
         )
-        self._step_eagerly(jobs if plan is None else plan.run(scale), scale)
+        left = jobs if plan is None else plan.run(scale)
+        self._step_eagerly(left, scale)
+        for job in left:
+            job.grads = []  # let them be freed: a plan keeps its jobs
         return loss
 
     def _plan_for(self, jobs: list[Job]) -> FusedSteps | None:

@@ -22,7 +22,8 @@ class CommonOptions(TypedDict, total=False):
     `skip_nonfinite`, which concern the gradients of all groups together."""
 
     state: str | None
-    """Format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own."""
+    """Format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own. States keep the one
+    they were created in; to change it, load `state_dict()` into an optimizer made with another."""
     bf16_stochastic_round: bool
     """Round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of their last bit are
     not lost. The draws are a function of (seed, step, parameter, element): the same at any sharding, and after a
@@ -39,7 +40,8 @@ class CommonOptions(TypedDict, total=False):
     seed: int
     """Of the random draws. 0 by default."""
     fused: bool | None
-    """None: a CUDA kernel where it applies. False: never. True: always; where it can't, an error."""
+    """Of parameters on a GPU. None: a CUDA kernel where it applies. False: never. True: always; where it can't, an
+    error."""
     foreach: bool | None
     """Without effect; as in torch.optim, not together with `fused`."""
     capturable: bool

@@ -215,6 +215,12 @@ def test_bad_options_change_nothing(options, message):
         Muon([bad])
 
 
+def test_an_unknown_option_is_refused_with_those_of_muon():
+    with pytest.raises(TypeError, match=r"'betas'; accepted: lr, .*adamw_betas,") as raised:
+        Muon(parameters((8, 8)), betas=(0.9, 0.99))
+    assert " betas" not in str(raised.value).split("accepted")[1]
+
+
 def test_how_matrices_are_batched_changes_little(monkeypatch):
     results = []
     for batch in (1, 2**24):
