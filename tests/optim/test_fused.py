@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -333,6 +335,20 @@ def test_what_the_kernel_does_not_take(device):
     strict = optim.AdamW8bit([params[0]], fused=True)
     with pytest.raises(RuntimeError, match=r"fused=True.*\(64, 128\).*float64"):
         strict.step()
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["kernel", "rest"])
+def test_gradients_are_not_kept(device, fused):
+    """What backward frees and the optimizer holds on to would be memory of the next backward."""
+    params = parameters(device, [(64, 256), (300,)])
+    optimizer = optim.Muon8bit(params, fused=fused)
+    for step in range(2):
+        set_grads(params, step)
+        grads = [weakref.ref(p.grad) for p in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [g() for g in grads] == [None, None]
 
 
 def test_training_goes_down(device):
