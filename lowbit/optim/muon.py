@@ -212,6 +212,10 @@ class Muon(AdamBase):
             del self.param_groups[before:]
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        # without them a copy could take no more groups
+        return {**super().__getstate__(), "_adamw": self._adamw}
+
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         check_nonnegative("momentum", group["momentum"])

@@ -388,3 +388,11 @@ def check_columns(rank, world_size):
 def test_two_processes(tmp_path):
     assert launch(check_sharded, 2, str(tmp_path)) == [True, True]
     assert launch(check_columns, 2) == [True, True]
+
+
+def test_a_copy_takes_groups():
+    optimizer = optim.Muon8bit([nn.Parameter(rand(64, 96))], adamw_lr=0.5)
+    copied = copy.deepcopy(optimizer)
+    copied.add_param_group({"params": [nn.Parameter(rand(10))]})
+    assert copied.param_groups[1]["lr"] == 0.5
+    assert len(optimizer.param_groups) == 1
