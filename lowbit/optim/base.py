@@ -179,7 +179,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "found_inf", None),
         )
         left = jobs if plan is None else plan.run(scale)
-        self._step_eagerly(left, scale)
+        if left:  # finding out whether to skip waits for the device
+            self._step_eagerly(left, scale)
         for job in left:
             job.grads = []  # let them be freed: a plan keeps its jobs
         return loss

@@ -257,6 +257,7 @@ class Muon(AdamBase):
     def _step_eagerly(self, jobs: list[Job], scale: GradScale) -> None:
         if scale.skip is not None and bool(scale.skip):
             return
+        scale = scale._replace(skip=None)
         super()._step_eagerly([job for job in jobs if not job.group["use_muon"]], scale)
         for job in jobs:
             if job.group["use_muon"]:

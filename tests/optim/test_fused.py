@@ -271,6 +271,18 @@ def test_clipping_and_skipping(device):
     check_alike(made, 1e-5, 2e-3)
 
 
+def test_skipping_asks_the_device_only(device, monkeypatch):
+    def looked_at(tensor):
+        raise AssertionError("the host waits for it")
+
+    params = parameters(device, [(64, 256), (300,)])
+    optimizer = optim.AdamW8bit(params, skip_nonfinite=True, max_grad_norm=1.0)
+    set_grads(params, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__bool__", looked_at)
+        optimizer.step()
+
+
 def test_a_gradient_that_is_not_finite_shows(device):
     param = parameters(device, [(4, 1024)])[0]
     optimizer = optim.AdamW8bit([param])
