@@ -206,8 +206,8 @@ class AdamW(AdamBase):
         seed: of the random draws.
         fused: of parameters on a GPU: None takes a CUDA kernel where it applies, False never, True always: where it
             can't, an error.
-        foreach, capturable: accepted for compatibility, and without effect: a step never waits for a GPU, and can
-            always be captured in a CUDA graph (after one step that creates the states).
+        foreach, capturable: accepted for compatibility, and without effect: see `lowbit.optim.CommonOptions` for what
+            a CUDA graph takes.
         differentiable: True is refused.
         state: the format of the moments; by default this class's own, "8bit" for AdamW itself. May differ between
             groups. Bytes that both moments of an element take:

@@ -45,8 +45,9 @@ class CommonOptions(TypedDict, total=False):
     foreach: bool | None
     """Without effect; as in torch.optim, not together with `fused`."""
     capturable: bool
-    """Without effect: a step never waits for a GPU, and can always be captured in a CUDA graph (after one step
-    that creates the states)."""
+    """Without effect: a step can be captured in a CUDA graph (after one with the same gradients, that creates the
+    states), and does not wait for the GPU. It does only where it may be skipped and PyTorch operations do part of it,
+    as for Muon's matrices."""
     differentiable: bool
     """True is refused."""
 
