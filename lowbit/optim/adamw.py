@@ -25,6 +25,7 @@ from lowbit.optim.base import (
     check_flag,
     check_nonnegative,
 )
+from lowbit.optim.options import check_betas
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -82,14 +83,7 @@ class AdamBase(LowbitOptimizer):
         for name in ("eps", "weight_decay"):
             check_nonnegative(name, group[name])
             group[name] = float(group[name])
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
-        for i, beta in enumerate(betas):
-            check_nonnegative(f"betas[{i}]", beta)
-            if not beta < 1.0:
-                raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
-        group["betas"] = tuple(float(beta) for beta in betas)
+        group["betas"] = check_betas(group["betas"], 2)
         check_flag("amsgrad", group["amsgrad"])
         check_flag("maximize", group["maximize"])
         group["decoupled_weight_decay"] = self.decoupled

@@ -52,7 +52,7 @@ from lowbit.optim.base import (
     check_flag,
     check_nonnegative,
 )
-from lowbit.optim.lion import check_betas
+from lowbit.optim.options import check_betas
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule

@@ -43,6 +43,7 @@ from lowbit.optim.base import (
     check_flag,
     check_nonnegative,
 )
+from lowbit.optim.options import check_betas
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -72,18 +73,6 @@ def reference(
     update = (beta1 * exp_avg + (1 - beta1) * grad).sign()
     exp_avg = beta2 * exp_avg + (1 - beta2) * grad
     return param - lr * weight_decay * param - lr * update, exp_avg
-
-
-def check_betas(betas: Any, count: int) -> tuple[float, ...]:
-    """`betas` as floats. Raises unless they are `count` numbers in [0, 1)."""
-    words = {2: "two", 3: "three"}
-    if not isinstance(betas, (tuple, list)) or len(betas) != count:
-        raise ValueError(f"betas must be {words[count]} numbers in [0, 1), got {betas!r}")
-    for i, beta in enumerate(betas):
-        check_nonnegative(f"betas[{i}]", beta)
-        if not beta < 1.0:
-            raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
-    return tuple(float(beta) for beta in betas)
 
 
 class Lion(LowbitOptimizer):

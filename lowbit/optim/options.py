@@ -140,6 +140,18 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
+def check_betas(betas: Any, count: int) -> tuple[float, ...]:
+    """`betas` as floats. Raises unless they are `count` numbers in [0, 1)."""
+    words = {2: "two", 3: "three"}
+    if not isinstance(betas, (tuple, list)) or len(betas) != count:
+        raise ValueError(f"betas must be {words[count]} numbers in [0, 1), got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_nonnegative(f"betas[{i}]", beta)
+        if not beta < 1.0:
+            raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
+    return tuple(float(beta) for beta in betas)
+
+
 def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
     """Raise unless `value` is True or False, or None where that is taken too."""
     if not isinstance(value, bool) and not (or_none and value is None):
