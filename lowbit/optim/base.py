@@ -158,7 +158,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
 
         Raises:
-            RuntimeError: a sparse gradient. No parameter has changed then.
+            RuntimeError: a sparse gradient, or a parameter of another shape than in earlier steps. It has not changed
+                then.
         """
         loss = None
         if closure is not None:
@@ -210,6 +211,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for name, signed in self.state_names(group).items():
             if name not in state:  # the option that needs it was turned on since
                 state[name] = states.new_state(param, group["state"], signed)
+            elif state[name].shape != param.shape:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} had the shape {tuple(state[name].shape)} in earlier "
+                    "steps; make a new optimizer after its data is replaced by that of another shape"
+                )
         if states.has_correction(group, param) and "weight_correction" not in state:
             state["weight_correction"] = states.new_correction(param)
 

@@ -366,6 +366,24 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     assert torch.equal(dense, before) and not optimizer.state
 
 
+@pytest.mark.parametrize("cls", [optim.AdamW4bit, optim.SGD, optim.Muon], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("shape", [(130, 40), (30, 130)], ids=str)
+def test_data_of_another_shape_is_refused(cls, shape):
+    """Also of as many elements, to which the states would be applied in another order."""
+    params = parameters((40, 130))
+    optimizer = cls(params, **({"momentum": 0.9} if cls is optim.SGD else {}))
+    run(optimizer, params, 1)
+    params[0].grad = None
+    params[0].data = before = rand(*shape, seed=1)
+    params[0].grad = rand(*shape, seed=2)
+    kept = before.clone()
+    with pytest.raises(
+        RuntimeError, match=r"had the shape \(40, 130\) in earlier steps; make a new"
+    ):
+        optimizer.step()
+    assert torch.equal(params[0], kept) and optimizer.state[params[0]]["step"] == 1
+
+
 def test_an_unknown_option_is_refused_with_those_that_exist():
     with pytest.raises(TypeError, match=r"AdamW8bit got .*'decay'; accepted: lr, betas.*seed"):
         optim.AdamW8bit(parameters((4, 4)), decay=0.1)
