@@ -139,7 +139,10 @@ def _check_json(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"{name} has the key {key!r}; JSON has only str keys")
+                raise CheckpointError(
+                    f"{name} has the key {key!r}; JSON has only str keys. An optimizer's state_dict has ints: save it "
+                    "with torch.save, or flattened by torch.distributed.checkpoint's get_optimizer_state_dict"
+                )
             _check_json(f"{name}.{key}", item)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):

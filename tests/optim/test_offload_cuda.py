@@ -125,7 +125,9 @@ def test_clipping_by_the_optimizer(offload_gradients):
         backward(model, step)
         expected = nn.utils.clip_grad_norm_(direct.parameters(), 1e-3)
         norm = optimizer.clip_grad_norm_(1e-3)
-        torch.testing.assert_close(norm, expected.cpu(), rtol=1e-4, atol=0)  # summed in another order
+        torch.testing.assert_close(
+            norm, expected.cpu(), rtol=1e-4, atol=0
+        )  # summed in another order
         reference.step()
         optimizer.step()
     for p, q in zip(direct.parameters(), model.parameters(), strict=True):
