@@ -30,6 +30,7 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row that a warp works on
 LOCATE = 256  # tiles an entry of `locate`
+THREADS, BLOCKS_PER_SM = 256, 4  # 64 registers a thread; measured, see the log
 MAX_HYPER, MAX_STATES = 8, 3
 
 # Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
@@ -136,14 +137,6 @@ class Variant:
     def uses_codes(self) -> bool:
         return any(format in ("8bit", "4bit") for format in self.formats)
 
-    @property
-    def threads(self) -> int:
-        return 256
-
-    @property
-    def blocks_per_sm(self) -> int:
-        return 4
-
     def table_words(self) -> np.ndarray:
         """What the kernel keeps in shared memory: the values of every state, then the cells of every state."""
         if not self.uses_codes:
@@ -166,8 +159,8 @@ class Variant:
             "SIGNED": sum(signed << i for i, signed in enumerate(self.signed)),
             "ROUNDING": self.rounding.upper(),
             "SCALED": int(self.scaled),
-            "THREADS": self.threads,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "THREADS": THREADS,
+            "BLOCKS_PER_SM": BLOCKS_PER_SM,
             "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
             "PREPARE": " ".join(self.rule.prepare.split()),
             "UPDATE": " ".join(self.rule.update.split()),
@@ -213,7 +206,7 @@ class FusedStep:
             module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
             self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._resident = multiprocessors * variant.blocks_per_sm
+        self._resident = multiprocessors * BLOCKS_PER_SM
         words = torch.from_numpy(variant.table_words().view(np.int32))
         self._tables = words.to(device)
 
@@ -246,13 +239,13 @@ class FusedStep:
         self._step(
             stream,
             self._blocks(tiles),
-            self.variant.threads,
+            THREADS,
             *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
         )
 
     def _blocks(self, tiles: int) -> int:
         """A warp a tile; where blocks begin with copying tables, as many as run at once."""
-        blocks = -(-tiles // (self.variant.threads // 32))
+        blocks = -(-tiles // (THREADS // 32))
         return min(blocks, self._resident if self.variant.uses_codes else 2**31 - 1)
 
     def _stream(self) -> int:

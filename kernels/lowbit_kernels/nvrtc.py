@@ -47,19 +47,13 @@ class Kernel:
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
         """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
         self._values[:] = list(arguments)  # the driver copies them before it returns
-        (error,) = self._driver.cuLaunchKernel(
-            self._function,
-            grid,
-            1,
-            1,
-            threads,
-            1,
-            1,
-            0,
-            stream,
-            ctypes.addressof(self._pointers),
-            0,
-        )
+        block = (grid, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
+        (error,) = self._driver.cuLaunchKernel(self._function, *block)
+        if (
+            error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        ):  # this thread's first use of CUDA
+            torch.cuda.set_device(torch.cuda.current_device())
+            (error,) = self._driver.cuLaunchKernel(self._function, *block)
         _check(error)
 
 
@@ -106,13 +100,7 @@ def compiled(source: str, arch: str) -> bytes:
     except OSError:
         pass
     cubin = _compile(source, arch)
-    try:  # whole or not at all, whoever else writes it; a folder that can't be written to is no error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, path)
-    except OSError:
-        pass
+    _keep(path, cubin)
     return cubin
 
 
@@ -120,7 +108,27 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept."""
     if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "lowbit"
+    try:
+        return Path.home() / ".cache" / "lowbit"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "lowbit"
+
+
+def _keep(path: Path, cubin: bytes) -> None:
+    """Write it whole or not at all, whoever else does; a folder that can't be written to is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+    except OSError:
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
 
 
 def _compile(source: str, arch: str) -> bytes:

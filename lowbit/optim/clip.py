@@ -8,6 +8,7 @@ plain parameters count once, being the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +61,10 @@ def grad_scale(
 def _norm(jobs: list[Job], device: torch.device) -> Tensor:
     """The norm of all gradients, on all ranks: float64 without dimensions, on `device`."""
     alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for job in jobs:
-        for param, grad in zip(job.params, job.grads, strict=True):
-            alike[_sharding(param), grad.device].append(grad)
+    # in the optimizer's order, which is that of all ranks; which jobs there are is each rank's own affair
+    each = (e for job in jobs for e in zip(job.indices, job.params, job.grads, strict=True))
+    for _, param, grad in sorted(each, key=itemgetter(0)):
+        alike[_sharding(param), grad.device].append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (sharding, _), grads in alike.items():
         norms = torch._foreach_norm(grads, 2.0, dtype=torch.float64)

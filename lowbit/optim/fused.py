@@ -43,7 +43,7 @@ class _Item(NamedTuple):
 class _Launch:
     """One kernel and its table, [items, fused_step.TENSOR words] followed by the groups."""
 
-    step: FusedStep
+    variant: Variant
     items: list[_Item]
     tiles: int
     locate: Tensor
@@ -51,10 +51,17 @@ class _Launch:
     words: np.ndarray
     table: Tensor  # the same on the device
     others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
-    grad_dtype: torch.dtype
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
-    kept: list[Tensor] = field(default_factory=list)  # tables that a captured graph reads
+    kernels: dict[bool, FusedStep] = field(
+        default_factory=dict
+    )  # with gradients scaled, and as they are
+
+    def kernel(self, is_scaled: bool) -> FusedStep:
+        if is_scaled not in self.kernels:
+            variant = scaled(self.variant) if is_scaled else self.variant
+            self.kernels[is_scaled] = compiled(variant, self.table.device)
+        return self.kernels[is_scaled]
 
     def tensor_words(self) -> np.ndarray:
         width = len(fused_step.TENSOR)
@@ -78,6 +85,7 @@ class FusedSteps:
         self.launches: list[_Launch] = []
         self._rest: list[Job] = []
         batches: dict[Any, list[_Item]] = defaultdict(list)
+        grads: dict[int, Tensor] = {}
         numbers = {id(group): i for i, group in enumerate(optimizer.param_groups)}
         for job in jobs:
             rest = job
@@ -91,18 +99,22 @@ class FusedSteps:
                     else:
                         item = self._item(numbers[id(job.group)], param, index)
                         batches[variant, item.own.device].append(item)
+                        grads[index] = grad
             if rest.params:
                 self._rest.append(rest)
         if not batches:
             return
         for (variant, _), items in batches.items():
-            self.launches.append(self._launch(variant, items))
-        self._take_gradients()
-        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+            launch = self._launch(variant, items)
+            launch.grads = [_dense(grads[item.place]) for item in items]
+            self.launches.append(launch)
+        self._params = [list(map(id, group["params"])) for group in optimizer.param_groups]
         self._options = [options_of(optimizer, group) for group in optimizer.param_groups]
         with_gradient = {id(param) for job in jobs for param in job.params}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._idle = [p for p in params if id(p) not in with_gradient]
+        each = (pair for job in jobs for pair in zip(job.indices, job.params, strict=True))
+        self._sharded = sorted((pair for pair in each if states.is_dtensor(pair[1])), key=_place)
 
     # ---- the table ------------------------------------------------------------------------------------------
 
@@ -112,10 +124,17 @@ class FusedSteps:
 
     def _launch(self, variant: Variant, items: list[_Item]) -> _Launch:
         device = items[0].own.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, and this step is not like the last one; take one step with the same "
+                "parameters, gradients and options before the capture"
+            )
         width, groups = len(fused_step.TENSOR), len(self.optimizer.param_groups)
         words = np.zeros(len(items) * width + groups * fused_step.GROUP_WORDS, np.int64)
         rows = words[: len(items) * width].reshape(-1, width)
-        others = np.array([self._fill(row, item) for row, item in zip(rows, items, strict=True)])
+        draws = variant.rounding == "stochastic" or "bf16" in variant.formats
+        pairs = zip(rows, items, strict=True)
+        others = np.array([self._fill(row, item, draws) for row, item in pairs])
         numel = np.array([item.own.numel() for item in items])
         counts = fused_step.tiles(numel, rows[:, COLUMN["cols"]])
         first = np.cumsum(counts) - counts
@@ -123,7 +142,7 @@ class FusedSteps:
         total = int(counts.sum())
         scratch = (len(items), fused_step.SCALARS_WORDS)
         return _Launch(
-            step=compiled(variant, device),
+            variant=variant,
             items=items,
             tiles=total,
             locate=_copied(fused_step.locate(first, total), device),
@@ -131,10 +150,9 @@ class FusedSteps:
             words=words,
             table=torch.empty(len(words), dtype=torch.int64, device=device),
             others=others,
-            grad_dtype=variant.grad,
         )
 
-    def _fill(self, row: np.ndarray, item: _Item) -> int:
+    def _fill(self, row: np.ndarray, item: _Item, draws: bool) -> int:
         """Everything of a table's row but the gradient's address and the first tile. Returns bits, the last four of
         which are 0 where eight elements can be read at once."""
         group = self.optimizer.param_groups[item.group]
@@ -156,14 +174,15 @@ class FusedSteps:
             bits |= address
         if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
             cols = numel
-        base, run, stride = states.global_index(item.param)
         row[COLUMN["step"]] = item.state["step"].data_ptr()
         row[COLUMN["cols"]] = cols
         row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
         row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
-        row[COLUMN["first_index"]] = base
-        if run != stride:
-            row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
+        if draws:
+            base, run, stride = states.global_index(item.param)
+            row[COLUMN["first_index"]] = base
+            if run != stride:
+                row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
         return bits | (0 if cols % 8 == 0 or cols == numel else 1)
 
     # ---- each step ------------------------------------------------------------------------------------------
@@ -171,36 +190,53 @@ class FusedSteps:
     def holds(self) -> bool:
         """Whether this still describes the optimizer, whose gradients are taken up then; if not, make another one."""
         groups = self.optimizer.param_groups
-        if not self.launches or [len(group["params"]) for group in groups] != self._sizes:
+        if (
+            not self.launches
+            or [list(map(id, group["params"])) for group in groups] != self._params
+        ):
             return False
         if any(param.grad is not None for param in self._idle):
             return False
         if [options_of(self.optimizer, group) for group in groups] != self._options:
             return False
-        return self._take_gradients()
+        if not self._nothing_moved():
+            return False
+        for job in self._rest:
+            if any(p.grad is None or p.grad.layout is not torch.strided for p in job.params):
+                return False
+        self._take_gradients()
+        return True
 
-    def _take_gradients(self) -> bool:
+    def _nothing_moved(self) -> bool:
         all_state = self.optimizer.state
         for launch in self.launches:
-            dtype, grads = launch.grad_dtype, []
+            dtype = launch.variant.grad
             for param, own, _, _, state, tensors, address in launch.items:
                 if (own if own is param else states.local(param)).data_ptr() != address:
                     return False
-                if all_state[param] is not state or not all(
-                    map(operator.is_, state.values(), tensors)
-                ):
+                if all_state[param] is not state:
+                    return False
+                if not all(map(operator.is_, state.values(), tensors)):
                     return False
                 grad = param.grad
                 if grad is None or grad.dtype is not dtype or grad.layout is not torch.strided:
                     return False
-                grad = grad if own is param else local_grad(param)
-                grads.append(grad if grad.is_contiguous() else grad.contiguous())
-            launch.grads = grads
-        for job in self._rest:
-            if any(p.grad is None or p.grad.layout is not torch.strided for p in job.params):
-                return False
-            job.grads = [local_grad(param) for param in job.params]
         return True
+
+    def _take_gradients(self) -> None:
+        # Ranks may exchange data for those of DTensors. They do it in the order of the parameters, since what the
+        # kernel takes may differ between ranks.
+        moved = {place: local_grad(param) for place, param in self._sharded}
+        for launch in self.launches:
+            launch.grads = [
+                _dense(item.param.grad if item.own is item.param else moved[item.place])  # type: ignore[arg-type]
+                for item in launch.items
+            ]
+        for job in self._rest:
+            job.grads = [
+                moved[place] if place in moved else local_grad(param)
+                for place, param in zip(job.indices, job.params, strict=True)
+            ]
 
     def jobs(self) -> list[Job]:
         """All that there is to do, with the gradients at hand."""
@@ -213,15 +249,13 @@ class FusedSteps:
     def run(self, scale: GradScale) -> list[Job]:
         """Update what the kernel takes. Returns the jobs that are left."""
         for launch in self.launches:
-            device, step = launch.table.device, launch.step
+            device = launch.table.device
             control = _control(scale, device)
-            if scale.coefficient is not None:
-                step = compiled(scaled(step.variant), device)
             self._refresh(launch)
             table = self._upload(launch)
             groups = table.data_ptr() + launch.tensor_words().nbytes
             with _current(device):
-                step(
+                launch.kernel(scale.coefficient is not None)(
                     table.data_ptr(),
                     groups,
                     launch.scalars,
@@ -254,11 +288,11 @@ class FusedSteps:
         """The table on the device, as it is now."""
         if launch.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # a graph reads its own copy whenever it is replayed: later steps must not write to it
-            launch.kept += [
-                torch.from_numpy(launch.words).pin_memory(),
-                torch.empty_like(launch.table),
-            ]
-            return launch.kept[-1].copy_(launch.kept[-2], non_blocking=True)
+            source = _pinned(launch.words, launch.table.device)
+            table = torch.empty_like(launch.table)
+            # kept for as long as the graph may be replayed, whatever plan comes next
+            self.optimizer.__dict__.setdefault("_captured", []).append((launch, source, table))
+            return table.copy_(source, non_blocking=True)
         if launch.uploaded is None or not np.array_equal(launch.uploaded, launch.words):
             launch.uploaded = launch.words.copy()
             source = torch.from_numpy(launch.uploaded)
@@ -285,6 +319,14 @@ def _current(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def _place(pair: tuple[int, Tensor]) -> int:
+    return pair[0]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.is_contiguous() else grad.contiguous()
 
 
 def _is_read_on_device(lr: object, device: torch.device) -> bool:

@@ -98,14 +98,11 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
         return "its states are not stored as the kernel reads them"
     if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
         return "its states have rows of several lengths"
-    _, run, stride = states.global_index(param) if _draws(group, formats) else (0, 1, 1)
+    draws = _rounding(group, own.dtype) == "stochastic" or "bf16" in formats
+    _, run, stride = states.global_index(param) if draws else (0, 1, 1)
     if run != stride and run % 8:
         return f"a row of its shard has {run} elements, which 8 doesn't divide"
     return device_obstacle(own.device, "float8" in formats)
-
-
-def _draws(group: dict[str, Any], formats: set[str | None]) -> bool:
-    return group["bf16_stochastic_round"] or "bf16" in formats
 
 
 def device_obstacle(device: torch.device, float8: bool) -> str | None:
