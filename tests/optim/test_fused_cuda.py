@@ -36,6 +36,44 @@ def test_in_a_cuda_graph():
 
 
 @pytest.mark.gpu
+def test_a_graph_outlives_the_plan_it_was_captured_with():
+    params = parameters("cuda", [(64, 256), (300,)])
+    optimizer = optim.AdamW8bit(params, lr=1e-2)
+    set_grads(params, 0)
+    grads = [p.grad for p in params]
+    optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    params[1].grad = None
+    optimizer.step()  # another plan, then another again
+    params[1].grad = grads[1]
+    rubbish = [torch.full((2**16,), 7, dtype=torch.int64, device="cuda") for _ in range(20)]
+    before = [p.detach().clone() for p in params]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(
+        p.isfinite().all() and not torch.equal(p, b) for p, b in zip(params, before, strict=True)
+    )
+    assert optimizer.state[params[1]]["step"] == 2 and len(rubbish) == 20
+
+
+@pytest.mark.gpu
+def test_capturing_a_step_unlike_the_last_is_refused():
+    params = parameters("cuda", [(64, 256), (300,)])
+    optimizer = optim.AdamW8bit(params)
+    set_grads(params[:1], 0)
+    optimizer.step()
+    set_grads(params, 1)
+    with (
+        pytest.raises(RuntimeError, match="take one step"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+
+
+@pytest.mark.gpu
 def test_no_memory_and_no_synchronisation():
     params = parameters("cuda", [(1024, 1024)] * 4, torch.bfloat16)
     optimizer = optim.AdamW8bit(params)

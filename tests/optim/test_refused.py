@@ -1,0 +1,141 @@
+"""Options and parameters that optimizers refuse: by name, with what they take, and before anything has changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lowbit import optim
+from tests.optim.problems import parameters, rand, run
+
+BAD = {
+    "lr negative": ({"lr": -1.0}, ValueError, r"lr must be.*-1\.0"),
+    "lr nan": ({"lr": float("nan")}, ValueError, r"lr must be.*nan"),
+    "lr text": ({"lr": "0.1"}, TypeError, r"lr must be a number, got '0\.1'"),
+    "lr of two": ({"lr": torch.tensor([0.1, 0.2])}, ValueError, r"one element, got shape \(2,\)"),
+    "lr complex": ({"lr": torch.tensor(1j)}, TypeError, r"lr must be a number, got tensor"),
+    "lr bool": ({"lr": torch.tensor(True)}, TypeError, r"lr must be a number, got tensor"),
+    "eps of two": ({"eps": torch.ones(2)}, ValueError, r"eps must be.*one element, got.*\(2,\)"),
+    "beta of two": ({"betas": (torch.zeros(2), 0.9)}, ValueError, r"betas\[0\] must be.*\(2,\)"),
+    "eps": ({"eps": -1e-8}, ValueError, r"eps must be.*-1e-08"),
+    "beta 1": ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] must be in \[0, 1\), got 1\.0"),
+    "beta 2": ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]"),
+    "betas": ({"betas": 0.9}, ValueError, r"two numbers"),
+    "decay": ({"weight_decay": -0.1}, ValueError, r"weight_decay"),
+    "state": (
+        {"state": "int4"},
+        ValueError,
+        r"'4bit', '8bit', 'float8', 'bf16', 'fp32', got 'int4'",
+    ),
+    "differentiable": ({"differentiable": True}, ValueError, r"differentiable=True.*torch\.optim"),
+    "rounding": (
+        {"bf16_stochastic_round": 1},
+        TypeError,
+        r"bf16_stochastic_round must be True or False, got 1",
+    ),
+    "correction": ({"weight_correction": "4bit"}, ValueError, r"None or '8bit', got '4bit'"),
+    "both": (
+        {"weight_correction": "8bit", "bf16_stochastic_round": True},
+        ValueError,
+        r"leave one out",
+    ),
+    "norm": ({"max_grad_norm": -1.0}, ValueError, r"max_grad_norm must be.*-1\.0"),
+    "norm 0": ({"max_grad_norm": 0.0}, ValueError, r"max_grad_norm must be above 0, or None"),
+    "norm text": ({"max_grad_norm": "1"}, TypeError, r"max_grad_norm must be a number, got '1'"),
+    "skip": (
+        {"skip_nonfinite": None},
+        TypeError,
+        r"skip_nonfinite must be True or False, got None",
+    ),
+    "seed": ({"seed": 0.5}, TypeError, r"seed must be an int, got 0\.5"),
+    "fused": ({"fused": "yes"}, TypeError, r"fused must be True, False or None, got 'yes'"),
+    "amsgrad": ({"amsgrad": 1}, TypeError, r"amsgrad must be True or False, got 1"),
+    "maximize": ({"maximize": None}, TypeError, r"maximize must be True or False, got None"),
+    "foreach and fused": (
+        {"foreach": True, "fused": True},
+        RuntimeError,
+        r"foreach=True and fused=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("options,error,message", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam4bit], ids=lambda c: c.__name__)
+def test_bad_options_are_refused_as_default_and_in_a_group(cls, options, error, message):
+    params = parameters((4, 4))
+    with pytest.raises(error, match=message):
+        cls(params, **options)
+    optimizer = cls(params)
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": parameters((4, 4)), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        optim.AdamW([])
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        optim.AdamW(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"complex64; accepted are float32.*view_as_real"):
+        optim.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match=r"int8; accepted are.*requires_grad"):
+        optim.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)])
+    with pytest.raises(TypeError, match=r"float8_e4m3fn; accepted"):
+        optim.AdamW([nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn), requires_grad=False)])
+    with pytest.raises(ValueError, match="non-leaf"):
+        optim.AdamW([torch.zeros(3, requires_grad=True) * 2])
+    with pytest.raises(TypeError, match="ordered collections"):
+        optim.AdamW([{"params": set(parameters((4, 4)))}])
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    dense = nn.Parameter(rand(40, 130))
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = optim.AdamW4bit([dense, embedding.weight])
+    dense.grad = torch.ones_like(dense)
+    embedding(torch.tensor([1])).sum().backward()
+    before = dense.detach().clone()
+    with pytest.raises(RuntimeError, match=r"shape \(10, 4\) is sparse.*SparseAdam"):
+        optimizer.step()
+    assert torch.equal(dense, before) and not optimizer.state
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW4bit, optim.SGD, optim.Muon], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("shape", [(130, 40), (30, 130)], ids=str)
+def test_data_of_another_shape_is_refused(cls, shape):
+    """Also of as many elements, to which the states would be applied in another order."""
+    params = parameters((40, 130))
+    optimizer = cls(params, **({"momentum": 0.9} if cls is optim.SGD else {}))
+    run(optimizer, params, 1)
+    params[0].grad = None
+    params[0].data = before = rand(*shape, seed=1)
+    params[0].grad = rand(*shape, seed=2)
+    kept = before.clone()
+    with pytest.raises(
+        RuntimeError, match=r"had the shape \(40, 130\) in earlier steps; make a new"
+    ):
+        optimizer.step()
+    assert torch.equal(params[0], kept) and optimizer.state[params[0]]["step"] == 1
+
+
+def test_an_unknown_option_is_refused_with_those_that_exist():
+    with pytest.raises(TypeError, match=r"AdamW8bit got .*'decay'; accepted: lr, betas.*seed"):
+        optim.AdamW8bit(parameters((4, 4)), decay=0.1)
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 2.0}, {"skip_nonfinite": True}], ids=str)
+def test_what_concerns_all_gradients_is_the_same_in_all_groups(options):
+    optimizer = optim.AdamW(parameters((4, 4)))
+    with pytest.raises(ValueError, match=r"in one group and .* in another: it concerns"):
+        optimizer.add_param_group({"params": parameters((4, 4)), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_numpy_numbers_are_numbers():
+    """And become Python's: torch.load refuses numpy's in a checkpoint."""
+    norm = np.float64(2.0)
+    options = {"lr": np.float32(0.1), "eps": np.float64(1e-8), "max_grad_norm": norm}
+    group = optim.AdamW(parameters((4, 4)), **options).param_groups[0]
+    assert {type(group[name]) for name in options} == {float}
