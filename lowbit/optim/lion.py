@@ -82,8 +82,8 @@ class Lion(LowbitOptimizer):
         params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).
             float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
         lr: learning rate, a float or a tensor of one element.
-        betas: weight of the momentum in the update, and its decay; in [0, 1). With "4bit" take (0.9, 0.95), see the
-            module.
+        betas: weight of the momentum in the update, and its decay; in [0, 1). With "4bit" take (0.9, 0.95), see
+            `lowbit.optim.lion`.
         weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
         maximize: ascend.
         common: `lowbit.optim.CommonOptions`. `state`, the format of the momentum, is by default this class's own,
@@ -171,7 +171,7 @@ c[3] = 1.0 - beta2;
 
 class Lion4bit(Lion):
     """`Lion(..., state="4bit")`: 0.53 bytes of state an element instead of 4. Take betas=(0.9, 0.95) with it: 4 bits
-    don't hold the momentum of beta2 = 0.99 (see the module)."""
+    don't hold the momentum of beta2 = 0.99 (see `lowbit.optim.lion`)."""
 
     default_state = "4bit"
 

@@ -92,7 +92,7 @@ def reference(
 
 
 def learning_rate_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
-    """The factor of the orthogonal update of a parameter of this (global) shape; see the module."""
+    """The factor of the orthogonal update of a parameter of this (global) shape; see `lowbit.optim.muon`."""
     rows, cols = matrix_shape(shape)
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
@@ -118,7 +118,7 @@ class Muon(AdamBase):
         params: parameters, (name, parameter) pairs, or groups (dicts with "params", "use_muon" and any option
             below). float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: Muon's, as in
-            torch.optim.Muon; see the module.
+            torch.optim.Muon; see `lowbit.optim.muon`.
         adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps: AdamW's, where its groups don't give their own `lr`,
             `weight_decay`, `betas`, `eps`. In a group that is split, these names set the AdamW part's.
         maximize: ascend.
