@@ -118,8 +118,8 @@ class AdEMAMix(LowbitOptimizer):
         maximize: ascend.
         common: `lowbit.optim.CommonOptions`. `state`, the format of the states, is by default this class's own,
             "8bit" for AdEMAMix itself. Bytes that the three states of an element take, of which 2 go to the slow
-            one, bfloat16 except in "fp32" (see `lowbit.optim.ademamix`): "4bit" 3.06, "8bit" and "float8" 4.03, "bf16" 6,
-            "fp32" 12; small parameters keep float32 states, see `lowbit.optim.AdamW`.
+            one, bfloat16 except in "fp32" (see `lowbit.optim.ademamix`): "4bit" 3.06, "8bit" and "float8" 4.03,
+            "bf16" 6, "fp32" 12; small parameters keep float32 states, see `lowbit.optim.AdamW`.
 
     Raises:
         ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
