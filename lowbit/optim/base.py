@@ -160,7 +160,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a sparse gradient, or a parameter of another shape than in earlier steps. It has not changed
                 then.
+            ValueError: groups that disagree in what concerns all gradients together. Nothing has changed then.
         """
+        check_shared(self.param_groups[0], self.param_groups[1:])
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -54,6 +54,9 @@ def stored_format(shape: torch.Size, format: str) -> str:
 
 def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
     """Zeros of the shape, device and placement of `param`, in `format`, or in float32 for a small parameter."""
+    if format not in STATE_FORMATS:
+        formats = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state must be one of {formats}, got {format!r}")
     part = local(param)
     format = stored_format(param.shape, format)
     if format in FORMATS:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from tests.optim.problems import parameters, rand, run
+from tests.optim.problems import parameters, rand, set_grads
 
 BAD = {
     "lr negative": ({"lr": -1.0}, ValueError, r"lr must be.*-1\.0"),
@@ -139,3 +139,19 @@ def test_numpy_numbers_are_numbers():
     options = {"lr": np.float32(0.1), "eps": np.float64(1e-8), "max_grad_norm": norm}
     group = optim.AdamW(parameters((4, 4)), **options).param_groups[0]
     assert {type(group[name]) for name in options} == {float}
+
+
+def test_options_changed_later_are_looked_at():
+    params = parameters((64, 128), (4, 4))
+    groups = [{"params": [p]} for p in params]
+    optimizer = optim.AdamW8bit(groups)
+    set_grads(params, 0)
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[1]["max_grad_norm"] = 1.0
+    with pytest.raises(ValueError, match=r"max_grad_norm=None in one group and 1\.0 in another"):
+        optimizer.step()
+    optimizer.param_groups[1]["max_grad_norm"] = None
+    optimizer.param_groups[0]["state"] = "int4"
+    with pytest.raises(ValueError, match=r"state must be one of '4bit'.*got 'int4'"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
