@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from tests.optim.problems import parameters, rand, set_grads
+from tests.optim.problems import parameters, rand, run, set_grads
 
 BAD = {
     "lr negative": ({"lr": -1.0}, ValueError, r"lr must be.*-1\.0"),
