@@ -225,6 +225,15 @@ def _values(bits: int, signed: bool) -> np.ndarray:
     return np.concatenate([mirrored, [0.0], positive, [1.0]]).astype(np.float32)
 
 
+def _boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Between neighbouring values: the midpoints, float64, and the largest float32 that are not above them."""
+    wide = values.astype(np.float64)
+    midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
+    below = midpoints.astype(np.float32)
+    below = np.where(below > midpoints, np.nextafter(below, np.float32(-np.inf)), below)
+    return midpoints, below
+
+
 class Cells(NamedTuple):
     """A book's boundaries between magnitudes, packed for one read of 4 bytes an element.
 
@@ -246,11 +255,9 @@ class Cells(NamedTuple):
 def _cells(bits: int, signed: bool) -> Cells:
     if bits == 4 and not signed:
         raise ValueError("the linear 4-bit book has no cells: code = ceil(16 y - 0.5) - 1")
-    values = _values(bits, signed).astype(np.float64)
+    values = _values(bits, signed)
     values = values[values >= 0]
-    midpoints = (values[:-1] + values[1:]) / 2
-    below = midpoints.astype(np.float32)
-    below = np.where(below > midpoints, np.nextafter(below, np.float32(0)), below)
+    midpoints, below = _boundaries(values)
     boundary_bits = below.view(np.uint32)
     # keep as few bits of the mantissa as leave at most one boundary in a cell
     low = next(n for n in range(22, 0, -1) if len(set(boundary_bits >> n)) == len(boundary_bits))
@@ -286,10 +293,7 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
 
 def _steps(values: np.ndarray) -> np.ndarray:
     """`step` of the module docstring, int32 [_CELLS], negative cells before the others."""
-    wide = values.astype(np.float64)
-    midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
-    boundary = midpoints.astype(np.float32)
-    boundary = np.where(boundary > midpoints, np.nextafter(boundary, np.float32(-np.inf)), boundary)
+    _, boundary = _boundaries(values)
     cell = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int64)
     bits = (cell << 16).astype(np.int32)
     last = (bits | 0xFFFF).view(np.float32)

@@ -49,9 +49,8 @@ class Kernel:
         self._values[:] = list(arguments)  # the driver copies them before it returns
         block = (grid, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
         (error,) = self._driver.cuLaunchKernel(self._function, *block)
-        if (
-            error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-        ):  # this thread's first use of CUDA
+        if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # this thread's first use of CUDA
             torch.cuda.set_device(torch.cuda.current_device())
             (error,) = self._driver.cuLaunchKernel(self._function, *block)
         _check(error)

@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from lowbit.optim import state as states
 from lowbit.optim.base import (
     CommonOptions,
     LowbitOptimizer,
@@ -175,19 +174,10 @@ class AdEMAMix(LowbitOptimizer):
         super().fix_group(group)
         group.setdefault("maximize", False)
 
-    def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
-        super()._create_state(group, param)
-        slow = states.new_state(param, _slow_format(group), signed=True)
-        self.state[param]["exp_avg_slow"] = slow
-
-    def _loaded_state(
-        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
-    ) -> dict[str, Any]:
-        made = super()._loaded_state(group, param, saved, name)
-        if made:
-            slow = states.converted(saved["exp_avg_slow"], param, _slow_format(group), signed=True)
-            made["exp_avg_slow"] = slow
-        return made
+    def state_format(self, group: dict[str, Any], name: str) -> str:
+        if name == "exp_avg_slow" and group["state"] != "fp32":
+            return "bf16"
+        return group["state"]
 
     def scalars(
         self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
@@ -265,10 +255,6 @@ c[5] = 1.0 - beta1;
 c[6] = beta2;
 c[7] = 1.0 - beta2;
 """
-
-
-def _slow_format(group: dict[str, Any]) -> str:
-    return "fp32" if group["state"] == "fp32" else "bf16"
 
 
 def _inverse_log(beta: float) -> float:

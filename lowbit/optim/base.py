@@ -94,6 +94,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The moments that parameters of this group have."""
         return self.moments
 
+    def state_format(self, group: dict[str, Any], name: str) -> str:
+        """The format of one of them, for parameters large enough for it."""
+        return group["state"]
+
     def scalars(
         self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
     ) -> tuple[Tensor, ...]:
@@ -207,26 +211,22 @@ class LowbitOptimizer(torch.optim.Optimizer):
             eager.Step(self, job, scale.coefficient).run()
 
     def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
-        state = self.state[param]
+        """Give a parameter the states that it lacks: all, or that of an option turned on since."""
+        state, made = self.state[param], {}
         if not state:
-            self._create_state(group, param)
+            device = states.local(param).device
+            made["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for name, signed in self.state_names(group).items():
-            if name not in state:  # the option that needs it was turned on since
-                state[name] = states.new_state(param, group["state"], signed)
+            if name not in state:
+                made[name] = states.new_state(param, self.state_format(group, name), signed)
             elif state[name].shape != param.shape:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(param.shape)} had the shape {tuple(state[name].shape)} in earlier "
                     "steps; make a new optimizer after its data is replaced by that of another shape"
                 )
         if states.has_correction(group, param) and "weight_correction" not in state:
-            state["weight_correction"] = states.new_correction(param)
-
-    def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
-        device = states.local(param).device
-        made = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-        for name, signed in self.state_names(group).items():
-            made[name] = states.new_state(param, group["state"], signed)
-        self.state[param].update(made)
+            made["weight_correction"] = states.new_correction(param)
+        state.update(made)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
                     f"{tuple(param.shape)}"
                 )
         for key, signed in signs.items():
-            made[key] = states.converted(saved[key], param, group["state"], signed)
+            made[key] = states.converted(saved[key], param, self.state_format(group, key), signed)
         if "weight_correction" in saved and states.has_correction(group, param):
             made["weight_correction"] = states.new_correction(param)
             states.fill(made["weight_correction"], saved["weight_correction"], param)

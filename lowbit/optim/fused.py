@@ -53,11 +53,10 @@ class _Launch:
     others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
-    kernels: dict[bool, FusedStep] = field(
-        default_factory=dict
-    )  # with gradients scaled, and as they are
+    kernels: dict[bool, FusedStep] = field(default_factory=dict)
 
     def kernel(self, is_scaled: bool) -> FusedStep:
+        """The one for gradients that are scaled, or as they are. Kept here, since to hash a variant takes long."""
         if is_scaled not in self.kernels:
             variant = scaled(self.variant) if is_scaled else self.variant
             self.kernels[is_scaled] = compiled(variant, self.table.device)
@@ -190,10 +189,9 @@ class FusedSteps:
     def holds(self) -> bool:
         """Whether this still describes the optimizer, whose gradients are taken up then; if not, make another one."""
         groups = self.optimizer.param_groups
-        if (
-            not self.launches
-            or [list(map(id, group["params"])) for group in groups] != self._params
-        ):
+        if not self.launches:
+            return False
+        if [list(map(id, group["params"])) for group in groups] != self._params:
             return False
         if any(param.grad is not None for param in self._idle):
             return False
@@ -295,11 +293,7 @@ class FusedSteps:
             return table.copy_(source, non_blocking=True)
         if launch.uploaded is None or not np.array_equal(launch.uploaded, launch.words):
             launch.uploaded = launch.words.copy()
-            source = torch.from_numpy(launch.uploaded)
-            if launch.table.device.type == "cuda":
-                source = (
-                    source.pin_memory()
-                )  # freed only after the copy: torch's allocator sees to that
+            source = _pinned(launch.uploaded, launch.table.device)
             launch.table.copy_(source, non_blocking=True)
         return launch.table
 
