@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int steps) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const uint32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     if (threadIdx.x == 0) {

@@ -85,9 +85,7 @@ def reference(
 ) -> Tensor:
     """The formula in PyTorch ops, on any device; the sum in float64, which is exact for int8."""
     _check(a, b, a_scale, b_scale, bias, out_dtype)
-    return _scaled(
-        (a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype
-    )
+    return _scaled((a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype)
 
 
 def _scaled(
@@ -170,9 +168,7 @@ def _float8_cublas(
         )
     # cuBLAS has no such epilogue: the plain sums in float32, and the scales in a second pass.
     one = a_scale.new_ones(())
-    sums = torch._scaled_mm(
-        a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=True
-    )
+    sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
     return _scaled(sums[:, :n], a_scale, b_scale, bias, out_dtype)
 
 
@@ -229,7 +225,10 @@ def _check(
             )
     if bias is not None and bias.shape != (b.shape[0],):
         raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
-    for name, got in (("bias", out_dtype if bias is None else bias.dtype), ("out_dtype", out_dtype)):
+    for name, got in (
+        ("bias", out_dtype if bias is None else bias.dtype),
+        ("out_dtype", out_dtype),
+    ):
         if got not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
 
@@ -287,7 +286,7 @@ class Case:
 
 
 E4M3, E5M2 = FLOAT8
-SHAPES = [
+SHAPES: list[tuple[str, int, int, int, dict]] = [
     ("typical", 128, 256, 128, {}),
     ("one-scale", 64, 96, 64, {"rowwise": False}),
     ("bias", 65, 72, 80, {"bias": torch.bfloat16}),
