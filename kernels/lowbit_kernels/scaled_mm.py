@@ -226,8 +226,8 @@ def _check(
     if bias is not None and bias.shape != (b.shape[0],):
         raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
     for name, got in (
-        ("bias", out_dtype if bias is None else bias.dtype),
         ("out_dtype", out_dtype),
+        ("bias", out_dtype if bias is None else bias.dtype),
     ):
         if got not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
