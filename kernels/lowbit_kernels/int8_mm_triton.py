@@ -11,6 +11,29 @@ from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
 
 
 @jit
+def _tile(
+    x,
+    row,
+    column,
+    m,
+    k,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """ROWS x COLUMNS of x [m, k], zeros outside of it."""
+    if DESCRIPTOR:
+        tile = x.load([row, column])
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        tile = tl.load(x + at, mask=(rows < m)[:, None] & (columns < k)[None, :], other=0)
+    return tile
+
+
+@jit
 def _kernel(
     a,  # int8 [m, k], row stride a_stride; a descriptor of BLOCK_M x BLOCK_K if DESCRIPTORS
     b,  # int8 [n, k], alike
@@ -45,21 +68,8 @@ def _kernel(
 
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for start in tl.range(0, k, BLOCK_K):
-            if DESCRIPTORS:
-                x = a.load([row, start])
-                y = b.load([column, start])
-            else:
-                ks = start + tl.arange(0, BLOCK_K)
-                x = tl.load(
-                    a + rows.to(tl.int64)[:, None] * a_stride + ks[None, :],
-                    mask=(rows < m)[:, None] & (ks < k)[None, :],
-                    other=0,
-                )
-                y = tl.load(
-                    b + columns.to(tl.int64)[:, None] * b_stride + ks[None, :],
-                    mask=(columns < n)[:, None] & (ks < k)[None, :],
-                    other=0,
-                )
+            x = _tile(a, row, start, m, k, a_stride, BLOCK_M, BLOCK_K, DESCRIPTORS)
+            y = _tile(b, column, start, n, k, b_stride, BLOCK_N, BLOCK_K, DESCRIPTORS)
             sums = tl.dot(x, tl.trans(y), sums, out_dtype=tl.int32)
 
         row_scale = tl.load(a_scale + rows * A_SCALES, mask=rows < m, other=0)

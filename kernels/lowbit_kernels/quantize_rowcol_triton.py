@@ -98,8 +98,16 @@ def _rounded(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
     if LARGEST == 127.0:
         if BY_CHANCE:
             steps = (q * 32768.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-            return ((steps + (draws >> 1)) >> 15).to(tl.float32)
-        return (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
+            result = ((steps + (draws >> 1)) >> 15).to(tl.float32)
+        else:
+            result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
+    else:
+        result = _rounded_to_float8(q, draws, BY_CHANCE, LARGEST)
+    return result
+
+
+@jit
+def _rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
     DROPPED: tl.constexpr = (
         20 if LARGEST == 448.0 else 21
     )  # bits of a float32 that the format lacks
