@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.registry import Candidate, Problem, benchmark
 from lowbit_kernels import quantize_rowcol_triton
-
-# The package has a function of the module's name.
-module = importlib.import_module("lowbit_kernels.quantize_rowcol")
+from lowbit_kernels.quantize_rowcol import CASES, Case, allocate, reference
 
 
-def moved_bytes(case: Any) -> int:
+def moved_bytes(case: Case) -> int:
     """x read once, codes and scales written once."""
     elements = case.m * case.k
     return (
@@ -27,26 +23,26 @@ def moved_bytes(case: Any) -> int:
 
 
 def _in_triton(x, format, rows, columns, tensorwise, seed) -> tuple:
-    out = module.allocate(x, format, rows, columns, tensorwise)
+    out = allocate(x, format, rows, columns, tensorwise)
     quantize_rowcol_triton.quantize(x, format, rows, columns, tensorwise, seed, out)
     return out
 
 
 @benchmark("quantize_rowcol", "bf16 matrices to int8 along rows and, transposed, along columns")
 def quantize_rowcol() -> Iterator[Problem]:
-    for case in module.CASES:
+    for case in CASES:
         torch.compiler.reset()  # one shape a compilation, however many there are
         if not case.large:
             continue
-        compiled = torch.compile(module.reference, fullgraph=True, dynamic=False)
+        compiled = torch.compile(reference, fullgraph=True, dynamic=False)
         runs: dict[str, Callable] = {
             "lowbit": torch.ops.lowbit.quantize_rowcol,
             "lowbit in Triton": _in_triton,
             "torch.compile of the formula": compiled,
-            "formula in PyTorch ops": module.reference,
+            "formula in PyTorch ops": reference,
         }
         arguments = case.arguments("cuda")
-        expected = module.reference(*arguments)
+        expected = reference(*arguments)
         for name, run in runs.items():
             for got, want in zip(run(*arguments), expected, strict=True):
                 far = (got.float() - want.float()).abs() > want.float().abs() * 1e-5

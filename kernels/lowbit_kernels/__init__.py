@@ -7,7 +7,6 @@ C++ or Triton; everywhere else it runs PyTorch ops, which give the same bits unl
 from __future__ import annotations
 
 from lowbit_kernels.dequantize_int4 import dequantize_int4
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 
-__all__ = ["dequantize_int4", "float8_scaled_mm", "int8_scaled_mm", "quantize_rowcol"]
+__all__ = ["dequantize_int4", "float8_scaled_mm", "int8_scaled_mm"]

@@ -36,10 +36,6 @@ DEVICE void barrier_arrive(uint32 barrier, uint32 rank) {
         : "memory");
 }
 
-DEVICE void barrier_arrive(uint32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Until the phase of that parity is over. Of a new barrier the one before the first, of parity 1, is.
 DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
     uint32 over;

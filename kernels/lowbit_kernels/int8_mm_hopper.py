@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,33 @@ from torch import Tensor
 
 from lowbit_kernels import nvrtc
 
-FLOATS = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
-TILE_M = TILE_K = 128
-THREADS = 384
-SHARED_LIMIT = 227 * 1024
+DTYPES = {
+    torch.float32: "FP32",
+    torch.bfloat16: "BF16",
+    torch.float16: "FP16",
+    torch.int32: "INT32",
+}
+TILE_M, TILE_N, TILE_K, STAGES, CLUSTER, THREADS = 128, 256, 128, 4, 2, 384
+CLUSTER_ROWS = CLUSTER * TILE_M
+SHARED = STAGES * (TILE_M + TILE_N) * TILE_K + 4 * 64 * 128 + 2 * 4 * TILE_N + 2 * 8 * STAGES
+MAX_SLICES = 16
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a kernel is compiled for; the head of ``scaled_mm.cu`` says what each means."""
+def plan(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows of tiles that are worked through together, and slices of K that are summed apart.
 
-    tile_n: int = 256
-    stages: int = 4
-    cluster: int = 2
-    skew: int = 2
-    group: int = 8
+    Slices, where tiles are few: the number for which the longest-working cluster is done first. In steps of 128 along
+    K, each about 0.6 us: those of its tiles, 4 to store one, 10 for a second launch, and those that it takes to write
+    and read the slices' sums.
+    """
+    rows, columns, steps = -(-m // CLUSTER_ROWS), -(-n // TILE_N), -(-k // TILE_K)
 
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: the ring, four boxes of the result, scales, barriers."""
-        ring = self.stages * (TILE_M + self.tile_n) * TILE_K
-        return ring + 4 * 64 * 128 + 2 * 4 * self.tile_n + 2 * 8 * self.stages
+    def cost(slices: int) -> float:
+        rounds = -(-rows * columns * slices // (multiprocessors // CLUSTER))
+        second = 10 + m * n * slices / 450_000 if slices > 1 else 0
+        return rounds * (-(-steps // slices) + 4) + second
 
-
-def choose(m: int, n: int, multiprocessors: int) -> Config:
-    """For a result of m rows and n columns: wide tiles where they keep every multiprocessor at work."""
-    wide = -(-m // TILE_M) * -(-n // 256)
-    return Config() if wide >= multiprocessors else Config(tile_n=128, stages=6)
+    return 4 if columns <= 16 else 8, min(range(1, min(steps, MAX_SLICES) + 1), key=cost)
 
 
 def is_available(device: torch.device) -> bool:
@@ -57,7 +56,6 @@ def int8_mm(
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    config: Config | None = None,
 ) -> Tensor:
     """The operands of ``lowbit::int8_scaled_mm``, checked, of a GPU for which `is_available` holds; M, N, K > 0."""
     (m, k), n = a.shape, b.shape[0]
@@ -68,44 +66,56 @@ def int8_mm(
     width = -(-n * out_dtype.itemsize // 16) * 16 // out_dtype.itemsize
     out = a.new_empty((m, width), dtype=out_dtype)
     with torch.cuda.device_of(a):
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         multiprocessors = _multiprocessors(a.device)
-        config = config or choose(m, n, multiprocessors)
-        bias_dtype = None if bias is None else bias.dtype
-        kernel = _kernel(config, out_dtype, bias_dtype, torch.cuda.current_device())
+        group, slices = plan(m, n, k, multiprocessors)
+        scales = (a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr())
+        shape = (int(a_scale.numel() > 1), int(b_scale.numel() > 1), m, n)
+        kernels = _kernels(out_dtype, None if bias is None else bias.dtype, device)
+        kernel, to = kernels[0], out
+        tall, tiles = -(-m // CLUSTER_ROWS), -(-m // CLUSTER_ROWS) * -(-n // TILE_N) * slices
+        if slices > 1:
+            kernel = _kernels(torch.int32, None, device)[0]
+            to = a.new_empty((slices * tall * CLUSTER_ROWS, -(-n // 4) * 4), dtype=torch.int32)
         maps = (
             _map(a.data_ptr(), torch.int8, m, k, a.stride(0), 128, 128),
-            _map(b.data_ptr(), torch.int8, n, k, b.stride(0), config.tile_n // config.cluster, 128),
-            _map(out.data_ptr(), out_dtype, m, n, width, 64, 128 // out_dtype.itemsize),
+            _map(b.data_ptr(), torch.int8, n, k, b.stride(0), TILE_N // CLUSTER, 128),
+            _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, 128 // to.itemsize),
         )
-        tiles = -(-m // (TILE_M * config.cluster)) * -(-n // config.tile_n)
         kernel(
-            torch.cuda.current_stream().cuda_stream,
-            min(tiles, multiprocessors // config.cluster) * config.cluster,
+            stream,
+            min(tiles, multiprocessors // CLUSTER) * CLUSTER,
             THREADS,
             *(one.getPtr() for one in maps),
-            *(a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr()),
-            *(int(a_scale.numel() > 1), int(b_scale.numel() > 1), m, n, -(-k // TILE_K)),
+            *(*scales, *shape, -(-k // TILE_K), group, slices),
         )
+        if slices > 1:
+            step = tall * CLUSTER_ROWS * to.shape[1]
+            kernels[1](
+                stream,
+                -(-m * to.shape[1] // 1024),
+                256,
+                *(to.data_ptr(), out.data_ptr(), *scales, *shape),
+                *(slices, step, to.shape[1], width),
+            )
     return out if width == n else out[:, :n].contiguous()
 
 
-def source(config: Config, out: torch.dtype, bias: torch.dtype | None) -> str:
-    """The CUDA C++ to compile."""
-    defines = {field.name.upper(): getattr(config, field.name) for field in fields(config)}
-    defines |= {"OUT": FLOATS[out], "BIAS": FLOATS[bias] if bias else "NONE"}
+def source(out: torch.dtype, bias: torch.dtype | None) -> str:
+    """The CUDA C++ to compile; `out` int32: for slices."""
     folder = Path(__file__).parent
     ptx, hopper, mm = (
         (folder / name).read_text(encoding="utf-8")
         for name in ("ptx.cuh", "hopper.cuh", "scaled_mm.cu")
     )
-    lines = [f"#define {name} {value}" for name, value in defines.items()]
-    return "\n".join([*lines, ptx, hopper, _multiply(config.tile_n), mm])
+    defines = f"#define OUT {DTYPES[out]}\n#define BIAS {DTYPES[bias] if bias else 'NONE'}\n"
+    return "\n".join([defines, ptx, hopper, _multiply(), mm])
 
 
-def _multiply(columns: int) -> str:
-    """The instruction that adds the product of 64 x 32 bytes of a and `columns` x 32 of b to a warpgroup's sums: too
-    many operands to write by hand."""
-    sums = columns // 2
+def _multiply() -> str:
+    """The instruction that adds the product of 64 x 32 bytes of a and 256 x 32 of b to a warpgroup's sums: too many
+    operands to write by hand."""
+    sums = TILE_N // 2
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
     a, b, add, high = (f"%{sums + i}" for i in range(4))
@@ -117,7 +127,7 @@ DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
         "setp.ne.b32 p, {add}, 0;\\n"
         "mov.b64 x, {{{a}, {high}}};\\n"
         "mov.b64 y, {{{b}, {high}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {{{names}}}, x, y, p;\\n}}"
+        "wgmma.mma_async.sync.aligned.m64n{TILE_N}k32.s32.s8.s8 {{{names}}}, x, y, p;\\n}}"
         : {operands}
         : "r"(a), "r"(b), "r"(add), "n"(OPERAND_HIGH));
 }}
@@ -125,12 +135,13 @@ DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
 
 
 @functools.cache
-def _kernel(
-    config: Config, out: torch.dtype, bias: torch.dtype | None, device: int
-) -> nvrtc.Kernel:
-    assert config.shared <= SHARED_LIMIT
-    module = nvrtc.Module(nvrtc.compiled(source(config, out, bias), "sm_90a"))
-    return module.kernel("int8_mm", 11, structs=3, shared=config.shared)
+def _kernels(
+    out: torch.dtype, bias: torch.dtype | None, device: int
+) -> tuple[nvrtc.Kernel, nvrtc.Kernel | None]:
+    """The product, and what combines the sums of slices to `out`."""
+    module = nvrtc.Module(nvrtc.compiled(source(out, bias), "sm_90a"))
+    product = module.kernel("int8_mm", 13, structs=3, shared=SHARED)
+    return product, None if out == torch.int32 else module.kernel("combine", 13)
 
 
 @functools.cache
@@ -151,6 +162,7 @@ def _map(
         torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.int32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT32,
     }
     error, encoded = driver.cuTensorMapEncodeTiled(
         types[dtype],

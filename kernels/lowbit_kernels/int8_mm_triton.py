@@ -20,22 +20,17 @@ def _tile(
     stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
 ):
     """ROWS x COLUMNS of x [m, k], zeros outside of it."""
-    if DESCRIPTOR:
-        tile = x.load([row, column])
-    else:
-        rows = row + tl.arange(0, ROWS)
-        columns = column + tl.arange(0, COLUMNS)
-        at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
-        tile = tl.load(x + at, mask=(rows < m)[:, None] & (columns < k)[None, :], other=0)
-    return tile
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(x + at, mask=(rows < m)[:, None] & (columns < k)[None, :], other=0)
 
 
 @jit
 def _kernel(
-    a,  # int8 [m, k], row stride a_stride; a descriptor of BLOCK_M x BLOCK_K if DESCRIPTORS
+    a,  # int8 [m, k], row stride a_stride
     b,  # int8 [n, k], alike
     out,  # [m, n], contiguous
     a_scale,
@@ -49,7 +44,6 @@ def _kernel(
     A_SCALES: tl.constexpr,  # 1 a row; or 0: one for all
     B_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,8 +62,8 @@ def _kernel(
 
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for start in tl.range(0, k, BLOCK_K):
-            x = _tile(a, row, start, m, k, a_stride, BLOCK_M, BLOCK_K, DESCRIPTORS)
-            y = _tile(b, column, start, n, k, b_stride, BLOCK_N, BLOCK_K, DESCRIPTORS)
+            x = _tile(a, row, start, m, k, a_stride, BLOCK_M, BLOCK_K)
+            y = _tile(b, column, start, n, k, b_stride, BLOCK_N, BLOCK_K)
             sums = tl.dot(x, tl.trans(y), sums, out_dtype=tl.int32)
 
         row_scale = tl.load(a_scale + rows * A_SCALES, mask=rows < m, other=0)
@@ -98,15 +92,11 @@ def int8_mm(
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
     blocks = _blocks(m, n, a.device)
-    descriptors = blocks["DESCRIPTORS"] and all(
-        x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x in (a, b)
-    )
-    blocks["DESCRIPTORS"] = descriptors
     tiles = triton.cdiv(m, blocks["BLOCK_M"]) * triton.cdiv(n, blocks["BLOCK_N"])
     with torch.cuda.device_of(a):
         _kernel[(min(tiles, _programs(a.device)),)](
-            _descriptor(a, blocks["BLOCK_M"], blocks["BLOCK_K"]) if descriptors else a,
-            _descriptor(b, blocks["BLOCK_N"], blocks["BLOCK_K"]) if descriptors else b,
+            a,
+            b,
             out,
             a_scale.contiguous(),
             b_scale.contiguous(),
@@ -124,17 +114,17 @@ def int8_mm(
     return out.to(out_dtype)
 
 
-def _blocks(m: int, n: int, device: torch.device) -> dict[str, int | bool]:
+def _blocks(m: int, n: int, device: torch.device) -> dict[str, int]:
     """Sizes for a result of m x n; a few fixed ones, so that no call waits for a search."""
     if device.type == "cpu":  # the interpreter: a small piece of what a GPU runs
-        sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2, "DESCRIPTORS": False}
+        sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2}
     elif torch.cuda.get_device_capability(device)[0] >= 9:
         wide = triton.cdiv(m, 128) * triton.cdiv(n, 256) >= _programs(device)
         sizes = {"BLOCK_M": 128, "BLOCK_N": 256 if wide else 128, "BLOCK_K": 128, "GROUP": 8}
-        sizes |= {"DESCRIPTORS": True, "num_warps": 8, "num_stages": 3 if wide else 4}
+        sizes |= {"num_warps": 8, "num_stages": 3 if wide else 4}
     else:
         sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8}
-        sizes |= {"DESCRIPTORS": False, "num_warps": 4, "num_stages": 3}
+        sizes |= {"num_warps": 4, "num_stages": 3}
     return sizes
 
 
@@ -144,9 +134,3 @@ def _programs(device: torch.device) -> int:
         return 3
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count * (1 if properties.major >= 9 else 2)
-
-
-def _descriptor(x: Tensor, rows: int, columns: int):
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

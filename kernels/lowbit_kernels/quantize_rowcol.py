@@ -110,7 +110,8 @@ def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
         found = magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
     else:
         found = magnitude.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
-    scale = (found / largest).clamp(min=2.0**-126)
+    # By a tensor: by a number CUDA multiplies with its reciprocal.
+    scale = (found / torch.full_like(found, largest)).clamp(min=2.0**-126)
     scale = torch.where(found == 0, 1.0, scale)
     return torch.where(found.isfinite(), scale, torch.nan)
 

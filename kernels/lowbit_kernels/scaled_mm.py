@@ -34,6 +34,7 @@ import collections
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import int8_mm_hopper, int8_mm_triton
@@ -149,11 +150,11 @@ def _float8_cublas(
     a, b = a.contiguous(), b.contiguous()
     n = b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns
-        b = torch.cat([b.view(torch.uint8), b.new_zeros((extra, b.shape[1]), dtype=torch.uint8)])
-        b = b.view(b.dtype)
+        b = F.pad(b.view(torch.uint8), (0, 0, 0, extra)).view(b.dtype)
     fused_bias = bias is None or (bias.dtype == out_dtype != torch.float32 and not extra)
     by_row = a_scale.numel() > 1 or b_scale.numel() > 1
-    if fused_bias and not extra and (not by_row or out_dtype == torch.bfloat16):
+    any_dtype = not by_row or out_dtype == torch.bfloat16 or _takes_rows_in_any_dtype(a.device)
+    if fused_bias and not extra and any_dtype:
         if by_row:
             a_scale = a_scale.expand(a.shape[0])[:, None].contiguous()
             b_scale = b_scale.expand(n)[None, :].contiguous()
@@ -170,6 +171,12 @@ def _float8_cublas(
     one = a_scale.new_ones(())
     sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
     return _scaled(sums[:, :n], a_scale, b_scale, bias, out_dtype)
+
+
+def _takes_rows_in_any_dtype(device: torch.device) -> bool:
+    """Whether scales of rows may come with another output than bfloat16: in cuBLAS 12.9 and later, on Hopper."""
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _empty_sum(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

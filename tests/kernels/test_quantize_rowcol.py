@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -16,14 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import quantize_rowcol, quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels.quantize_rowcol import (
+    CASES,
+    FORMATS,
+    Case,
+    allocate,
+    quantize_rowcol,
+    reference,
+)
 from tests.kernels import emulator
 
-# The package has a function of the module's name.
-module = importlib.import_module("lowbit_kernels.quantize_rowcol")
-CASES, FORMATS, Case, reference = (
-    getattr(module, name) for name in ("CASES", "FORMATS", "Case", "reference")
-)
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [case for case in CASES if not case.large]
 OP = torch.ops.lowbit.quantize_rowcol
@@ -95,7 +97,7 @@ def test_cpu(case) -> None:
 
 
 INTERPRETED = """
-import importlib, json, torch
+import json, torch
 from lowbit_kernels import quantize_rowcol_triton, triton_runtime
 from tests.kernels.test_quantize_rowcol import OP, SMALL, extreme, reference, same
 
@@ -189,7 +191,7 @@ def test_emulated_cuda(case, fused: bool) -> None:
     x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
     if fused and (rows, columns) == (True, False):
         pytest.skip("one pass, whatever is asked for")
-    out = module.allocate(x, format, rows, columns, tensorwise)
+    out = allocate(x, format, rows, columns, tensorwise)
     for part in out:
         part.view(torch.uint8).fill_(0xAA)
     emulator.quantize_rowcol(x, format, rows, columns, tensorwise, seed, out, fused)
@@ -281,7 +283,7 @@ def assert_filled(arguments: tuple, run) -> None:
     x, format, rows, columns, tensorwise, seed = arguments
     if x.numel() == 0 or not (rows or columns):
         pytest.skip("the op answers without a launch")
-    out = module.allocate(x, format, rows, columns, tensorwise)
+    out = allocate(x, format, rows, columns, tensorwise)
     for part in out:
         part.view(torch.uint8).fill_(0xAA)
     run(x, format, rows, columns, tensorwise, seed, out)

@@ -14,7 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import float8_scaled_mm, int8_mm_hopper, int8_mm_triton, int8_scaled_mm
+from lowbit_kernels import (
+    float8_scaled_mm,
+    int8_mm_hopper,
+    int8_mm_triton,
+    int8_scaled_mm,
+    scaled_mm,
+)
 from lowbit_kernels.scaled_mm import CASES, E4M3, E5M2, Case, calls, reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,23 +205,45 @@ def test_refuses_what_no_unit_multiplies() -> None:
         float8_scaled_mm(codes, codes, scale, scale)
 
 
-HOPPER = [
-    int8_mm_hopper.Config(),
-    int8_mm_hopper.Config(cluster=1, skew=0, stages=3),
-    int8_mm_hopper.Config(tile_n=128, stages=6),
-    int8_mm_hopper.Config(tile_n=128, cluster=1, group=1),
-]
-
-
-def test_the_source_is_one_for_each_variant() -> None:
-    sources = {
-        int8_mm_hopper.source(config, out, bias)
-        for config in HOPPER
-        for out in ROUNDING
-        for bias in (None, *ROUNDING)
+def test_hopper_slices_k_where_tiles_are_few() -> None:
+    plans = {
+        (8192, 8192, 8192): (8, 1),
+        (8192, 4096, 4096): (4, 1),
+        (2048, 2048, 8192): (4, 1),  # 64 clusters of 66
+        (512, 2048, 16384): (4, 4),
+        (1, 8, 16): (4, 1),
     }
-    assert len(sources) == len(HOPPER) * 3 * 4
-    assert all(config.shared <= int8_mm_hopper.SHARED_LIMIT for config in HOPPER)
+    assert {shape: int8_mm_hopper.plan(*shape, 132) for shape in plans} == plans
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 5000), st.integers(2, 200))
+def test_no_slice_is_empty(m: int, n: int, k16: int, multiprocessors: int) -> None:
+    _, slices = int8_mm_hopper.plan(m, n, 16 * k16, multiprocessors)
+    assert 1 <= slices <= -(-16 * k16 // 128)
+
+
+def accepting(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
+    """What ``torch._scaled_mm`` takes on a GPU, multiplied exactly."""
+    (m, k), n = a.shape, b.shape[1]
+    assert {a.dtype, b.dtype} <= {E4M3, E5M2} and a.stride(1) == b.stride(0) == 1
+    assert k % 16 == 0 and n % 16 == 0
+    shapes = (a_scale.shape, b_scale.shape)
+    assert shapes == ((m, 1), (1, n)) or shapes == ((), ())
+    assert a_scale.is_contiguous() and b_scale.is_contiguous()
+    assert out_dtype == torch.bfloat16 or shapes == ((), ())
+    assert bias is None or bias.dtype == out_dtype != torch.float32
+    out = a.double() @ b.double() * a_scale * b_scale
+    return (out if bias is None else out + bias.double()).to(out_dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if c not in INT8], ids=lambda c: c.name)
+def test_cublas_gets_what_it_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", accepting)
+    monkeypatch.setattr(scaled_mm, "_takes_rows_in_any_dtype", lambda device: False)
+    arguments = case.arguments()
+    if 0 in (case.m, case.n, case.k):
+        pytest.skip("the op answers without a product")
+    assert_close(scaled_mm._float8_cublas(*arguments), case, arguments, sums=2.0**-24)
 
 
 @pytest.mark.gpu
@@ -235,15 +263,17 @@ def test_cuda(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", HOPPER, ids=str)
+@pytest.mark.parametrize("slices", [1, 2, 5])
 @pytest.mark.parametrize("case", INT8, ids=lambda c: c.name)
-def test_hopper(case: Case, config: int8_mm_hopper.Config) -> None:
+def test_hopper(case: Case, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = -(-case.k // int8_mm_hopper.TILE_K)
+    monkeypatch.setattr(int8_mm_hopper, "plan", lambda *shape: (2, min(slices, steps)))
     arguments = case.arguments("cuda")
     if not int8_mm_hopper.is_available(arguments[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
     if 0 in (case.m, case.n, case.k):
         pytest.skip("the op answers without a launch")
-    assert_close(int8_mm_hopper.int8_mm(*arguments, config), case, arguments)
+    assert_close(int8_mm_hopper.int8_mm(*arguments), case, arguments)
 
 
 @pytest.mark.gpu
