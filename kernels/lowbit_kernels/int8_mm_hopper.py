@@ -71,18 +71,17 @@ def int8_mm(
         group, slices = plan(m, n, k, multiprocessors)
         scales = (a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr())
         shape = (int(a_scale.numel() > 1), int(b_scale.numel() > 1), m, n)
-        kernels = _kernels(out_dtype, None if bias is None else bias.dtype, device)
-        kernel, to = kernels[0], out
+        bias_dtype, to = None if bias is None else bias.dtype, out
         tall, tiles = -(-m // CLUSTER_ROWS), -(-m // CLUSTER_ROWS) * -(-n // TILE_N) * slices
         if slices > 1:
-            kernel = _kernels(torch.int32, None, device)[0]
             to = a.new_empty((slices * tall * CLUSTER_ROWS, -(-n // 4) * 4), dtype=torch.int32)
         maps = (
             _map(a.data_ptr(), torch.int8, m, k, a.stride(0), 128, 128),
             _map(b.data_ptr(), torch.int8, n, k, b.stride(0), TILE_N // CLUSTER, 128),
             _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, 128 // to.itemsize),
         )
-        kernel(
+        product = _product(to.dtype, None if slices > 1 else bias_dtype, device)
+        product(
             stream,
             min(tiles, multiprocessors // CLUSTER) * CLUSTER,
             THREADS,
@@ -91,7 +90,7 @@ def int8_mm(
         )
         if slices > 1:
             step = tall * CLUSTER_ROWS * to.shape[1]
-            kernels[1](
+            _combine(out_dtype, bias_dtype, device)(
                 stream,
                 -(-m * to.shape[1] // 1024),
                 256,
@@ -135,13 +134,18 @@ DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
 
 
 @functools.cache
-def _kernels(
-    out: torch.dtype, bias: torch.dtype | None, device: int
-) -> tuple[nvrtc.Kernel, nvrtc.Kernel | None]:
-    """The product, and what combines the sums of slices to `out`."""
-    module = nvrtc.Module(nvrtc.compiled(source(out, bias), "sm_90a"))
-    product = module.kernel("int8_mm", 13, structs=3, shared=SHARED)
-    return product, None if out == torch.int32 else module.kernel("combine", 13)
+def _module(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Module:
+    return nvrtc.Module(nvrtc.compiled(source(out, bias), "sm_90a"))
+
+
+@functools.cache
+def _product(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
+    return _module(out, bias, device).kernel("int8_mm", 13, structs=3, shared=SHARED)
+
+
+@functools.cache
+def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
+    return _module(out, bias, device).kernel("combine", 13)
 
 
 @functools.cache

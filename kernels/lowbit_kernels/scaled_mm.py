@@ -23,7 +23,8 @@ through an op.
 
 Where each runs:
 
-    CUDA, compute capability 9.0    scaled_mm.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256
+    CUDA, compute capability 9.0    scaled_mm.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256; where these are
+                                    fewer than multiprocessors, K in slices (up to 17 MB for their sums)
     other CUDA devices              Triton (int8_mm_triton)
     CPU                             PyTorch
 """
@@ -318,6 +319,7 @@ LARGE = [
     ("llama-8b-attention", 8192, 4096, 4096),
     ("llama-8b-up", 8192, 14336, 4096),
     ("llama-8b-down", 8192, 4096, 14336),
+    ("llama-1b-key-gradient", 512, 2048, 16384),
 ]
 CASES = [
     *(Case(name, m, n, k, **options) for name, m, n, k, options in SHAPES),
