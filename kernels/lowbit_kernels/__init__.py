@@ -2,6 +2,7 @@
 
 Each op is one module, and is also registered as ``torch.ops.lowbit.<name>``. On CUDA it runs a device kernel, in CUDA
 C++ or Triton; everywhere else it runs PyTorch ops, which give the same bits unless the op's docstring says otherwise.
+``quantize_rowcol`` is imported from its module, whose name it has.
 """
 
 from __future__ import annotations
