@@ -313,13 +313,19 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale
             x[2 * i + 1] = from_half(halves >> 16) * scale;
         }
     } else {
-        constexpr int BITS = FORMATS[SLOT] == STATE_4BIT ? 4 : 8;
         const float sixteenth = scale * 0.0625f;
+        const uint32 *values = table + values_before(SLOT);
+        if constexpr (FORMATS[SLOT] == STATE_8BIT) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint32 code = raw.word[i * BITS / 32] >> (i * BITS % 32) & (values_of(SLOT) - 1);
-            if constexpr (FORMATS[SLOT] == STATE_4BIT && !is_signed(SLOT)) x[i] = fmaf((float)code, sixteenth, sixteenth);
-            else x[i] = bits_float(table[values_before(SLOT) + code]) * scale;
+            for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(raw.word[i / 4], i % 4)]) * scale;
+        } else {
+            const uint32 even = raw.word[0] & 0x0f0f0f0f, odd = raw.word[0] >> 4 & 0x0f0f0f0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32 code = byte_of(i & 1 ? odd : even, i / 2);
+                if constexpr (is_signed(SLOT)) x[i] = bits_float(values[code]) * scale;
+                else x[i] = fmaf((float)code, sixteenth, sixteenth);
+            }
         }
     }
 }
@@ -379,11 +385,13 @@ DEVICE Place locate_lane(const Tensor &t, long long tile, int lane) {
     uint64 row = 0, tile_in_row = tile - t.first_tile;
     if (t.tiles_a_row != 0) row = tile_in_row / t.tiles_a_row, tile_in_row %= t.tiles_a_row;
     const uint64 cols = t.cols, col = tile_in_row * TILE + lane * 8;
-    Place place;
-    place.element = row * cols + col;
-    place.half_byte = row * ((cols + 1) / 2) + col / 2;
-    place.of_128 = row * ((cols + 127) / 128) + col / 128;
-    place.of_256 = row * ((cols + 255) / 256) + col / 256;
+    Place place = {col, col / 2, col / 128, col / 256};
+    if (t.tiles_a_row != 0) {
+        place.element += row * cols;
+        place.half_byte += row * ((cols + 1) / 2);
+        place.of_128 += row * ((cols + 127) / 128);
+        place.of_256 += row * ((cols + 255) / 256);
+    }
     place.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
     place.vector = t.aligned && place.count == 8;
     return place;
@@ -401,6 +409,14 @@ struct State {
     static MEMBER uint64 code_at(const Place &at) { return FORMAT == STATE_4BIT ? at.half_byte : at.element; }
     static MEMBER uint64 scale_at(const Place &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
 
+    static MEMBER void prefetch_values(const Tensor &t, uint64 element, uint32 elements) {
+        constexpr int BITS = has_scale(SLOT) ? 8 / CODES_A_BYTE : 8 * Floats<FORMAT == STATE_BF16 ? BF16 : FP32>::BYTES;
+        prefetch((const char *)t.state[SLOT] + element * BITS / 8, elements * BITS / 8);
+        if constexpr (has_scale(SLOT)) {  // from a multiple of 16 bytes to one; the few bytes left out come unasked
+            const uint64 first = element / block_of(SLOT), last = (element + elements) / block_of(SLOT);
+            prefetch(t.scale[SLOT] + first / 4 * 4, (last / 4 - first / 4) * 16);
+        }
+    }
     template <bool VECTOR>
     MEMBER void load(const Tensor &t, const Place &at) {
         if constexpr (has_scale(SLOT)) {
@@ -506,6 +522,19 @@ DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
     }
 }
 
+// Have the L2 cache fetch what a block will work on next: neighbouring tiles, if they are whole ones of one row.
+DEVICE void prefetch_tiles(const Tensor &t, long long tile, int count) {
+    const uint64 element = (uint64)(tile - t.first_tile) * TILE, end = element + (uint64)count * TILE;
+    if (!t.aligned || t.tiles_a_row != 0 || end > t.cols) return;
+    const uint32 elements = count * TILE;
+    prefetch((const char *)t.grad + element * Floats<GRAD>::BYTES, elements * Floats<GRAD>::BYTES);
+    prefetch((const char *)t.param + element * Floats<PARAM>::BYTES, elements * Floats<PARAM>::BYTES);
+    if constexpr (ROUNDING == CORRECTED) prefetch(t.correction + element, elements);
+    if constexpr (STATES > 0) State<0>::prefetch_values(t, element, elements);
+    if constexpr (STATES > 1) State<1>::prefetch_values(t, element, elements);
+    if constexpr (STATES > 2) State<2>::prefetch_values(t, element, elements);
+}
+
 DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long tile, int lane, const uint32 *table) {
     const Place at = locate_lane(t, tile, lane);
     Work work;
@@ -583,20 +612,29 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
 // `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
      const uint32 *__restrict__ source, long long tiles, const float *__restrict__ control) {
+    constexpr int WARPS = THREADS / 32;
     __shared__ uint32 table[TABLE_WORDS];
+    __shared__ uint32 taken;
     if (control && control[1] != 0.0f) return;
     if constexpr (CODES) {
         for (int i = threadIdx.x; i < TABLE_WORDS; i += THREADS) table[i] = source[i];
-        __syncthreads();
     }
+    if (threadIdx.x == 0) taken = 0;
+    __syncthreads();
     const float factor = SCALED ? control[0] : 1.0f;
     const int lane = threadIdx.x % 32;
-    const long long warps = (long long)gridDim.x * (THREADS / 32);
-    long long tile = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    for (; tile < tiles; tile += warps) {
+    // Of every gridDim.x * WARPS neighbouring tiles a block has WARPS neighbouring ones. A warp takes the next that none
+    // of its block has taken: if each had its own, the scheduler's favourites would be done long before the others.
+    for (;;) {
+        const uint32 n = take_next(&taken, lane);
+        const long long first = ((long long)(n / WARPS) * gridDim.x + blockIdx.x) * WARPS, tile = first + n % WARPS;
+        if (tile >= tiles) return;
+        const long long ahead = first + (long long)gridDim.x * WARPS;
+        if (n % WARPS == 0 && lane == 0 && ahead < tiles)
+            prefetch_tiles(constant_load(tensors + tensor_of(tensors, locate, ahead)), ahead, WARPS);
         const int i = tensor_of(tensors, locate, tile);
         step_tile(constant_load(tensors + i), constant_load(scalars + i), factor, tile, lane, table);
     }

@@ -30,7 +30,7 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row that a warp works on
 LOCATE = 256  # tiles an entry of `locate`
-THREADS, BLOCKS_PER_SM = 256, 4  # 64 registers a thread; measured, see the log
+THREADS = 1024  # of a block, one a multiprocessor: 64 registers each; measured, see the log
 MAX_HYPER, MAX_STATES = 8, 3
 
 # Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
@@ -160,7 +160,6 @@ class Variant:
             "ROUNDING": self.rounding.upper(),
             "SCALED": int(self.scaled),
             "THREADS": THREADS,
-            "BLOCKS_PER_SM": BLOCKS_PER_SM,
             "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
             "PREPARE": " ".join(self.rule.prepare.split()),
             "UPDATE": " ".join(self.rule.update.split()),
@@ -205,8 +204,7 @@ class FusedStep:
         with torch.cuda.device(device):
             module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
             self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._resident = multiprocessors * BLOCKS_PER_SM
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         words = torch.from_numpy(variant.table_words().view(np.int32))
         self._tables = words.to(device)
 
@@ -238,15 +236,10 @@ class FusedStep:
             return
         self._step(
             stream,
-            self._blocks(tiles),
+            min(-(-tiles // (THREADS // 32)), self._multiprocessors),
             THREADS,
             *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
         )
-
-    def _blocks(self, tiles: int) -> int:
-        """A warp a tile; where blocks begin with copying tables, as many as run at once."""
-        blocks = -(-tiles // (THREADS // 32))
-        return min(blocks, self._resident if self.variant.uses_codes else 2**31 - 1)
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream

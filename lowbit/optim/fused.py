@@ -161,7 +161,7 @@ class FusedSteps:
             part = states.local(item.state[name])
             if isinstance(part, CodebookTensor):
                 addresses[f"state_{slot}"] = part.codes.data_ptr()
-                row[COLUMN[f"scale_{slot}"]] = part.scale.data_ptr()
+                addresses[f"scale_{slot}"] = part.scale.data_ptr()
                 cols = part.cols_of(item.own.shape)
             else:
                 addresses[f"state_{slot}"] = part.data_ptr()
