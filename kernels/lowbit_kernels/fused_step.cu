@@ -89,11 +89,11 @@ DEVICE uint32 mix(uint32 key, uint64 word) {
     return finalise((key ^ (uint32)(word >> 32)) + 0x9e3779b9u);
 }
 
-DEVICE uint32 hash(const uint32 *keys, uint64 pair) {
-    uint32 h = (uint32)pair ^ keys[0];
+DEVICE uint32 hash(const uint32 *keys, uint64 octet) {
+    uint32 h = (uint32)octet ^ keys[0];
     h ^= h >> 16;
     h *= 0x7feb352du;
-    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(pair >> 32);
+    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(octet >> 32);
     h *= 0x846ca68bu;
     return h ^ h >> 16;
 }
@@ -104,24 +104,32 @@ DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     return t.first_index + element / t.run * t.stride + element % t.run;
 }
 
-// Round eight neighbouring elements to bf16, up or down by chance.
+// The draw of an octet's element j is the upper half of its hash times this.
+DEVICE constexpr uint32 multiplier(int j) {
+    return j == 0   ? 0x2265b1f5u
+           : j == 1 ? 0xd8f16adfu
+           : j == 2 ? 0x414c343du
+           : j == 3 ? 0x4a2f20abu
+           : j == 4 ? 0xaa2ca1afu
+           : j == 5 ? 0x29e821a5u
+           : j == 6 ? 0xcb6915c1u
+                    : 0x56c58311u;
+}
+
+// Round eight neighbouring elements to bf16, up or down by chance: the upper halves of `x` are to be stored.
 DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 element, float x[8]) {
     const uint64 first = global_index(t, element);
-    uint32 draws[8];
-    if ((first & 1) == 0) {
+    uint32 draws[8] = {};
+    if ((first & 7) == 0) {
+        const uint32 h = hash(keys, first >> 3);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            const uint32 h = hash(keys, (first + i) >> 1);
-            draws[i] = h & 0xffff;
-            draws[i + 1] = h >> 16;
-        }
+        for (int i = 0; i < 8; ++i) draws[i] = h * multiplier(i) >> 16;
     } else {
-        draws[0] = hash(keys, first >> 1) >> 16;
+#pragma unroll 1
+        for (uint64 index = first; index < first + 8; ++index) {  // seldom: one after another, so that it is little code
 #pragma unroll
-        for (int i = 1; i < 8; i += 2) {
-            const uint32 h = hash(keys, (first + i) >> 1);
-            draws[i] = h & 0xffff;
-            if (i < 7) draws[i + 1] = h >> 16;
+            for (int i = 0; i < 7; ++i) draws[i] = draws[i + 1];
+            draws[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
         }
     }
     float largest = larger_magnitude(x[0], x[1]);
@@ -130,13 +138,13 @@ DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 ele
     constexpr uint32 LAST = 0x7f7f0000;  // the largest bf16, beyond which a sum may carry into infinity
     if (float_bits(largest) <= LAST) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = bits_float((float_bits(x[i]) + draws[i]) & 0xffff0000u);
+        for (int i = 0; i < 8; ++i) x[i] = bits_float(float_bits(x[i]) + draws[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const uint32 bits = float_bits(x[i]), magnitude = bits & 0x7fffffff;
-            if (magnitude <= LAST) x[i] = bits_float((bits + draws[i]) & 0xffff0000u);
-            else if (magnitude <= 0x7f800000) x[i] = bits_float(bits & 0xffff0000u);
+            if (magnitude <= LAST) x[i] = bits_float(bits + draws[i]);
+            else if (magnitude > 0x7f800000) x[i] = bits_float(0x7fff0000);
         }
     }
 }
@@ -230,6 +238,10 @@ struct Floats {
                 else x[i] = from_half(half);
             }
         }
+    }
+    MEMBER void truncate(const float x[8]) {  // to bf16
+#pragma unroll
+        for (int i = 0; i < 4; ++i) raw.word[i] = permute(float_bits(x[2 * i]), float_bits(x[2 * i + 1]), 0x7632);
     }
     MEMBER void encode(const float x[8]) {
 #pragma unroll
@@ -381,10 +393,10 @@ struct Place {  // of a lane's eight elements
     bool vector;
 };
 
-DEVICE Place locate_lane(const Tensor &t, long long tile, int lane) {
-    uint64 row = 0, tile_in_row = tile - t.first_tile;
-    if (t.tiles_a_row != 0) row = tile_in_row / t.tiles_a_row, tile_in_row %= t.tiles_a_row;
-    const uint64 cols = t.cols, col = tile_in_row * TILE + lane * 8;
+DEVICE Place locate_lane(const Tensor &t, uint32 tile, int lane) {
+    uint32 row = 0, tile_in_row = tile - (uint32)t.first_tile;
+    if (t.tiles_a_row != 0) row = tile_in_row / (uint32)t.tiles_a_row, tile_in_row %= (uint32)t.tiles_a_row;
+    const uint64 cols = t.cols, col = (uint64)tile_in_row * TILE + lane * 8;
     Place place = {col, col / 2, col / 128, col / 256};
     if (t.tiles_a_row != 0) {
         place.element += row * cols;
@@ -441,9 +453,12 @@ struct State {
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
         } else {
-            if constexpr (FORMAT == STATE_BF16 && !is_signed(SLOT))
+            if constexpr (FORMAT == STATE_BF16 && !is_signed(SLOT)) {
                 round_stochastically(t, k.keys[SLOT + 1], at.element, x);
-            values.encode(x);
+                values.truncate(x);
+            } else {
+                values.encode(x);
+            }
         }
     }
     template <bool VECTOR>
@@ -523,8 +538,8 @@ DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
 }
 
 // Have the L2 cache fetch what a block will work on next: neighbouring tiles, if they are whole ones of one row.
-DEVICE void prefetch_tiles(const Tensor &t, long long tile, int count) {
-    const uint64 element = (uint64)(tile - t.first_tile) * TILE, end = element + (uint64)count * TILE;
+DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
+    const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE, end = element + (uint64)count * TILE;
     if (!t.aligned || t.tiles_a_row != 0 || end > t.cols) return;
     const uint32 elements = count * TILE;
     prefetch((const char *)t.grad + element * Floats<GRAD>::BYTES, elements * Floats<GRAD>::BYTES);
@@ -535,7 +550,7 @@ DEVICE void prefetch_tiles(const Tensor &t, long long tile, int count) {
     if constexpr (STATES > 2) State<2>::prefetch_values(t, element, elements);
 }
 
-DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long tile, int lane, const uint32 *table) {
+DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 tile, int lane, const uint32 *table) {
     const Place at = locate_lane(t, tile, lane);
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
@@ -556,9 +571,13 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long
         update_element(c, SCALED ? g[i] * factor : g[i], w[i], s);
         x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
     }
-    if constexpr (ROUNDING == STOCHASTIC) round_stochastically(t, k.keys[0], at.element, w);
     if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
-    work.param.encode(w);
+    if constexpr (ROUNDING == STOCHASTIC) {
+        round_stochastically(t, k.keys[0], at.element, w);
+        work.param.truncate(w);
+    } else {
+        work.param.encode(w);
+    }
     if constexpr (STATES > 0) work.s0.encode(t, k, at, lane, table, x0);
     if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
     if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
@@ -568,11 +587,11 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long
 }
 
 // The tensor that a tile lies in: the last that begins there or before.
-DEVICE int tensor_of(const Tensor *tensors, const int *locate, long long tile) {
+DEVICE int tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
     int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (tensors[middle].first_tile <= tile) low = middle;
+        if ((uint32)tensors[middle].first_tile <= tile) low = middle;
         else high = middle - 1;
     }
     return low;
@@ -614,7 +633,7 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
 // `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
-     const uint32 *__restrict__ source, long long tiles, const float *__restrict__ control) {
+     const uint32 *__restrict__ source, uint32 tiles, const float *__restrict__ control) {
     constexpr int WARPS = THREADS / 32;
     __shared__ uint32 table[TABLE_WORDS];
     __shared__ uint32 taken;
@@ -630,9 +649,9 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
     // of its block has taken: if each had its own, the scheduler's favourites would be done long before the others.
     for (;;) {
         const uint32 n = take_next(&taken, lane);
-        const long long first = ((long long)(n / WARPS) * gridDim.x + blockIdx.x) * WARPS, tile = first + n % WARPS;
+        const uint32 first = (n / WARPS * gridDim.x + blockIdx.x) * WARPS, tile = first + n % WARPS;
         if (tile >= tiles) return;
-        const long long ahead = first + (long long)gridDim.x * WARPS;
+        const uint32 ahead = first + gridDim.x * WARPS;
         if (n % WARPS == 0 && lane == 0 && ahead < tiles)
             prefetch_tiles(constant_load(tensors + tensor_of(tensors, locate, ahead)), ahead, WARPS);
         const int i = tensor_of(tensors, locate, tile);

@@ -99,7 +99,8 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
 // A number for the warp, from a counter in shared memory.
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     unsigned int n = 0;
-    if (lane == 0) n = atomicAdd(counter, 1);
+    if (lane == 0)
+        asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(n) : "r"((unsigned int)__cvta_generic_to_shared(counter)));
     return __shfl_sync(0xffffffff, n, 0);
 }
 

@@ -223,6 +223,23 @@ def test_gradients_come_and_go(device):
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
+@pytest.mark.parametrize("state", ["8bit", "4bit"])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+def test_more_tiles_than_warps(device, state, offset):
+    """Blocks come back for more rounds of tiles, which the L2 cache is asked for ahead where they are whole."""
+    rows = 200 if device.type == "cpu" else 40_000  # of one tile each
+    made = []
+    for fused_or_not in (None, False):
+        whole = rand(rows * 256 + offset, dtype=torch.bfloat16).to(device)
+        params = [nn.Parameter(whole[offset:].view(rows, 256)), *parameters(device, [(300, 70)])]
+        options = {"state": state, "bf16_stochastic_round": True, "fused": fused_or_not}
+        made.append((params, optim.AdamW(params, **options)))
+    for params, optimizer in made:
+        run_steps(optimizer, params, 2)
+    assert launched()
+    check_alike(made, 1e-2, 1e-2)  # bf16 gradients make more ties
+
+
 def test_options_are_read_at_every_step(device):
     """lr as a number and as a tensor, betas and weight decay: none compiles anything, all take effect."""
     kernels = set()
