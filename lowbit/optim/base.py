@@ -62,7 +62,7 @@ __all__ = [
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments`, `scalars` and `update`, and `rule` and `hyper` for CUDA."""
+    """See the module. Subclasses give `moments`, `scalars` and `update`, and `rule` and `hyper` for the kernels."""
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
@@ -117,7 +117,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def rule(self, group: dict[str, Any]) -> Rule | None:
-        """The same step as C++ text for the CUDA kernel; None: there is none, and `update` runs on GPUs too."""
+        """The same step as C++ text for the kernels; None: there is none, and `update` runs everywhere."""
         return None
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -193,8 +193,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _plan_for(self, jobs: list[Job]) -> FusedSteps | None:
-        """What the CUDA kernel does of these; None on other devices, where nothing of it need be imported."""
-        if not any(job.on_cuda for job in jobs):
+        """What a kernel does of these; None where there is none, and nothing of it need be imported."""
+        if not any(job.may_fuse for job in jobs):
             return None
         from lowbit.optim.fused import FusedSteps
 

@@ -1,9 +1,9 @@
-"""The CUDA step of an optimizer: the table of pointers that a launch of the kernel reads.
+"""The compiled step of an optimizer: the table of pointers that a launch of a kernel reads, on a GPU or a CPU.
 
 All parameters with the same algorithm, dtypes, state format and rounding are updated by one launch. What doesn't
 change between steps is worked out once (`FusedSteps`). Each step looks whether it still holds (the same parameters
 have gradients, nothing has moved), collects the addresses of the gradients, and copies the table to the device if
-anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back.
+anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back. On a CPU the table is read where it is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Launch:
     locate: Tensor
     scalars: Tensor
     words: np.ndarray
-    table: Tensor  # the same on the device
+    table: Tensor  # the same on the device; on a CPU, the same memory
     others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
@@ -88,7 +88,7 @@ class FusedSteps:
         numbers = {id(group): i for i, group in enumerate(optimizer.param_groups)}
         for job in jobs:
             rest = job
-            if job.on_cuda:
+            if job.may_fuse:
                 rest = Job(job.group)
                 for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
                     optimizer._ensure_state(job.group, param)
@@ -147,7 +147,7 @@ class FusedSteps:
             locate=_copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
-            table=torch.empty(len(words), dtype=torch.int64, device=device),
+            table=torch.from_numpy(words) if device.type == "cpu" else _empty(words, device),
             others=others,
         )
 
@@ -174,7 +174,7 @@ class FusedSteps:
         if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
             cols = numel
         row[COLUMN["step"]] = item.state["step"].data_ptr()
-        row[COLUMN["cols"]] = cols
+        row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
         row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
         row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
         if draws:
@@ -284,6 +284,8 @@ class FusedSteps:
 
     def _upload(self, launch: _Launch) -> Tensor:
         """The table on the device, as it is now."""
+        if launch.table.device.type == "cpu":
+            return launch.table
         if launch.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # a graph reads its own copy whenever it is replayed: later steps must not write to it
             source = _pinned(launch.words, launch.table.device)
@@ -302,6 +304,10 @@ def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
     """In memory from which a GPU can copy while the host goes on; torch frees it only after that."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _empty(like: np.ndarray, device: torch.device) -> Tensor:
+    return torch.empty(len(like), dtype=torch.int64, device=device)
 
 
 def _copied(values: np.ndarray, device: torch.device) -> Tensor:

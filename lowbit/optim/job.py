@@ -22,8 +22,9 @@ class Job:
     """This rank's part, placed as the parameter is."""
 
     @property
-    def on_cuda(self) -> bool:
-        return self.grads[0].device.type == "cuda"
+    def may_fuse(self) -> bool:
+        """Whether a kernel may take it, as far as its device and the user say."""
+        return self.grads[0].device.type in ("cuda", "cpu") and self.group["fused"] is not False
 
     def add(self, param: Tensor, index: int, grad: Tensor) -> None:
         self.params.append(param)

@@ -1,4 +1,5 @@
-"""The CUDA step, on a GPU or emulated on a CPU (tests/kernels/emulator.py), against the step in PyTorch operations."""
+"""The compiled step against the step in PyTorch operations: the CPU's kernel, and the CUDA one, on a GPU or emulated
+on a CPU (tests/kernels/emulator.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch import nn
 
 from lowbit import optim
 from lowbit.optim import fused, kernel
-from lowbit.optim.job import Job
+from lowbit_kernels import host_compiler
+from lowbit_kernels.fused_step_cpu import FusedStepCpu
 from tests.kernels import emulator
 from tests.optim.problems import FORMATS, rand, relative
 
@@ -32,6 +34,9 @@ ALGORITHMS = {
 
 @pytest.fixture(
     params=[
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not host_compiler.compiler(), reason="no compiler")
+        ),
         pytest.param("emulated", marks=pytest.mark.skipif(not emulator.COMPILER, reason="no g++")),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
@@ -39,20 +44,36 @@ ALGORITHMS = {
 def device(request, monkeypatch):
     """Where the kernel runs. `emulator.EmulatedStep.launches`, or `Counted.launches`, holds what ran."""
     if request.param == "emulated":
-        monkeypatch.setattr(Job, "on_cuda", property(lambda job: job.group["fused"] is not False))
-        monkeypatch.setattr(kernel, "device_obstacle", lambda device, float8: None)
-        step = emulator.EmulatedStep
+        emulate(monkeypatch)
     else:
-        step = Counted
-    step.launches.clear()
-    monkeypatch.setattr(fused, "compiled", functools.cache(step))
-    return torch.device("cpu" if request.param == "emulated" else "cuda", 0)
+        step = CountedCpu if request.param == "cpu" else Counted
+        monkeypatch.setattr(fused, "compiled", functools.cache(step))
+    emulator.EmulatedStep.launches.clear()
+    return torch.device("cuda" if request.param == "cuda" else "cpu", 0)
+
+
+def emulate(patch):
+    """Have CPU parameters updated by the code for GPUs."""
+    patch.setattr(kernel, "device_obstacle", lambda device, float8: None)
+    patch.setattr(kernel, "compile_obstacle", lambda variant, device: None)
+    patch.setattr(fused, "compiled", functools.cache(emulator.EmulatedStep))
 
 
 class Counted(kernel.FusedStep):
     """Counts its launches in a list that the emulator's shares, so that tests look in one place."""
 
     launches = emulator.EmulatedStep.launches
+
+    def __call__(self, *args, **kwargs):
+        super().__call__(*args, **kwargs)
+        self.launches.append(self.variant)
+
+
+class CountedCpu(FusedStepCpu):
+    launches = emulator.EmulatedStep.launches
+
+    def __init__(self, variant, device):
+        super().__init__(variant)
 
     def __call__(self, *args, **kwargs):
         super().__call__(*args, **kwargs)
@@ -106,7 +127,7 @@ def check_alike(made, weight_bound, state_bound):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_as_the_step_in_pytorch(device, name, state):
     if device.type == "cpu" and name not in ("AdamW", "Lion") and state not in ("8bit", "fp32"):
-        pytest.skip("the emulator compiles a kernel for each: the others run on a GPU")
+        pytest.skip("a kernel is compiled for each: the others run on a GPU")
     cls, options = ALGORITHMS[name]
     made = pair(device, functools.partial(cls, state=state, **options))
     for params, optimizer in made:
