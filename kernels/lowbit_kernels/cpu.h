@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <string.h>
 // which takes longer to compile than all the rest
-#if defined(__AVX512F__) && CELLS_0 + CELLS_1 + CELLS_2 > 0
+#if defined(__AVX512VBMI__) && defined(__AVX512DQ__) && CELLS_0 + CELLS_1 + CELLS_2 > 0
 #define HAS_AVX512
 #include <immintrin.h>
 #endif

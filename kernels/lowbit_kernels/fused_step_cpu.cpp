@@ -148,7 +148,8 @@ struct Pieces {
     // y lies by pos = y * slope + offset among the boundaries of a piece, and has the rank floor(pos), at most `last`.
     float slope[16], offset[16];
     uint32 last[16];
-    uint32 lowest;  // the power of two of boundary[0], as the exponent of a float
+    uint32 lowest;               // the power of two of boundary[0], as the exponent of a float
+    unsigned char bytes[4][256];  // of 8 bits: the values of all codes, their lowest bytes first
 };
 static constexpr int PIECES_WORDS = sizeof(Pieces) / 4;
 DEVICE constexpr int pieces_before(int slot) {
@@ -172,6 +173,17 @@ DEVICE uint32 look_rank_up(float y, const uint32 *cells) {
     return cells[(bits >> (SHIFT - 1)) - BASES[SLOT]] + low >> 24;
 }
 
+template <int SLOT>
+static constexpr uint32 ZERO_CODE = values_of(SLOT) / 2 - 1;
+
+// The code of a magnitude, with the sign of y. The highest magnitude has no negative.
+template <int SLOT>
+DEVICE uint32 code_of(float y, uint32 rank) {
+    if constexpr (!is_signed(SLOT)) return rank;
+    constexpr uint32 ZERO = ZERO_CODE<SLOT>;
+    return float_bits(y) >> 31 ? ZERO - (rank < ZERO ? rank : ZERO) : ZERO + rank;
+}
+
 #ifdef HAS_AVX512
 // A table that is kept in registers is read many times faster than one in memory.
 
@@ -180,23 +192,32 @@ DEVICE __m512i pick_16(const void *table, __m512i at) { return _mm512_permutexva
 DEVICE __m512i pick_32(const uint32 *table, __m512i at) {
     return _mm512_permutex2var_epi32(vector(table), at, vector(table + 16));
 }
-template <int ENTRIES>
-DEVICE __m512i pick(const uint32 *table, __m512i at) {
-    if constexpr (ENTRIES == 32) return pick_32(table, at);
-    else {
-        const __m512i low = pick<ENTRIES / 2>(table, at), high = pick<ENTRIES / 2>(table + ENTRIES / 2, at);
-        return _mm512_mask_blend_epi32(_mm512_test_epi32_mask(at, _mm512_set1_epi32(ENTRIES / 2)), low, high);
-    }
+DEVICE __m512i pick_256(const unsigned char *table, __m512i at) {
+    const __m512i low = _mm512_permutex2var_epi8(vector(table), at, vector(table + 64));
+    const __m512i high = _mm512_permutex2var_epi8(vector(table + 128), at, vector(table + 192));
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high);
 }
 DEVICE void store_product(__m512i x, float scale, float *to) {
     _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_castsi512_ps(x), _mm512_set1_ps(scale)));
 }
 
-DEVICE void decode_bytes(const uint32 *values, const unsigned char *codes, int n, float scale, float *__restrict__ x) {
-    for (int i = 0; i < n; i += 16) {
-        const __m512i at = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
-        store_product(pick<256>(values, at), scale, x + i);
+// 64 at a time: their values' four bytes are looked up one by one, and put together.
+DEVICE void decode_bytes(const Pieces &p, const uint32 *values, const unsigned char *codes, int n, float scale,
+                         float *__restrict__ x) {
+    const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const int whole = n & -64;
+    for (int i = 0; i < whole; i += 64) {
+        const __m512i at = _mm512_permutexvar_epi32(turned, vector(codes + i));
+        const __m512i a = pick_256(p.bytes[0], at), b = pick_256(p.bytes[1], at);
+        const __m512i c = pick_256(p.bytes[2], at), d = pick_256(p.bytes[3], at);
+        const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+        const __m512i above_ab = _mm512_unpackhi_epi8(a, b), above_cd = _mm512_unpackhi_epi8(c, d);
+        store_product(_mm512_unpacklo_epi16(ab, cd), scale, x + i);
+        store_product(_mm512_unpackhi_epi16(ab, cd), scale, x + i + 16);
+        store_product(_mm512_unpacklo_epi16(above_ab, above_cd), scale, x + i + 32);
+        store_product(_mm512_unpackhi_epi16(above_ab, above_cd), scale, x + i + 48);
     }
+    for (int i = whole; i < n; ++i) x[i] = bits_float(values[codes[i]]) * scale;
 }
 DEVICE void decode_nibbles(const uint32 *values, const unsigned char *codes, int n, float scale, float *__restrict__ x) {
     for (int i = 0; i < n; i += 16) {
@@ -207,7 +228,7 @@ DEVICE void decode_nibbles(const uint32 *values, const unsigned char *codes, int
 
 // By the piece that y lies in; where it lies so near to a boundary that rounding may decide, by the cells.
 template <int SLOT>
-DEVICE void rank_bytes(const float *y, int n, const uint32 *table, uint32 *__restrict__ ranks) {
+DEVICE void encode_bytes(const float *y, int n, const uint32 *table, unsigned char *__restrict__ codes) {
     const Pieces &p = pieces_of(table, SLOT);
     const uint32 *cells = cells_of(table, SLOT);
     const __m512i lowest = _mm512_set1_epi32(p.lowest), one = _mm512_set1_epi32(1);
@@ -226,15 +247,26 @@ DEVICE void rank_bytes(const float *y, int n, const uint32 *table, uint32 *__res
         const __m512i whole = _mm512_cvttps_epi32(pos);
         const __m512 off = _mm512_sub_ps(_mm512_sub_ps(pos, _mm512_cvtepi32_ps(whole)), half);
         const __mmask16 unsure = _mm512_cmp_ps_mask(_mm512_abs_ps(off), near, _CMP_NLT_UQ);
-        _mm512_storeu_si512(ranks + i, _mm512_min_epi32(whole, pick_16(p.last, piece)));
-        if (unsure)
-            for (int j = i; j < i + 16; ++j) ranks[j] = look_rank_up<SLOT>(y[j], cells);
+        __m512i rank = _mm512_min_epi32(whole, pick_16(p.last, piece));
+        if (unsure) {
+            ALIGNED uint32 exact[16];
+            for (int j = 0; j < 16; ++j) exact[j] = look_rank_up<SLOT>(y[i + j], cells);
+            rank = vector(exact);
+        }
+        if constexpr (is_signed(SLOT)) {
+            const __m512i zero = _mm512_set1_epi32(ZERO_CODE<SLOT>);
+            const __m512i negative = _mm512_sub_epi32(zero, _mm512_min_epi32(rank, zero));
+            const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(number));
+            rank = _mm512_mask_blend_epi32(is_negative, _mm512_add_epi32(rank, zero), negative);
+        }
+        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(rank));
     }
 }
 
 #else
 
-DEVICE void decode_bytes(const uint32 *values, const unsigned char *codes, int n, float scale, float *__restrict__ x) {
+DEVICE void decode_bytes(const Pieces &, const uint32 *values, const unsigned char *codes, int n, float scale,
+                         float *__restrict__ x) {
     for (int i = 0; i < n; ++i) x[i] = bits_float(values[codes[i]]) * scale;
 }
 DEVICE void decode_nibbles(const uint32 *values, const unsigned char *codes, int n, float scale, float *__restrict__ x) {
@@ -244,9 +276,9 @@ DEVICE void decode_nibbles(const uint32 *values, const unsigned char *codes, int
     }
 }
 template <int SLOT>
-DEVICE void rank_bytes(const float *y, int n, const uint32 *table, uint32 *__restrict__ ranks) {
+DEVICE void encode_bytes(const float *y, int n, const uint32 *table, unsigned char *__restrict__ codes) {
     const uint32 *cells = cells_of(table, SLOT);
-    for (int i = 0; i < n; ++i) ranks[i] = look_rank_up<SLOT>(y[i], cells);
+    for (int i = 0; i < n; ++i) codes[i] = (unsigned char)code_of<SLOT>(y[i], look_rank_up<SLOT>(y[i], cells));
 }
 
 #endif
@@ -255,7 +287,7 @@ DEVICE void rank_bytes(const float *y, int n, const uint32 *table, uint32 *__res
 template <int SLOT>
 DEVICE void decode(const unsigned char *codes, float scale, int n, const uint32 *table, float *__restrict__ x) {
     const uint32 *values = table + values_before(SLOT);
-    if constexpr (FORMATS[SLOT] == STATE_8BIT) decode_bytes(values, codes, n, scale, x);
+    if constexpr (FORMATS[SLOT] == STATE_8BIT) decode_bytes(pieces_of(table, SLOT), values, codes, n, scale, x);
     else if constexpr (FORMATS[SLOT] == STATE_4BIT) decode_nibbles(values, codes, n, scale, x);
     else
         for (int i = 0; i < n; ++i) x[i] = from_e4m3(codes[i]) * scale;
@@ -290,35 +322,21 @@ DEVICE void encode(const float *y, int n, const uint32 *table, unsigned char *__
             if constexpr (!is_signed(SLOT)) code += (code & 0x7f) == 0;  // a second moment never rounds to zero
             codes[i] = (unsigned char)code;
         }
-        return;
-    }
-    ALIGNED uint32 ranks[STRIP];
-    if constexpr (FORMATS[SLOT] == STATE_8BIT) {
-        rank_bytes<SLOT>(y, n, table, ranks);
-    } else if constexpr (is_signed(SLOT)) {
-        const uint32 *boundary = pieces_of(table, SLOT).boundary;
-        for (int i = 0; i < n; ++i) {
-            uint32 rank = 0;
-            for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= boundary[j];
-            ranks[i] = rank;
-        }
-    } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1
-        for (int i = 0; i < n; ++i) {
-            const int up = (int)ceilf(16.0f * y[i] - 0.5f) - 1;
-            ranks[i] = up > 0 ? up : 0;
-        }
-    }
-    if constexpr (is_signed(SLOT)) {
-        constexpr uint32 ZERO = values_of(SLOT) / 2 - 1;  // the code of 0
-        for (int i = 0; i < n; ++i) {
-            const uint32 r = ranks[i], negative = ZERO - (r < ZERO ? r : ZERO);  // the highest rank has none
-            ranks[i] = float_bits(y[i]) >> 31 ? negative : ZERO + r;
-        }
-    }
-    if constexpr (FORMATS[SLOT] == STATE_8BIT) {
-        for (int i = 0; i < n; ++i) codes[i] = (unsigned char)ranks[i];
+    } else if constexpr (FORMATS[SLOT] == STATE_8BIT) {
+        encode_bytes<SLOT>(y, n, table, codes);
     } else {
-        for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(ranks[2 * i] | ranks[2 * i + 1] << 4);
+        ALIGNED uint32 each[STRIP];
+        for (int i = 0; i < n; ++i) {
+            if constexpr (is_signed(SLOT)) {
+                uint32 rank = 0;
+                for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= pieces_of(table, SLOT).boundary[j];
+                each[i] = code_of<SLOT>(y[i], rank);
+            } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1
+                const int up = (int)ceilf(16.0f * y[i] - 0.5f) - 1;
+                each[i] = up > 0 ? up : 0;
+            }
+        }
+        for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(each[2 * i] | each[2 * i + 1] << 4);
     }
 }
 

@@ -14,7 +14,7 @@ import torch
 from lowbit_kernels import host_compiler
 from lowbit_kernels.fused_step import Variant
 
-_PIECES_WORDS = 32 + 32 + 16 + 16 + 16 + 1
+_PIECES_WORDS = 32 + 32 + 16 + 16 + 16 + 1 + 256
 _NONE = np.zeros(0, np.int64)
 
 
@@ -81,7 +81,9 @@ def _pieces(values: np.ndarray) -> np.ndarray:
     at = np.arange(power[0], power[0] + 32)
     boundary = np.full(32, 2**32 - 1)
     boundary[power - power[0]] = turns
-    return _words(boundary, np.searchsorted(power, at), slope, offset, np.maximum(ends, first), power[0])
+    before, last = np.searchsorted(power, at), np.maximum(ends, first)
+    planes = np.ascontiguousarray(values.view(np.uint8).reshape(256, 4).T).view(np.uint32).ravel()
+    return _words(boundary, before, slope, offset, last, power[:1], planes)
 
 
 def _words(
@@ -90,11 +92,12 @@ def _words(
     slope: np.ndarray = _NONE,
     offset: np.ndarray = _NONE,
     last: np.ndarray = _NONE,
-    lowest: int = 0,
+    lowest: np.ndarray = _NONE,
+    planes: np.ndarray = _NONE,
 ) -> np.ndarray:
     words = np.zeros(_PIECES_WORDS, np.uint32)
-    for start, part in ((0, boundary), (32, before), (64, slope), (80, offset), (96, last)):
+    parts = (boundary, before, slope, offset, last, lowest, planes)
+    for start, part in zip((0, 32, 64, 80, 96, 112, 113), parts, strict=True):
         numbers = part.astype(np.float32).view(np.uint32) if part.dtype == float else part
         words[start : start + len(part)] = numbers
-    words[-1] = lowest
     return words

@@ -23,6 +23,7 @@ OPTIONS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fno-strict-aliasing", "-fPIC", "-shared", "-pthread", "-w"),
 )
+NATIVE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",)
 
 
 @functools.cache
@@ -44,7 +45,8 @@ def library(source: str) -> ctypes.CDLL:
     """
     if not compiler():
         raise RuntimeError("no C++ compiler was found; install g++ or clang++, or name one in $CXX")
-    path = disk_cache.cached_path(".so", source, _version(), _processor(), *compiler(), *OPTIONS)
+    options = (*compiler(), *OPTIONS, *NATIVE)
+    path = disk_cache.cached_path(".so", source, _version(), _processor(), *options)
     try:
         return ctypes.CDLL(str(path))
     except OSError:  # not there, damaged, or in a folder that nothing may be run from
@@ -61,8 +63,7 @@ def library(source: str) -> ctypes.CDLL:
 def _compile(source: str, folder: Path) -> Path:
     text, made = folder / "kernel.cpp", folder / "kernel.so"
     text.write_text(source, encoding="utf-8")
-    native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    command = [*compiler(), *OPTIONS, native, str(text), "-o", str(made)]
+    command = [*compiler(), *OPTIONS, *NATIVE, str(text), "-o", str(made)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except OSError as error:
