@@ -232,12 +232,11 @@ DEVICE void encode_bytes(const float *y, int n, const uint32 *table, unsigned ch
     const Pieces &p = pieces_of(table, SLOT);
     const uint32 *cells = cells_of(table, SLOT);
     const __m512i lowest = _mm512_set1_epi32(p.lowest), one = _mm512_set1_epi32(1);
-    const __m512 half = _mm512_set1_ps(0.5f), near = _mm512_set1_ps(0.5f - 0x1p-11f);
+    const __m512 near = _mm512_set1_ps(0x1p-11f);
     for (int i = 0; i < n; i += 16) {
         const __m512 number = _mm512_loadu_ps(y + i);
         const __m512i turned = _mm512_rol_epi32(_mm512_castps_si512(number), 1);
-        __m512i power = _mm512_sub_epi32(_mm512_srli_epi32(turned, 24), lowest);
-        power = _mm512_min_epi32(_mm512_max_epi32(power, _mm512_setzero_si512()), _mm512_set1_epi32(31));
+        const __m512i power = _mm512_subs_epu16(_mm512_srli_epi32(turned, 24), lowest);  // not below 0
         __m512i piece = pick_32(p.before, power);
         const __mmask16 beyond = _mm512_cmpge_epu32_mask(turned, pick_32(p.boundary, power));
         piece = _mm512_mask_add_epi32(piece, beyond, piece, one);
@@ -245,8 +244,8 @@ DEVICE void encode_bytes(const float *y, int n, const uint32 *table, unsigned ch
         const __m512 pos = _mm512_add_ps(_mm512_mul_ps(_mm512_abs_ps(number), slope),
                                          _mm512_castsi512_ps(pick_16(p.offset, piece)));
         const __m512i whole = _mm512_cvttps_epi32(pos);
-        const __m512 off = _mm512_sub_ps(_mm512_sub_ps(pos, _mm512_cvtepi32_ps(whole)), half);
-        const __mmask16 unsure = _mm512_cmp_ps_mask(_mm512_abs_ps(off), near, _CMP_NLT_UQ);
+        const __m512 off = _mm512_abs_ps(_mm512_reduce_ps(pos, _MM_FROUND_TO_NEAREST_INT));
+        const __mmask16 unsure = _mm512_cmp_ps_mask(off, near, _CMP_LT_OQ);
         __m512i rank = _mm512_min_epi32(whole, pick_16(p.last, piece));
         if (unsure) {
             ALIGNED uint32 exact[16];

@@ -1,6 +1,7 @@
 """C++ compiled at first use by this machine's compiler, for this machine's processor, and kept on disk.
 
-The compiler is ``$CXX``, else ``c++``, ``g++`` or ``clang++`` on the path. Nothing is compiled when lowbit is installed.
+The compiler is ``$CXX``, else ``c++``, ``g++`` or ``clang++`` on the path. Nothing is compiled when lowbit is
+installed.
 """
 
 from __future__ import annotations

@@ -171,12 +171,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._plan
-        if plan is not None and plan.holds():
-            jobs = plan.jobs()
-        else:
-            jobs = collect(self.param_groups)
-            plan = self._plan = self._plan_for(jobs)
+        plan = self._plan if self._plan is not None and self._plan.holds() else None
+        jobs = collect(self.param_groups) if plan is None else plan.jobs()
         options = self.param_groups[0]
         scale = grad_scale(
             jobs,
@@ -185,6 +181,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
         )
+        if plan is None:
+            if scale.skip is not None and scale.skip.device.type == "cpu" and bool(scale.skip):
+                return (
+                    loss  # without even making states; a GPU's answer would have to be waited for
+                )
+            plan = self._plan = self._plan_for(jobs)
         left = jobs if plan is None else plan.run(scale)
         if left:  # finding out whether to skip waits for the device
             self._step_eagerly(left, scale)

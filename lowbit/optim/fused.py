@@ -3,7 +3,8 @@
 All parameters with the same algorithm, dtypes, state format and rounding are updated by one launch. What doesn't
 change between steps is worked out once (`FusedSteps`). Each step looks whether it still holds (the same parameters
 have gradients, nothing has moved), collects the addresses of the gradients, and copies the table to the device if
-anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back. On a CPU the table is read where it is.
+anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back. On a CPU
+the table is read where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lowbit.optim.kernel import compiled, options_of, scaled, variant_of
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
-
+from lowbit_kernels.fused_step_cpu import FusedStepCpu
 
 _GRAD, _DTYPE, _LAYOUT = map(operator.attrgetter, ("grad", "dtype", "layout"))
 _IS_DENSE = Tensor.is_contiguous
@@ -62,9 +63,9 @@ class _Launch:
     sharded: bool  # some parameter is a DTensor
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
-    kernels: dict[bool, FusedStep] = field(default_factory=dict)
+    kernels: dict[bool, FusedStep | FusedStepCpu] = field(default_factory=dict)
 
-    def kernel(self, is_scaled: bool) -> FusedStep:
+    def kernel(self, is_scaled: bool) -> FusedStep | FusedStepCpu:
         """The one for gradients that are scaled, or as they are. Kept here, since to hash a variant takes long."""
         if is_scaled not in self.kernels:
             variant = scaled(self.variant) if is_scaled else self.variant

@@ -77,7 +77,9 @@ def test_codes_are_the_nearest(format, signed):
 @states
 @pytest.mark.parametrize("shape", [(3, 1), (5, 33), (7, 64), (9, 96), (2, 255), (4, 101), (3, 700)])
 def test_every_code_is_decoded(format, signed, shape):
-    state = CodebookTensor.from_float(rand(*shape).abs() if not signed else rand(*shape), format, signed=signed)
+    state = CodebookTensor.from_float(
+        rand(*shape).abs() if not signed else rand(*shape), format, signed=signed
+    )
     codes = torch.randint(0, 127, state.codes.shape, dtype=torch.uint8)
     if format == "4bit" and shape[1] % 2:
         codes[:, -1] &= 15
@@ -112,12 +114,16 @@ def trained(options=(), threads=1, dtype=torch.bfloat16):
     try:
         for state in ("8bit", "4bit", "float8", "bf16"):
             params = parameters((300, 257), (512, 256), (64, 64), (77, 101), (9,), dtype=dtype)
-            optimizer = optim.AdamW(params, lr=1e-2, state=state, bf16_stochastic_round=True, fused=True)
+            optimizer = optim.AdamW(
+                params, lr=1e-2, state=state, bf16_stochastic_round=True, fused=True
+            )
             run(optimizer, params, 2)
             for p in params:
-                tensors = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
-                flat = [u for t in tensors for u in (t.inner_tensors().values() if isinstance(t, CodebookTensor) else [t])]
-                results += [p.detach(), *flat]
+                results.append(p.detach())
+                for name in ("exp_avg", "exp_avg_sq"):
+                    kept = optimizer.state[p][name]
+                    coded = isinstance(kept, CodebookTensor)
+                    results += kept.inner_tensors().values() if coded else [kept]
     finally:
         torch.set_num_threads(before)
     return results
@@ -136,7 +142,9 @@ def test_other_processors_give_the_same_bits(monkeypatch):
     for option in ("-mno-avx512f", "-mno-avx"):
         with monkeypatch.context() as patch:
             patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
-            patch.setattr("lowbit.optim.fused.compiled", lambda variant, device: FusedStepCpu(variant))
+            patch.setattr(
+                "lowbit.optim.fused.compiled", lambda variant, device: FusedStepCpu(variant)
+            )
             host_compiler.library.cache_clear()
             other = trained()
         host_compiler.library.cache_clear()

@@ -91,7 +91,9 @@ def test_without_a_compiler_pytorch_does_it_and_a_warning_says_so_once(monkeypat
 @pytest.mark.parametrize("broken", ["refuses", "gone"])
 def test_a_broken_compiler_breaks_no_training(monkeypatch, tmp_path, broken):
     script = tmp_path / "cxx"
-    script.write_text("#!/bin/sh\necho 'some note' >&2\necho 'x.cpp:1: error: no such processor' >&2\nexit 1\n")
+    script.write_text(
+        "#!/bin/sh\necho 'some note' >&2\necho 'x.cpp:1: error: no such processor' >&2\nexit 1\n"
+    )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     if broken == "gone":
