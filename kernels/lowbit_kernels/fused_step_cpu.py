@@ -1,6 +1,6 @@
 """The step of ``fused_step.py`` on a CPU: the kernel of ``fused_step_cpu.cpp``, over the same table of pointers.
 
-Compiling takes half a second for a variant, once on a machine (`host_compiler`).
+Compiling takes about a second for a variant, once on a machine (`host_compiler`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import torch
 from lowbit_kernels import host_compiler
 from lowbit_kernels.fused_step import Variant
 
-_PIECES_WORDS = 32 + 32 + 16 + 16 + 16 + 1 + 256
-_NONE = np.zeros(0, np.int64)
+# The struct of the .cpp.
+_PIECES = np.dtype(
+    [
+        *(("boundary", np.uint32, 32), ("before", np.uint32, 32)),
+        *(("slope", np.float32, 16), ("offset", np.float32, 16), ("last", np.uint32, 16)),
+        *(("lowest", np.uint32), ("bytes", np.uint8, (4, 256))),
+    ]
+)
 
 
 class FusedStepCpu:
@@ -71,38 +77,29 @@ def _pieces(values: np.ndarray) -> np.ndarray:
     nearest = middle.astype(np.float32)
     below = nearest.view(np.uint32).astype(np.int64) - (nearest > middle)
     beyond = 2 * below + np.where(nearest == middle, 1, 2)
+    pieces = np.zeros((), _PIECES)
     if len(values) == 16:
-        return _words(beyond)
+        pieces["boundary"][:8] = beyond
+        return _words(pieces)
     signed = values[0] < 0
     # a decade has twice as many magnitudes as the one below
     starts = np.array([0, *(2 ** np.arange(8) * (1 if signed else 2) - (not signed))])
     ends = np.append(starts[1:], len(magnitudes)) - 1
+    first = np.maximum(starts, not signed)  # a second moment never becomes zero
     spans = magnitudes[ends] - magnitudes[starts]
     slope = np.divide(ends - starts, spans, out=np.zeros_like(spans), where=spans > 0)
-    first = np.maximum(starts, not signed)  # a second moment never becomes zero
-    offset = first + 0.5 - magnitudes[starts] * slope
-    turns = beyond[starts[1:] - 1]
+    pieces["slope"][:9] = slope
+    pieces["offset"][:9] = first + 0.5 - magnitudes[starts] * slope
+    pieces["last"][:9] = np.maximum(ends, first)
+    turns = beyond[starts[1:] - 1]  # from one piece to the next
     power = turns >> 24
-    at = np.arange(power[0], power[0] + 32)
-    boundary = np.full(32, 2**32 - 1)
-    boundary[power - power[0]] = turns
-    before, last = np.searchsorted(power, at), np.maximum(ends, first)
-    planes = np.ascontiguousarray(values.view(np.uint8).reshape(256, 4).T).view(np.uint32).ravel()
-    return _words(boundary, before, slope, offset, last, power[:1], planes)
+    pieces["lowest"] = power[0]
+    pieces["before"] = np.searchsorted(power, power[0] + np.arange(32))
+    pieces["boundary"] = 2**32 - 1
+    pieces["boundary"][power - power[0]] = turns
+    pieces["bytes"] = values.view(np.uint8).reshape(256, 4).T
+    return _words(pieces)
 
 
-def _words(
-    boundary: np.ndarray,
-    before: np.ndarray = _NONE,
-    slope: np.ndarray = _NONE,
-    offset: np.ndarray = _NONE,
-    last: np.ndarray = _NONE,
-    lowest: np.ndarray = _NONE,
-    planes: np.ndarray = _NONE,
-) -> np.ndarray:
-    words = np.zeros(_PIECES_WORDS, np.uint32)
-    parts = (boundary, before, slope, offset, last, lowest, planes)
-    for start, part in zip((0, 32, 64, 80, 96, 112, 113), parts, strict=True):
-        numbers = part.astype(np.float32).view(np.uint32) if part.dtype == float else part
-        words[start : start + len(part)] = numbers
-    return words
+def _words(struct: np.ndarray) -> np.ndarray:
+    return np.frombuffer(struct.tobytes(), np.uint32)

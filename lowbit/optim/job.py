@@ -23,8 +23,9 @@ class Job:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether a kernel may take it, as far as its device and the user say."""
-        return self.grads[0].device.type in ("cuda", "cpu") and self.group["fused"] is not False
+        """Whether a kernel may take it, as far as its device and the user say. Asked for elsewhere it is refused."""
+        wanted = self.group["fused"]
+        return self.grads[0].device.type in ("cuda", "cpu") if wanted is None else wanted
 
     def add(self, param: Tensor, index: int, grad: Tensor) -> None:
         self.params.append(param)

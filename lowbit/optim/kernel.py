@@ -120,6 +120,8 @@ def device_obstacle(device: torch.device, float8: bool) -> str | None:
             "fused=False asks for PyTorch operations"
         )
         return "no C++ compiler was found (g++ or clang++ on the path, or one named in $CXX)"
+    if device.type != "cuda":
+        return f"there is none for {device.type}"
     if torch.version.cuda is None:
         return "the GPU is not NVIDIA's"
     if not fused_step.is_available():

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import fused, kernel
 from lowbit_kernels import host_compiler
-from lowbit_kernels.fused_step_cpu import FusedStepCpu
 from tests.kernels import emulator
+from tests.optim.counted import count, emulate, launched
 from tests.optim.problems import FORMATS, rand, relative
 
 SHAPES = [(64, 256), (33, 300), (5, 7, 130), (1,), (0, 4), (300,), (40, 101), (3, 1000), (128, 64)]
@@ -42,46 +41,13 @@ ALGORITHMS = {
     ]
 )
 def device(request, monkeypatch):
-    """Where the kernel runs. `emulator.EmulatedStep.launches`, or `Counted.launches`, holds what ran."""
+    """Where the kernel runs. `emulator.EmulatedStep.launches` holds what ran."""
     if request.param == "emulated":
         emulate(monkeypatch)
     else:
-        step = CountedCpu if request.param == "cpu" else Counted
-        monkeypatch.setattr(fused, "compiled", functools.cache(step))
+        count(monkeypatch)
     emulator.EmulatedStep.launches.clear()
     return torch.device("cuda" if request.param == "cuda" else "cpu", 0)
-
-
-def emulate(patch):
-    """Have CPU parameters updated by the code for GPUs."""
-    patch.setattr(kernel, "device_obstacle", lambda device, float8: None)
-    patch.setattr(kernel, "compile_obstacle", lambda variant, device: None)
-    patch.setattr(fused, "compiled", functools.cache(emulator.EmulatedStep))
-
-
-class Counted(kernel.FusedStep):
-    """Counts its launches in a list that the emulator's shares, so that tests look in one place."""
-
-    launches = emulator.EmulatedStep.launches
-
-    def __call__(self, *args, **kwargs):
-        super().__call__(*args, **kwargs)
-        self.launches.append(self.variant)
-
-
-class CountedCpu(FusedStepCpu):
-    launches = emulator.EmulatedStep.launches
-
-    def __init__(self, variant, device):
-        super().__init__(variant)
-
-    def __call__(self, *args, **kwargs):
-        super().__call__(*args, **kwargs)
-        self.launches.append(self.variant)
-
-
-def launched():
-    return len(emulator.EmulatedStep.launches)
 
 
 def parameters(device, shapes=SHAPES, dtype=torch.float32):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -11,12 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
-from lowbit.optim import fused
 from lowbit.optim import state as states
 from tests.distributed.launch import launch
 from tests.kernels import emulator
+from tests.optim.counted import count, emulate
 from tests.optim.problems import rand
-from tests.optim.test_fused import CountedCpu, emulate
 
 pytestmark = pytest.mark.skipif(not emulator.COMPILER, reason="no g++")
 
@@ -26,10 +23,6 @@ OPTIONS = {
     "8bit, corrected": {"state": "8bit", "weight_correction": "8bit"},
     "bf16": {"state": "bf16"},
 }
-
-
-def count(patch):
-    patch.setattr(fused, "compiled", functools.cache(CountedCpu))
 
 
 HOW = {"cpu": count, "emulated": emulate}
