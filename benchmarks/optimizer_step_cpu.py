@@ -20,7 +20,7 @@ SHAPES = {
     "4 tensors of 1024 x 1024": [(1024, 1024)] * 4,
 }
 THREADS = (1, 2)
-ROUNDS = 3  # of the repeats: other processes share the machine
+ROUNDS = 5  # of the repeats: other processes share the machine
 
 
 @dataclass(frozen=True)
