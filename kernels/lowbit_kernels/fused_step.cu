@@ -15,105 +15,12 @@
 // and stores differ; the arithmetic between them is one piece of code, so results don't depend on alignment or
 // sharding.
 
-enum { FP32, BF16, FP16 };
-enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
-enum { NEAREST, STOCHASTIC, CORRECTED };
-
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
-
-static constexpr int TILE = 256;
 static constexpr int LOCATE = 256;  // tiles an entry of `locate`
-static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
-
-DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
-DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
-DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }
-DEVICE constexpr int block_of(int slot) { return FORMATS[slot] == STATE_4BIT ? 128 : 256; }
-DEVICE constexpr bool any_codes() {
-    return (STATES > 0 && has_codes(0)) || (STATES > 1 && has_codes(1)) || (STATES > 2 && has_codes(2));
-}
-DEVICE constexpr bool any_bf16() {
-    return (STATES > 0 && FORMAT_0 == STATE_BF16) || (STATES > 1 && FORMAT_1 == STATE_BF16) ||
-           (STATES > 2 && FORMAT_2 == STATE_BF16);
-}
-static constexpr bool CODES = any_codes();
-static constexpr bool DRAWS = ROUNDING == STOCHASTIC || any_bf16();
-
-// A row of the table that the host fills in. All fields are 64 bits.
-struct alignas(16) Tensor {
-    const void *grad;
-    void *param;
-    void *state[3];           // codes, or values
-    signed char *correction;  // [numel], only if CORRECTED
-    float *scale[3];          // [rows, ceil(cols / block)]
-    float *step;              // steps done
-    long long first_tile;     // tiles of the tensors before this one
-    uint64 cols;              // elements of a row
-    uint64 tiles_a_row;       // 0 if there is one row only
-    uint64 aligned;           // 1 if eight elements can be read at once from every array
-    uint64 key;               // the first word of the random draws' key; state n takes key + 1 + n
-    uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
-    uint64 run, stride;       // or first_index + i if run is 0
-    uint64 group;
-    uint64 unused;
-};
-
-// The options of a parameter group.
-struct Group {
-    double lr;
-    const void *lr_pointer;  // on the device, read instead of `lr` if not null
-    uint64 lr_is_double;
-    uint64 seed;
-    double h[8];
-};
-
-// What `prepare` works out for every tensor.
-struct alignas(16) Scalars {
-    float c[8];
-    uint32 keys[4][2];  // of the weight's draws, and of each state's
-};
-
-// ---- random draws: lowbit/rounding.py defines them ---------------------------------------------------------------
-
-DEVICE uint32 finalise(uint32 h) {
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15;
-    h *= 0x846ca68bu;
-    return h ^ (h >> 16);
-}
-
-DEVICE uint32 mix(uint32 key, uint64 word) {
-    key = finalise((key ^ (uint32)word) + 0x9e3779b9u);
-    return finalise((key ^ (uint32)(word >> 32)) + 0x9e3779b9u);
-}
-
-DEVICE uint32 hash(const uint32 *keys, uint64 octet) {
-    uint32 h = (uint32)octet ^ keys[0];
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(octet >> 32);
-    h *= 0x846ca68bu;
-    return h ^ h >> 16;
-}
 
 // Of the first of eight neighbouring elements. The others follow it: runs are of a multiple of eight elements.
 DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     if (t.run == 0) return t.first_index + element;
     return t.first_index + element / t.run * t.stride + element % t.run;
-}
-
-// The draw of an octet's element j is the upper half of its hash times this.
-DEVICE constexpr uint32 multiplier(int j) {
-    return j == 0   ? 0x2265b1f5u
-           : j == 1 ? 0xd8f16adfu
-           : j == 2 ? 0x414c343du
-           : j == 3 ? 0x4a2f20abu
-           : j == 4 ? 0xaa2ca1afu
-           : j == 5 ? 0x29e821a5u
-           : j == 6 ? 0xcb6915c1u
-                    : 0x56c58311u;
 }
 
 // Round eight neighbouring elements to bf16, up or down by chance: the upper halves of `x` are to be stored.
@@ -255,24 +162,8 @@ struct Floats {
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 
-static constexpr int CELLS[3] = {CELLS_0, CELLS_1, CELLS_2};
-static constexpr int BASES[3] = {BASE_0, BASE_1, BASE_2};
-static constexpr int SHIFTS[3] = {SHIFT_0, SHIFT_1, SHIFT_2};
-
-DEVICE constexpr int values_of(int slot) { return !has_codes(slot) ? 0 : FORMATS[slot] == STATE_4BIT ? 16 : 256; }
-DEVICE constexpr int values_before(int slot) {
-    return (slot > 0 ? values_of(0) : 0) + (slot > 1 ? values_of(1) : 0) + (slot > 2 ? values_of(2) : 0);
-}
-DEVICE constexpr int cells_before(int slot) {
-    return (slot > 0 ? CELLS_0 : 0) + (slot > 1 ? CELLS_1 : 0) + (slot > 2 ? CELLS_2 : 0);
-}
-
-// The tables, in shared memory: values of the codes of each state, then its cells.
+// The tables, in shared memory.
 static constexpr int TABLE_WORDS = CODES ? values_before(STATES) + cells_before(STATES) : 1;
-
-DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
-    return table + values_before(STATES) + cells_before(slot);
-}
 
 // Codes are looked up by magnitude. The upper bits of y = |x| / scale name a cell, into which at most one boundary
 // between two codes falls. A cell's word holds, in its highest byte, the rank of the cell's smallest element; below,
@@ -500,8 +391,6 @@ DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
     }
 }
 
-DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
-
 // A lane's part of a tile, as it is stored.
 struct Work {
     Floats<GRAD> grad;
@@ -606,27 +495,8 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const Tensor &tensor = tensors[i];
-    const Group &group = groups[tensor.group];
-    Scalars &out = scalars[i];
     if (control && control[1] != 0.0f) return;
-    const float counted = *tensor.step + 1.0f;
-    *tensor.step = counted;
-    double lr = group.lr;
-    if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
-    const double *h = group.h;
-    const double t = counted;
-    double c[8] = {};
-    HYPER
-    { PREPARE }
-    for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
-    if constexpr (DRAWS) {
-        for (int slot = 0; slot <= STATES; ++slot) {
-            const uint64 words[3] = {group.seed, (uint64)counted, tensor.key + slot};
-            uint32 k0 = 0x243f6a88u, k1 = 0x85a308d3u;
-            for (int j = 0; j < 3; ++j) k0 = mix(k0, words[j]), k1 = mix(k1, words[j]);
-            out.keys[slot][0] = k0, out.keys[slot][1] = k1;
-        }
-    }
+    prepare_tensor(tensor, groups[tensor.group], scalars[i]);
 }
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.

@@ -57,7 +57,7 @@ TENSOR = (
         "run",
         "stride",
     ),
-    *("group", "unused"),
+    *("group", "numel"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
 GROUP_WORDS = 4 + MAX_HYPER
@@ -147,11 +147,12 @@ class Variant:
                 values.append(table.values)
                 cells.append(_kernel_cells(table, signed))
             elif format == "4bit":
-                values.append(np.zeros(16, np.float32))
+                values.append(np.arange(1, 17, dtype=np.float32) / 16)
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
-    def source(self, primitives: str | None = None) -> str:
-        """The CUDA C++ to compile; `primitives` takes the place of ptx.cuh."""
+    def source(self, primitives: str = "ptx.cuh", kernel: str = "fused_step.cu") -> str:
+        """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or a
+        text of lines), what all kernels share, and the kernel."""
         defines: dict[str, object] = {
             "PARAM": DTYPES[self.param],
             "GRAD": DTYPES[self.grad],
@@ -171,7 +172,8 @@ class Variant:
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         lines = [f"#define {name} {value}" for name, value in defines.items()]
-        return "\n".join([*lines, primitives or _file("ptx.cuh"), _file("fused_step.cu")])
+        own = primitives if "\n" in primitives else _file(primitives)
+        return "\n".join([*lines, own, _file("fused_step.h"), _file(kernel)])
 
 
 def is_available() -> bool:
