@@ -39,7 +39,9 @@ def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
     if not isinstance(input, DTensor):
         input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
     plans = [_plan(w, x, last) for w, x in zip(weight.placements, input.placements, strict=True)]
-    needs, gives, grad_x, grad_weight, bias_as = (list(column) for column in zip(*plans, strict=True))
+    needs, gives, grad_x, grad_weight, bias_as = (
+        list(column) for column in zip(*plans, strict=True)
+    )
     x = input.redistribute(mesh, needs).to_local(grad_placements=grad_x)
     y = F.linear(x, weight.to_local(grad_placements=grad_weight))
     if bias is not None:

@@ -57,7 +57,11 @@ def take_plain(
         for name, param in module._parameters.items():
             value = state_dict.get(prefix + name)
             given, own = _local(value), _local(param)
-            if has_plain_memory(param) and isinstance(given, Tensor) and not isinstance(given, LowbitTensor):
+            if (
+                has_plain_memory(param)
+                and isinstance(given, Tensor)
+                and not isinstance(given, LowbitTensor)
+            ):
                 state_dict[prefix + name] = _placed_as(value, type(own)(given, own.scheme))
 
 
