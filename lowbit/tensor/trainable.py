@@ -116,7 +116,10 @@ class GatheredForm:
     def _wire(self: Any) -> LowbitTensor:
         return self
 
-    _slice, _cat = LowbitTensor._slice, LowbitTensor._cat  # by rows: of the codes, columns may be padded
+    _slice, _cat = (
+        LowbitTensor._slice,
+        LowbitTensor._cat,
+    )  # by rows: of the codes, columns may be padded
 
     def _view(self, shape: tuple[int, ...]) -> None:
         return None
