@@ -6,6 +6,7 @@ from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import affine_ops as affine_ops
 from lowbit.tensor import base_ops as base_ops
+from lowbit.tensor import mixed_matmul as mixed_matmul
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor

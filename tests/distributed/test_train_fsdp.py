@@ -25,6 +25,7 @@ from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
+from tests.train.test_experts import PRODUCTS, Experts
 
 ROWS = [64, 33, 1]  # even; uneven; one rank without any
 
@@ -205,6 +206,32 @@ def check_explained_and_refused(rank, world_size):
     return True
 
 
+def check_experts(rank, world_size):
+    """A 3-D weight sharded over its experts: indexed, and in a batched product."""
+    for name in ("index", "bmm"):
+        product, shape, _ = PRODUCTS[name]
+        for count in (4, 3):
+            model = Experts(product, (count, *shape[1:]))
+            is_expert = lambda module, name: isinstance(module, Experts)  # noqa: E731
+            train.prepare_(model, SCHEMES["int8"], is_expert)
+            whole = copy.deepcopy(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            model.set_force_sum_reduction_for_comms(True)
+            for _ in range(2):
+                outputs = []
+                for m in (whole, model):
+                    m.zero_grad()
+                    calls.clear()
+                    y = m(values(count, 8, 64, seed=rank))
+                    y.square().sum().backward()
+                    assert sum(calls.values()) == 2 * (count if name == "bmm" else 2)
+                    outputs.append(y.detach())
+                expected = summed(whole)["weight"]
+                assert relative(outputs[1], outputs[0]) < 0.02, (name, count)
+                assert relative(model.weight.grad.full_tensor(), expected) < 0.02, (name, count)
+    return True
+
+
 def whole_weight(p):
     return p.full_tensor().detach()
 
@@ -216,6 +243,7 @@ CHECKS = [
     check_compiled,
     check_state_dicts,
     check_explained_and_refused,
+    check_experts,
 ]
 
 
