@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowbit.tensor import seen
@@ -55,9 +56,13 @@ class MixedPrecisionTensor(TrainableTensor):
         """The weight [N, K] as the product for the input's gradient reads it: codes [K, N16]."""
         scheme = self.scheme
         _, _, codes, scale = quantize_rowcol(
-            self.values(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+            self._exact(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
         )
         return codes, scale
+
+    def _exact(self) -> Tensor:
+        """The values in the dtype in which there are most of them."""
+        return self.weight.detach()
 
     def values(self) -> Tensor:
         """What high-precision products multiply by: plain, without gradient."""
@@ -100,9 +105,13 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     codes: Tensor
     scale: Tensor
 
+    def _exact(self) -> Tensor:
+        codes = self.codes[..., : self.shape[-1]]
+        # int8 times float32 is one operation; float8 has no such product
+        return codes * self.scale if codes.dtype is torch.int8 else codes.float().mul_(self.scale)
+
     def dequantize(self) -> Tensor:
-        values = self.codes[..., : self.shape[-1]].float() * self.scale
-        return values.to(self.dtype)
+        return self._exact().to(self.dtype)
 
     def row_codes(self) -> Codes:
         return self.codes, self.scale.view(-1)
@@ -161,6 +170,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight, *kept = ctx.saved_tensors

@@ -1,4 +1,5 @@
-"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights."""
+"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights.
+And under DistributedDataParallel, where replicas stay equal."""
 
 from __future__ import annotations
 
@@ -232,6 +233,28 @@ def check_experts(rank, world_size):
     return True
 
 
+def check_data_parallel(rank, world_size):
+    """DistributedDataParallel: one start for all, and replicas that stay equal to the bit, draws included."""
+    scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
+    model = prepared(Model(33), scheme)
+    with torch.no_grad():
+        model.first.weight.master().add_(rank)
+    replica = nn.parallel.DistributedDataParallel(model)
+    optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    for step in range(2):
+        calls.clear()
+        replica(values(8, 100, seed=10 * step + rank)).square().mean().backward()
+        assert calls == {"int8_scaled_mm": 5}
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(value, first), name
+    assert isinstance(model.first.weight, MixedPrecisionTensor)
+    return True
+
+
 def whole_weight(p):
     return p.full_tensor().detach()
 
@@ -244,6 +267,7 @@ CHECKS = [
     check_state_dicts,
     check_explained_and_refused,
     check_experts,
+    check_data_parallel,
 ]
 
 
