@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.linear import autocast_inputs
 from lowbit.tensor.seen import Note
 from lowbit.tensor.shared_input import quantized_input
@@ -72,6 +74,10 @@ class MixedPrecisionTensor(TrainableTensor):
         """The same, differentiable."""
         return Master.apply(self)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows of `values()`."""
+        return self.weight[indices].to(self.dtype)
+
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
         return {"scheme": TrainingScheme.from_dict(data["scheme"])}
@@ -97,8 +103,8 @@ class MixedPrecisionTensor(TrainableTensor):
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
-    """What FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and the one
-    for the input's gradient, read the weight that they stand for."""
+    """What FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, the one for the
+    input's gradient, and an embedding tied to it read the weight that they stand for."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
 
@@ -121,6 +127,10 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
 
     def plain(self) -> Tensor:
         return _Dequantized.apply(self)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
+        return (codes.float() * self.scale[indices]).to(self.dtype)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         padded = -(-shape[-1] // 16) * 16
@@ -275,25 +285,29 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
     return y if x.ndim == 2 else aten._unsafe_view.default(y, [*x.shape[:-1], n])
 
 
-def _embedding(input: Tensor, weight: MixedPrecisionTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of a weight tied to a linear's: rows in high precision, as far as the weight has it."""
-    return F.embedding(input, weight.plain().to(weight.dtype), *args, **kwargs)
-
-
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    """nn.MultiheadAttention multiplies by its out_proj.weight where no override of F.linear reaches."""
-    weight = next(x for x in (*args, *kwargs.values()) if isinstance(x, MixedPrecisionTensor))
-    raise NotImplementedError(
-        f"{weight!r} in nn.MultiheadAttention, which has products of its own: leave its out_proj out by filter_fn or a "
-        "pattern, e.g. {'*.out_proj': None, '*': scheme}"
-    )
+    """nn.MultiheadAttention multiplies by its out_proj.weight inside, in high precision; with a note of it."""
+
+    def as_plain(x: Any) -> Any:
+        if not isinstance(x, MixedPrecisionTensor):
+            return x
+        n, k = x.shape
+        seen.note(args[0].shape[:-1].numel(), n, k, "nn.MultiheadAttention has its own product")
+        return x.plain().to(x.dtype)
+
+    return F.multi_head_attention_forward(*map(as_plain, args), **tree_map(as_plain, kwargs))
 
 
 MixedPrecisionTensor.products = {
     F.linear: _linear,
-    F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
 }
+
+
+@MixedPrecisionTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of a weight tied to a linear's; only the rows asked for are made of what FSDP2 gathered."""
+    return args[0].rows(args[1])
 
 
 @MixedPrecisionTensor.implements(aten._to_copy.default)

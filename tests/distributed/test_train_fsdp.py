@@ -233,6 +233,27 @@ def check_experts(rank, world_size):
     return True
 
 
+def check_tied_embedding(rank, world_size):
+    """Rows are looked up in what was gathered, and gradients of both uses reach the shards."""
+    for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
+        model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
+        model[0].weight = model[1].weight = nn.Parameter(values(50, 64))
+        train.prepare_(model, scheme)
+        whole = copy.deepcopy(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        model.set_force_sum_reduction_for_comms(True)
+        tokens = torch.arange(20).view(4, 5) + rank
+        outputs = []
+        for m in (whole, model):
+            y = m(tokens)
+            y.square().sum().backward()
+            outputs.append(y.detach())
+        assert relative(outputs[1], outputs[0]) < 0.06
+        expected = summed(whole)["0.weight"]
+        assert relative(model[0].weight.grad.full_tensor(), expected) < 0.1
+    return True
+
+
 def check_data_parallel(rank, world_size):
     """DistributedDataParallel: one start for all, and replicas that stay equal to the bit, draws included."""
     scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
@@ -268,6 +289,7 @@ CHECKS = [
     check_explained_and_refused,
     check_experts,
     check_data_parallel,
+    check_tied_embedding,
 ]
 
 
