@@ -38,7 +38,7 @@ class _Item(NamedTuple):
     """A parameter of a launch."""
 
     param: Tensor
-    own: Tensor  # its local part, or the parameter itself
+    own: Tensor  # what the step writes to: the parameter itself, or see `states.memory`
     group: int  # index in param_groups
     place: int  # in the optimizer
     state: dict[str, Any]
@@ -60,7 +60,7 @@ class _Launch:
     params: list[Tensor]
     places: list[int]
     addresses: list[int]
-    sharded: bool  # some parameter is a DTensor
+    wrapped: bool  # some parameter is a DTensor, or has its weight inside
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
     kernels: dict[bool, FusedStep | FusedStepCpu] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class FusedSteps:
     # ---- the table ------------------------------------------------------------------------------------------
 
     def _item(self, group: int, param: Tensor, index: int) -> _Item:
-        own, state = states.local(param), self.optimizer.state[param]
+        own, state = states.memory(param), self.optimizer.state[param]
         return _Item(param, own, group, index, state, own.data_ptr())
 
     def _launch(self, variant: Variant, items: list[_Item]) -> _Launch:
@@ -166,7 +166,7 @@ class FusedSteps:
             params=[item.param for item in items],
             places=[item.place for item in items],
             addresses=[item.address for item in items],
-            sharded=any(item.own is not item.param for item in items),
+            wrapped=any(item.own is not item.param for item in items),
         )
 
     def _fill(self, row: np.ndarray, item: _Item, draws: bool) -> int:
@@ -231,7 +231,7 @@ class FusedSteps:
         if not _are(chain.from_iterable(map(dict.values, self._owners)), self._tensors):
             return False
         for launch in self.launches:
-            own = list(map(states.local, launch.params)) if launch.sharded else launch.params
+            own = list(map(states.memory, launch.params)) if launch.wrapped else launch.params
             if list(map(Tensor.data_ptr, own)) != launch.addresses:
                 return False
             grads = list(map(_GRAD, launch.params))
@@ -249,7 +249,7 @@ class FusedSteps:
         moved = {place: local_grad(param) for place, param in self._sharded}
         for launch in self.launches:
             grads = list(map(_GRAD, launch.params))
-            if launch.sharded:
+            if launch.wrapped:
                 each = zip(launch.places, grads, strict=True)
                 grads = [moved.get(place, grad) for place, grad in each]
             launch.grads = grads if all(map(_IS_DENSE, grads)) else list(map(_dense, grads))

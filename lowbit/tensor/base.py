@@ -37,6 +37,8 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ()
     meta_attrs: ClassVar[tuple[str, ...]] = ()
+    already: ClassVar[str] = ""
+    """Why a weight of this class is not converted once more, if there is more to say than what it is."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -124,6 +126,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
         return self.dequantize()
+
+    def updated_in_place(self) -> Tensor | None:
+        """`master()` where that is memory of its own, which an optimizer may write to; else None."""
+        return None
 
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""

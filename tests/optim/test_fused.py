@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit import optim
+from lowbit import Int8MixedPrecision, MixedPrecisionTensor, optim
 from lowbit_kernels import host_compiler
 from tests.kernels import emulator
 from tests.optim.counted import count, emulate, launched
@@ -216,13 +216,11 @@ def test_more_tiles_than_warps(device, state, offset):
     """Blocks come back for more rounds of tiles, which the L2 cache is asked for ahead where they are whole."""
     rows = 200 if device.type == "cpu" else 40_000  # of one tile each
     made = []
-    for fused_or_not in (None, False):
-        whole = rand(rows * 256 + offset, dtype=torch.bfloat16).to(device)
-        params = [nn.Parameter(whole[offset:].view(rows, 256)), *parameters(device, [(300, 70)])]
-        options = {"state": state, "bf16_stochastic_round": True, "fused": fused_or_not}
-        made.append((params, optim.AdamW(params, **options)))
-    for params, optimizer in made:
-        run_steps(optimizer, params, 2)
+    for fused in (None, False):
+        whole = rand(rows * 256 + offset, dtype=torch.bfloat16).to(device)[offset:]
+        params = [nn.Parameter(whole.view(rows, 256)), *parameters(device, [(300, 70)])]
+        made.append((params, optim.AdamW(params, state=state, fused=fused)))
+        run_steps(made[-1][1], params, 2)
     assert launched()
     check_alike(made, 1e-2, 1e-2)  # bf16 gradients make more ties
 
@@ -382,3 +380,22 @@ def test_training_goes_down(device):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0] and launched() == 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_behind_low_bit_products_are_written_to_directly(device, dtype):
+    shapes = [(64, 256), (33, 300)]
+    made = pair(device, optim.AdamW8bit, dtype, shapes)
+    params, own = made[0]
+    scheme = Int8MixedPrecision(always=True)
+    low = [nn.Parameter(MixedPrecisionTensor(p.detach(), scheme)) for p in params]
+    made[0] = (low, optim.AdamW8bit(low))
+    for params, optimizer in made:
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+    assert launched() >= 3 and made[0][1]._plan.launches[0].items[0].own is low[0].master()
+    masters = [p.master() for p in low]
+    state = {m: made[0][1].state[p] for m, p in zip(masters, low, strict=True)}
+    own.state.update(state)
+    check_alike([(masters, own), made[1]], 1e-5 if dtype is torch.float32 else 1e-3, 2e-3)

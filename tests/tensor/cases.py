@@ -17,11 +17,13 @@ from torch import Tensor
 from lowbit import (
     Float8,
     Float8DynamicActivationFloat8Weight,
+    Float8MixedPrecision,
     Float8WeightOnly,
     Int,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
+    Int8MixedPrecision,
     Int8WeightOnly,
     IntxWeightOnly,
     PerBlock,
@@ -36,7 +38,9 @@ from lowbit.tensor import (
     FakeQuantizedTensor,
     Float8Tensor,
     LowbitTensor,
+    MixedPrecisionTensor,
 )
+from lowbit.tensor.trainable import TrainableTensor
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Case:
         if self.kind is CodebookTensor:
             x = x if self.how["signed"] else x.square()
             return CodebookTensor.from_float(x, **self.how)
-        if self.kind is FakeQuantizedTensor:
-            return FakeQuantizedTensor(x, self.how)
+        if self.is_trainable:
+            return self.kind(x, self.how)
         return AffineTensor.from_float(x, self.how)
 
     @property
@@ -75,7 +79,21 @@ class Case:
 
     @property
     def is_trainable(self) -> bool:
+        return issubclass(self.kind, TrainableTensor)
+
+    @property
+    def is_qat(self) -> bool:
         return self.kind is FakeQuantizedTensor
+
+    @property
+    def is_cast(self) -> bool:
+        """A conversion to another dtype rounds what it stores, a plain weight, and not only what it gives."""
+        return self.kind is MixedPrecisionTensor
+
+    @property
+    def activation(self) -> Any:
+        """How a linear quantizes its activation, or None."""
+        return getattr(self.how, "activation", None)
 
     @property
     def is_transposable(self) -> bool:
@@ -122,6 +140,11 @@ _FAKE = {
     "qat-int4-block-8x16": Scheme(Spec(Int(4), PerBlock(8, 16))),
     "qat-e4m3-row": Float8WeightOnly(),
 }
+# on a CPU their products run in high precision, so that these can be compared; tests/train has the others
+_MIXED = {
+    "train-int8": Int8MixedPrecision(),
+    "train-float8": Float8MixedPrecision(backward="e5m2", tensorwise=True),
+}
 
 CASES = [
     *(Case(name, AffineTensor, how, *steps) for name, (how, *steps) in _WEIGHTS.items()),
@@ -137,6 +160,7 @@ CASES = [
         for signed in (True, False)
     ),
     *(Case(name, FakeQuantizedTensor, how) for name, how in _FAKE.items()),
+    *(Case(name, MixedPrecisionTensor, how) for name, how in _MIXED.items()),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -154,6 +178,8 @@ every_case = over(CASES)
 every_weight = over([case for case in CASES if case.is_weight])
 every_frozen_weight = over([c for c in CASES if c.is_weight and not c.is_trainable])
 every_trainable = over([case for case in CASES if case.is_trainable])
+every_kept_in_any_dtype = over([case for case in CASES if not case.is_cast])
+every_qat = over([case for case in CASES if case.is_qat])
 
 # Shapes that people meet: even, K to be padded, odd and prime, one row, one element, no rows.
 SHAPES = [(24, 96), (24, 100), (7, 101), (1, 33), (1, 1), (0, 96)]
