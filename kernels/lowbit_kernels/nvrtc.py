@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import threading
 from typing import Any
 
 import torch
 
 from lowbit_kernels import disk_cache
 
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a block may have without asking
 OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
 
 
@@ -28,30 +30,55 @@ def is_available() -> bool:
 
 
 class Kernel:
-    """A kernel on one device. Calls take device pointers and integers, each passed in 64 bits."""
+    """A kernel on one device. Calls take device pointers and integers, each passed in 64 bits; of the first
+    `structs` parameters, which are structs passed by value, the addresses in the host's memory."""
 
-    def __init__(self, function: Any, arguments: int) -> None:
+    def __init__(self, function: Any, arguments: int, structs: int, shared: int) -> None:
         from cuda.bindings import driver
 
         self._driver = driver
         self._function = function
+        self._structs, self._shared = structs, shared
+        self._lock = threading.Lock()
         self._values = (ctypes.c_uint64 * arguments)()
         size = ctypes.sizeof(ctypes.c_uint64)
         first = ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * arguments)(
             *(first + i * size for i in range(arguments))
         )
+        if shared > STATIC_SHARED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(function, attribute, shared)[0])
 
-    def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
-        """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
-        self._values[:] = list(arguments)  # the driver copies them before it returns
-        block = (grid, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
-        (error,) = self._driver.cuLaunchKernel(self._function, *block)
-        if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # this thread's first use of CUDA
-            torch.cuda.set_device(torch.cuda.current_device())
-            (error,) = self._driver.cuLaunchKernel(self._function, *block)
+    def __call__(
+        self, stream: int, grid: int, threads: int, *arguments: int, cooperative: bool = False
+    ) -> None:
+        """Launch `grid` blocks of `threads` on a stream (its handle), `cooperative` ones all at once or not at all.
+        The device must be the current one."""
+        block = (grid, 1, 1, threads, 1, 1, self._shared, stream, ctypes.addressof(self._pointers))
+        with self._lock:  # forward and backward may run in two threads
+            self._values[:] = list(arguments)  # the driver copies them before it returns
+            for i in range(self._structs):
+                self._pointers[i] = arguments[i]
+            error = self._launch(block, cooperative)
+            if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+                # this thread's first use of CUDA
+                torch.cuda.set_device(torch.cuda.current_device())
+                error = self._launch(block, cooperative)
         _check(error)
+
+    def blocks(self, threads: int) -> int:
+        """How many blocks of `threads` run on one multiprocessor at once."""
+        error, count = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            self._function, threads, self._shared
+        )
+        _check(error)
+        return count
+
+    def _launch(self, block: tuple, cooperative: bool) -> Any:
+        if cooperative:
+            return self._driver.cuLaunchCooperativeKernel(self._function, *block)[0]
+        return self._driver.cuLaunchKernel(self._function, *block, 0)[0]
 
 
 class Module:
@@ -65,13 +92,14 @@ class Module:
         error, self._module = driver.cuModuleLoadData(cubin)
         _check(error)
 
-    def kernel(self, name: str, arguments: int) -> Kernel:
-        """The ``extern "C"`` kernel of that name and number of arguments."""
+    def kernel(self, name: str, arguments: int, structs: int = 0, shared: int = 0) -> Kernel:
+        """The ``extern "C"`` kernel of that name and number of arguments, the first `structs` of them structs, with
+        `shared` bytes of dynamic shared memory."""
         from cuda.bindings import driver
 
         error, function = driver.cuModuleGetFunction(self._module, name.encode())
         _check(error)
-        return Kernel(function, arguments)
+        return Kernel(function, arguments, structs, shared)
 
 
 def architecture(device: torch.device) -> str:

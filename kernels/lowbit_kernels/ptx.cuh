@@ -3,6 +3,7 @@
 
 #define DEVICE static __device__ __forceinline__
 #define MEMBER __device__ __forceinline__
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]  // as much as a launch asks for
 
 DEVICE unsigned int float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(unsigned int x) { return __uint_as_float(x); }
@@ -34,6 +35,13 @@ DEVICE unsigned int to_e4m3x2(float low, float high) {
     return packed;
 }
 
+// The same to two e5m2 bytes, clamped to 57344.
+DEVICE unsigned int to_e5m2x2(float low, float high) {
+    unsigned short packed;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 // Two e4m3 bytes to two fp16 in one word, exactly.
 DEVICE unsigned int from_e4m3x2(unsigned int packed) {
     unsigned int halves;
@@ -52,6 +60,30 @@ DEVICE unsigned int warp_max(unsigned int x) {
 DEVICE float larger_magnitude(float a, float b) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return result;
+}
+
+// The larger of each half (sm_90 and newer).
+DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+// Rounded to nearest even, numbers below 2**-126 included, whatever the compiler's options are.
+DEVICE float multiply_exactly(float a, float b) {
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+DEVICE float fma_exactly(float a, float b, float c) {
+    float result;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+    return result;
+}
+DEVICE float divide_exactly(float a, float b) {
+    float result;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
 
@@ -102,6 +134,13 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     if (lane == 0)
         asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(n) : "r"((unsigned int)__cvta_generic_to_shared(counter)));
     return __shfl_sync(0xffffffff, n, 0);
+}
+
+// What another block wrote before it released it.
+DEVICE unsigned int load_acquire(const unsigned int *p) {
+    unsigned int x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
 }
 
 // A struct of a multiple of 16 bytes that nobody writes to meanwhile, 16 bytes at a time; what isn't used isn't read.

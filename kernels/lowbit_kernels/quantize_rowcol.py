@@ -1,21 +1,57 @@
-"""A tensor quantized along rows and columns, with the transposed copy that backward products need.
+"""A matrix quantized along its rows, and in the same pass, transposed, along its columns.
 
-    codes   [M, K16]   x / scale[m], rounded           K16, M16: K, M rounded up to a multiple of 16, padded with 0
-    codes_t [K, M16]   x / scale_t[k], rounded, transposed
+    scale[m]      = max_k |x[m, k]| / L            L = 127 (int8), 448 (e4m3), 57344 (e5m2)
+    codes[m, k]   = round(x[m, k] / scale[m])      to nearest even
+    scale_t[k]    = max_m |x[m, k]| / L
+    codes_t[k, m] = round(x[m, k] / scale_t[k])
 
-This is the reference in PyTorch operations.
+    x         float32, bfloat16 or float16 [M, K], any strides
+    codes     int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
+    scale     float32 [M]
+    codes_t   as codes [K, M rounded up to a multiple of 16]
+    scale_t   float32 [K]
+
+So of both copies a product can sum over contiguous elements: `scaled_mm`. ``tensorwise`` (float8): one scale, the
+largest magnitude of all by L, and scale and scale_t are [1]. A pair that isn't wanted comes back as [0, 0] and [0].
+
+A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a NaN or an infinity has scale NaN and
+codes 0, so that its products are NaN.
+
+With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
+x (to 2**-16 of a step). Element (m, k) draws 16 bits, a function of the seed and of its index alone, for both copies
+the same. With F and the hash of two neighbours of `lowbit.rounding`::
+
+    K(k):  for w in (lo(seed), hi(seed)):  k = F((k ^ w) + 0x9e3779b9)
+    k0 = K(0x243f6a88);  k1 = K(0x85a308d3);  index = m * (K + K % 2) + k
+    int8:    floor((round(x / scale * 2**15) + (draw >> 1)) / 2**15)
+    float8:  draw is added to the bits of x / scale that the format lacks, which are then cut off
+
+What it costs: both copies of M x K 16-bit elements are 4 bytes an element, moved once. But no scale is known before all
+is read, so x is read twice, 6 bytes: without caches at best 67% of the copy's speed. `quantize_rowcol.cu` makes the
+second reading come out of the cache, or of what blocks have kept.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional as F
 
+from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
 from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.triton_runtime import runs_on
 
-DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = {
+    "int8": (torch.int8, 127.0),
+    "e4m3": (torch.float8_e4m3fn, 448.0),
+    "e5m2": (torch.float8_e5m2, 57344.0),
+}
+_MASK = 0xFFFFFFFF
+
+Result = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def quantize_rowcol(
@@ -26,83 +62,267 @@ def quantize_rowcol(
     columns: bool = True,
     tensorwise: bool = False,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes, scale, codes_t, scale_t of x [M, K]; the half not asked for is empty."""
+) -> Result:
+    """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        x: [M, K].
+        format: "int8", "e4m3" or "e5m2".
+        rows, columns: which pairs are computed.
+        tensorwise: one scale for all; float8 only.
+        seed: int64, one element, on x's device: round by chance.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: an unknown format, a shape other than [M, K], int8 with ``tensorwise``, or a seed of other than one
+            element or on another device.
+    """
     return torch.ops.lowbit.quantize_rowcol(x, format, rows, columns, tensorwise, seed)
 
 
 def reference(
-    x: Tensor, format: str, rows: bool, columns: bool, tensorwise: bool, seed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = x.float()
-    codes, scale, codes_t, scale_t = _fake(x, format, rows, columns, tensorwise, seed)
-    draws = None if seed is None else _draws(x, seed)
-    amax = x.abs().amax() if tensorwise and x.numel() else None
-    if rows:
-        scale = _scale(x.abs().amax(1) if amax is None else amax.view(1), format)
-        codes = _encode(x / scale[:, None], scale[:, None], format, draws)
-        codes = _padded(codes)
-    if columns:
-        scale_t = _scale(x.abs().amax(0) if amax is None else amax.view(1), format)
-        codes_t = _encode(x / scale_t[None], scale_t[None], format, draws)
-        codes_t = _padded(codes_t.t().contiguous())
-    return codes, scale, codes_t, scale_t
+    x: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    tensorwise: bool = False,
+    seed: Tensor | None = None,
+) -> Result:
+    """The formula in PyTorch ops, on any device."""
+    _check(x, format, tensorwise, seed)
+    values, largest = x.to(torch.float32), FORMATS[format][1]
+    draws = None if seed is None else _draws(x.shape[0], x.shape[1], seed)
+    pairs: list[Tensor] = []
+    for wanted, dim in ((rows, 1), (columns, 0)):
+        codes, scale = _empty(x, format)
+        if wanted:
+            scale = _scale(values, largest, None if tensorwise else dim)
+            spread = scale if tensorwise else scale.unsqueeze(dim)
+            codes = _encode(values, spread, format, draws)
+            codes = _padded(codes if dim else codes.T.contiguous())
+        pairs += [codes, scale]
+    return pairs[0], pairs[1], pairs[2], pairs[3]
 
 
-def _scale(amax: Tensor, format: str) -> Tensor:
-    scale = torch.where(amax == 0, 1.0, amax / LARGEST[format])
-    return torch.where(amax.isfinite(), scale, torch.nan)
+def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
+    magnitude = x.abs()
+    if dim is None:
+        found = magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
+    else:
+        found = magnitude.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
+    # By a tensor: by a number CUDA multiplies with its reciprocal.
+    scale = (found / torch.full_like(found, largest)).clamp(min=2.0**-126)
+    scale = torch.where(found == 0, 1.0, scale)
+    return torch.where(found.isfinite(), scale, torch.nan)
 
 
-def _encode(values: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
-    largest, dtype = LARGEST[format], DTYPES[format]
+def _encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
+    dtype, largest = FORMATS[format]
+    q = torch.where(scale.isnan(), 0.0, x / scale)
     if draws is not None:
-        if format == "int8":
-            step = torch.ones_like(values)
-        else:
-            bits, least = (3, -9) if format == "e4m3" else (2, -16)
-            step = torch.frexp(values)[1].sub(1 + bits).clamp(min=least).float().exp2()
-        low = (values / step).floor()
-        values = (low + (draws < values / step - low)) * step
+        q = _round_by_chance(q, format, draws)
     elif format == "int8":
-        values = values.round()
-    values = values.clamp(-largest, largest)
+        q = q.round()
+    return q.clamp(-largest, largest).to(dtype)
+
+
+def _round_by_chance(q: Tensor, format: str, draws: Tensor) -> Tensor:
     if format == "int8":
-        values = values.nan_to_num(0.0)
-    return values.to(dtype)
+        steps = (q * 32768.0).round().to(torch.int32)
+        return ((steps + (draws >> 1)) >> 15).to(torch.float32)
+    dropped, normal = (20, 2.0**-6) if format == "e4m3" else (21, 2.0**-14)
+    magnitude = q.abs()
+    # Below `normal` the format's numbers are as far apart as those from there to twice that.
+    shift = torch.where(magnitude < normal, normal, 0.0)
+    bits = (magnitude + shift).view(torch.int32)
+    bits = (bits + (draws << (dropped - 16)) + (1 << (dropped - 17))) & (-1 << dropped)
+    return (bits.view(torch.float32) - shift).copysign(q)
 
 
-def _draws(x: Tensor, seed: Tensor) -> Tensor:
-    h = torch.arange(x.numel(), device=x.device).view(x.shape) ^ (seed * 0x9E3779B1)
-    for multiplier in (0x7FEB352D, -0x7B935975):
-        h = ((h ^ (h >> 16)) * multiplier) & 0xFFFFFFFF
-    return ((h ^ (h >> 16)) + 0.5).float() / 2**32
+def _draws(m: int, k: int, seed: Tensor) -> Tensor:
+    """16 bits for each element of [m, k]: int32."""
+    word = seed.reshape(())
+    keys = []
+    for start in (0x243F6A88, 0x85A308D3):
+        key = torch.full_like(word, start)
+        for half in (word & _MASK, (word >> 32) & _MASK):
+            key = _finalise(((key ^ half) + 0x9E3779B9) & _MASK)
+        keys.append(key)
+    pairs = (k + 1) // 2
+    index = torch.arange(m * pairs, dtype=torch.int64, device=seed.device)
+    middle = (keys[1] + (index >> 32) * 0x9E3779B9) & _MASK
+    h = _finalise((index & _MASK) ^ keys[0], middle)
+    both = torch.stack([h & 0xFFFF, h >> 16], dim=-1)
+    return both.to(torch.int32).view(m, 2 * pairs)[:, :k]
+
+
+def _finalise(h: Tensor, key: Tensor | int = 0) -> Tensor:
+    """F on int64 tensors of 0 .. 2**32 - 1; `key` joins in the middle."""
+    h = h ^ (h >> 16)
+    h = (h * 0x7FEB352D) & _MASK
+    h = h ^ (h >> 15) ^ key
+    h = (h * -0x7B935975) & _MASK  # 0x846ca68b - 2**32
+    return h ^ (h >> 16)
 
 
 def _padded(codes: Tensor) -> Tensor:
-    raw = codes.view(torch.uint8)
-    return F.pad(raw, (0, -codes.shape[1] % 16)).view(codes.dtype)
+    extra = -codes.shape[1] % 16
+    if not extra:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, extra)).view(codes.dtype)
+
+
+def _empty(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty((0, 0), dtype=FORMATS[format][0])
+    return codes, x.new_empty((0,), dtype=torch.float32)
+
+
+def allocate(x: Tensor, format: str, rows: bool, columns: bool, tensorwise: bool) -> Result:
+    """Uninitialised results."""
+    m, k = x.shape
+    pairs: list[Tensor] = []
+    for wanted, across, along in ((rows, m, k), (columns, k, m)):
+        codes, scale = _empty(x, format)
+        if wanted:
+            codes = codes.new_empty((across, along + -along % 16))
+            scale = scale.new_empty((1 if tensorwise else across,))
+        pairs += [codes, scale]
+    return pairs[0], pairs[1], pairs[2], pairs[3]
+
+
+def _launch(
+    x: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    tensorwise: bool = False,
+    seed: Tensor | None = None,
+) -> Result:
+    _check(x, format, tensorwise, seed)
+    if x.numel() and (rows or columns):
+        out = allocate(x, format, rows, columns, tensorwise)
+        if quantize_rowcol_cuda.is_available(x.device):
+            quantize_rowcol_cuda.quantize(x, format, rows, columns, tensorwise, seed, out)
+            return out
+        if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
+            quantize_rowcol_triton.quantize(x, format, rows, columns, tensorwise, seed, out)
+            return out
+    return reference(x, format, rows, columns, tensorwise, seed)
 
 
 def _fake(
-    x: Tensor, format: str, rows: bool, columns: bool, tensorwise: bool, seed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = DTYPES[format]
-    m, k = x.shape
+    x: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    tensorwise: bool = False,
+    seed: Tensor | None = None,
+) -> Result:
+    _check(x, format, tensorwise, seed)
+    return allocate(x, format, rows, columns, tensorwise)
 
-    def pair(some: bool, first: int, second: int) -> tuple[Tensor, Tensor]:
-        if not some:
-            return x.new_empty((0, 0), dtype=dtype), x.new_empty(0, dtype=torch.float32)
-        size = (first, (second + 15) // 16 * 16)
-        scales = 1 if tensorwise else first
-        return x.new_empty(size, dtype=dtype), x.new_empty(scales, dtype=torch.float32)
 
-    return *pair(rows, m, k), *pair(columns, k, m)
+def _check(x: Tensor, format: str, tensorwise: bool, seed: Tensor | None) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"quantize_rowcol takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(
+            f"quantize_rowcol takes x [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
+        )
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if tensorwise and format == "int8":
+        raise ValueError('tensorwise takes "e4m3" or "e5m2", got "int8"; leave it out')
+    if seed is not None:
+        if seed.dtype != torch.int64:
+            raise TypeError(f"seed must be torch.int64, got {seed.dtype}")
+        if seed.numel() != 1 or seed.device != x.device:
+            raise ValueError(
+                f"seed must hold one element on {x.device}, got {tuple(seed.shape)} on {seed.device}"
+            )
 
 
 LIBRARY.define(
-    "quantize_rowcol(Tensor x, str format, bool rows, bool columns, bool tensorwise, Tensor? seed) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "quantize_rowcol(Tensor x, str format, bool rows=True, bool columns=True, bool tensorwise=False, "
+    "Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-LIBRARY.impl("quantize_rowcol", reference, "CompositeExplicitAutograd")
+LIBRARY.impl("quantize_rowcol", _launch, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::quantize_rowcol", _fake, lib=LIBRARY)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments."""
+
+    name: str
+    m: int
+    k: int
+    format: str = "int8"
+    dtype: torch.dtype = torch.bfloat16
+    rows: bool = True
+    columns: bool = True
+    tensorwise: bool = False
+    stochastic: bool = False
+    layout: str = "contiguous"  # or "transposed", "strided", "misaligned"
+    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
+
+    def arguments(self, device: torch.device | str = "cpu") -> tuple:
+        """x, format, rows, columns, tensorwise, seed."""
+        m, k = self.m, self.k
+        shape = {"transposed": (k, m), "strided": (m, 2 * k), "misaligned": (m, k + 1)}
+        x = torch.randn(shape.get(self.layout, (m, k)), device=device)
+        # Rows and columns of different magnitudes.
+        x = (
+            x * torch.rand(x.shape[0], 1, device=device) * torch.rand(x.shape[1], device=device)
+        ).to(self.dtype)
+        x = {"transposed": x.T, "strided": x[:, ::2], "misaligned": x[:, 1:]}.get(self.layout, x)
+        seed = torch.tensor([2**40 + 77], device=device) if self.stochastic else None
+        return x, self.format, self.rows, self.columns, self.tensorwise, seed
+
+
+SHAPES: list[tuple[str, int, int, dict]] = [
+    ("typical", 128, 256, {}),
+    ("several-tiles", 300, 520, {}),
+    ("fp32", 130, 200, {"dtype": torch.float32}),
+    ("fp16", 130, 200, {"dtype": torch.float16}),
+    ("prime-everything", 131, 127, {}),
+    ("prime-everything-fp32", 61, 67, {"dtype": torch.float32}),
+    ("one-row", 1, 300, {}),
+    ("one-column", 300, 1, {}),
+    ("one-element", 1, 1, {}),
+    ("no-rows", 0, 32, {}),
+    ("no-columns", 16, 0, {}),
+    ("rows-only", 70, 333, {"columns": False}),
+    ("long-rows-only", 3, 20_001, {"columns": False}),
+    ("columns-only", 70, 333, {"rows": False}),
+    ("neither", 7, 9, {"rows": False, "columns": False}),
+    ("transposed", 90, 70, {"layout": "transposed"}),
+    ("strided", 90, 70, {"layout": "strided"}),
+    ("misaligned", 140, 144, {"layout": "misaligned"}),
+    ("by-chance", 140, 150, {"stochastic": True}),
+    ("by-chance-odd", 61, 67, {"stochastic": True, "dtype": torch.float32}),
+    ("by-chance-rows-only", 61, 67, {"stochastic": True, "columns": False}),
+]
+TENSORWISE: list[tuple[str, int, int, dict]] = [
+    ("tensorwise", 140, 150, {}),
+    ("tensorwise-rows-only", 140, 150, {"columns": False}),
+    ("tensorwise-columns-only", 61, 67, {"rows": False, "dtype": torch.float32}),
+    ("tensorwise-by-chance", 61, 67, {"stochastic": True}),
+    ("tensorwise-no-rows", 0, 5, {}),
+]
+LARGE = [
+    ("8192-square", 8192, 8192),
+    ("llama-8b-attention", 8192, 4096),
+    ("llama-8b-down", 8192, 14336),
+    ("weight", 4096, 4096),
+]
+CASES = [
+    *(Case(name, m, k, **options) for name, m, k, options in SHAPES),
+    *(Case(f"e4m3-{name}", m, k, "e4m3", **options) for name, m, k, options in SHAPES),
+    *(Case(f"e4m3-{n}", m, k, "e4m3", tensorwise=True, **o) for n, m, k, o in TENSORWISE),
+    Case("e5m2", 130, 200, "e5m2"),
+    Case("e5m2-by-chance", 130, 200, "e5m2", stochastic=True),
+    Case("e5m2-tensorwise", 130, 200, "e5m2", tensorwise=True),
+    *(Case(name, m, k, large=True) for name, m, k in LARGE),
+    *(Case(f"rows-only-{n}", m, k, columns=False, large=True) for n, m, k in LARGE),
+]

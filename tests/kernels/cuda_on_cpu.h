@@ -7,6 +7,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -16,6 +17,8 @@
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define DYNAMIC_SHARED(name) alignas(1024) static unsigned char name[228 * 1024]
+using std::max, std::min;
 
 struct Index { unsigned int x; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
@@ -114,6 +117,24 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
     if (((uintptr_t)p | bytes) % 16) __builtin_trap();
 }
 
+static inline int __syncthreads_or(int x) {
+    using namespace emulation;
+    fibers[current].given = x;
+    __syncthreads();
+    bool any = false;
+    for (const Fiber &fiber : fibers) any |= fiber.given != 0;
+    __syncthreads();  // before anyone gives something else
+    return any;
+}
+
+// Blocks run one after another: a kernel whose blocks meet gets one block.
+static inline void __threadfence() {}
+template <typename T>
+static inline void atomicMax(T *p, T x) { *p = max(*p, x); }
+template <typename T>
+static inline void atomicAdd(T *p, T x) { *p += x; }
+static inline unsigned int load_acquire(const unsigned int *p) { return *p; }
+
 // ---- instructions ----------------------------------------------------------------------------------------------------
 
 DEVICE unsigned int float_bits(float x) { unsigned int bits; memcpy(&bits, &x, 4); return bits; }
@@ -121,6 +142,12 @@ DEVICE float bits_float(unsigned int bits) { float x; memcpy(&x, &bits, 4); retu
 DEVICE float reciprocal(float x) { return 1.0f / x; }
 DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float larger_magnitude(float a, float b) { return a != a || b != b ? NAN : fmaxf(fabsf(a), fabsf(b)); }
+DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
+    return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+}
+DEVICE float multiply_exactly(float a, float b) { return a * b; }
+DEVICE float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float divide_exactly(float a, float b) { return a / b; }
 DEVICE float saturated_product(float a, float b) {
     const float product = fabsf(a) * b;
     return product != product ? 0.0f : product > 1.0f ? 1.0f : product;
@@ -154,23 +181,30 @@ DEVICE float from_half(unsigned int half) { _Float16 x; const uint16_t bits = ha
 DEVICE unsigned int to_half(float x) { const _Float16 half = (_Float16)x; uint16_t bits; memcpy(&bits, &half, 2); return bits; }
 DEVICE unsigned int to_half2(float low, float high) { return to_half(high) << 16 | to_half(low); }
 
-DEVICE float from_e4m3(unsigned int byte) {
-    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-    float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    if ((byte & 0x7f) == 0x7f) x = NAN;
+// Float8 with that many mantissa bits, 3 or 2.
+DEVICE float from_float8(unsigned int byte, int mantissa_bits) {
+    const int bias = mantissa_bits == 3 ? 7 : 15;
+    const int exponent = (byte & 0x7f) >> mantissa_bits, mantissa = byte & (1 << mantissa_bits) - 1;
+    float x = exponent ? ldexpf((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
+                       : ldexpf(mantissa, 1 - bias - mantissa_bits);
+    if (mantissa_bits == 3 ? (byte & 0x7f) == 0x7f : (byte & 0x7f) >= 0x7c) x = NAN;
     return byte & 0x80 ? -x : x;
 }
-DEVICE unsigned int to_e4m3(float x) {
-    const unsigned int sign = float_bits(x) >> 24 & 0x80;
+DEVICE unsigned int to_float8(float x, int mantissa_bits) {
+    const unsigned int sign = float_bits(x) >> 24 & 0x80, end = mantissa_bits == 3 ? 0x7f : 0x7c;
     if (x != x) return 0x7f;
     const float magnitude = fabsf(x);
     unsigned int best = 0;
-    for (unsigned int code = 0; code < 0x7f; ++code) {
-        const float now = fabsf(from_e4m3(code) - magnitude), then = fabsf(from_e4m3(best) - magnitude);
+    for (unsigned int code = 0; code < end; ++code) {
+        const float now = fabsf(from_float8(code, mantissa_bits) - magnitude);
+        const float then = fabsf(from_float8(best, mantissa_bits) - magnitude);
         if (now < then || (now == then && code % 2 == 0)) best = code;
     }
     return sign | best;
 }
+DEVICE float from_e4m3(unsigned int byte) { return from_float8(byte, 3); }
+DEVICE unsigned int to_e4m3(float x) { return to_float8(x, 3); }
+DEVICE unsigned int to_e5m2x2(float low, float high) { return to_float8(high, 2) << 8 | to_float8(low, 2); }
 DEVICE unsigned int to_e4m3x2(float low, float high) { return to_e4m3(high) << 8 | to_e4m3(low); }
 DEVICE unsigned int from_e4m3x2(unsigned int pair) {
     return to_half(from_e4m3(pair >> 8 & 0xff)) << 16 | to_half(from_e4m3(pair & 0xff));
@@ -187,6 +221,11 @@ DEVICE void stream_store(T *p, T x) {
     if ((uintptr_t)p % sizeof(T)) __builtin_trap();
     *p = x;
 }
+
+template <typename T>
+DEVICE T __ldg(const T *p) { return stream_load(p); }
+template <typename T>
+DEVICE T __ldcg(const T *p) { return stream_load(p); }
 
 template <typename T>
 DEVICE T constant_load(const T *p) {

@@ -1,4 +1,5 @@
-"""The CUDA step of ``lowbit_kernels.fused_step`` on a CPU: its source compiled by the machine's C++ compiler.
+"""CUDA sources of ``lowbit_kernels`` on a CPU, compiled by the machine's C++ compiler: the optimizer step of
+``fused_step``, and ``quantize_rowcol``.
 
 ``cuda_on_cpu.h`` stands in for the GPU's instructions. What it can't show is what a GPU does with the code: rounding
 of its approximate division and root, races between warps, speed. Those the tests marked ``gpu`` are for.
@@ -6,6 +7,7 @@ of its approximate division and root, races between warps, speed. Those the test
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,9 +15,11 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from lowbit_kernels import quantize_rowcol_cuda
 from lowbit_kernels.fused_step import FusedStep, Variant
 
 COMPILER = shutil.which("g++")
@@ -92,3 +96,35 @@ class EmulatedStep(FusedStep):
 
     def _stream(self) -> int:
         return 0
+
+
+QUANTIZE_FOOTER = """
+extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        NAME((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
+             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (uint32 *)a[8], (const long long *)a[9], a[10], a[11]);
+    });
+}
+"""
+
+
+def quantize_rowcol(*arguments) -> None:
+    """``quantize_rowcol_cuda.quantize`` on tensors of the CPU. Where blocks meet there is one, so that none waits."""
+
+    def kernel(variant: quantize_rowcol_cuda.Variant, name: str, device: int):
+        source = quantize_rowcol_cuda.source(variant, primitives=HEADER.read_text())
+        function = _library(source + QUANTIZE_FOOTER.replace("NAME", name)).emulated
+
+        def call(stream: int, grid: int, threads: int, *values: int, cooperative=False) -> None:
+            function(1 if cooperative else grid, threads, (ctypes.c_uint64 * len(values))(*values))
+
+        return call
+
+    with (
+        mock.patch.object(quantize_rowcol_cuda, "_kernel", kernel),
+        mock.patch.object(quantize_rowcol_cuda, "_resident", lambda kernel, device: 1),
+        mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        quantize_rowcol_cuda.quantize(*arguments)

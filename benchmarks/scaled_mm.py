@@ -1,0 +1,109 @@
+"""Products of int8 and float8 matrices with scales, beside bf16 and torch's own, at the shapes of a Llama 3 8B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
+from benchmarks.report import readable
+from benchmarks.timing import measure
+from lowbit_kernels import int8_mm_triton
+from lowbit_kernels.scaled_mm import CASES, Case, reference
+
+
+@dataclass(frozen=True)
+class Product(Candidate):
+    """``operations``: multiplications and additions."""
+
+    operations: int = 0
+
+
+def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    seconds, bf16 = row.measured.median, result.reference
+    speed = f"{row.candidate.operations / seconds / 1e12:.0f}"
+    if bf16.measured is None:
+        return [readable(seconds), speed, "", ""]
+    ratio = bf16.measured.median / seconds
+    # 8-bit units multiply at twice the speed of 16-bit ones; reading and writing each matrix once takes at least
+    floor = max(bf16.measured.median / 2, row.candidate.moved_bytes / bandwidth)
+    return [readable(seconds), speed, f"{ratio:.2f}x", f"{seconds / floor:.2f}"]
+
+
+TABLE = Table(
+    columns=("time", "TFLOP/s or TOPS", "speed / bf16", "time / floor"),
+    measure=measure,
+    cells=_cells,
+    legend="Medians. *speed / bf16*: of bf16's in the same run. *floor*: half of bf16's time, since units of 8 bits "
+    "multiply twice as fast, or that of moving each matrix once at the speed of the copy, if longer.",
+)
+
+
+def _bf16(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(  # type: ignore[return-value]
+        torch.randn(rows, case.k, dtype=torch.bfloat16, device="cuda") for rows in (case.m, case.n)
+    )
+
+
+def _quantized(case: Case) -> tuple:
+    """Codes as those of normal numbers: the power that a product takes, and so its speed, depends on them."""
+    _, _, a_scale, b_scale, *_ = case.arguments("cuda")
+    codes = []
+    for rows in (case.m, case.n):
+        x = torch.randn(rows, case.k, device="cuda")
+        if case.a_dtype == torch.int8:
+            codes.append((x * 32).round().clamp(-127, 127).to(torch.int8))
+        else:
+            codes.append((x * 112).clamp(-448, 448).to(case.a_dtype))
+    return (*codes, a_scale, b_scale, None, torch.bfloat16)
+
+
+def _int_mm(a, b, a_scale, b_scale, bias, out_dtype) -> torch.Tensor:
+    return (torch._int_mm(a, b.T) * a_scale[:, None] * b_scale).to(out_dtype)
+
+
+def _rowwise(a, b, a_scale, b_scale, bias, out_dtype) -> torch.Tensor:
+    return torch._scaled_mm(
+        a, b.T, a_scale[:, None], b_scale[None], out_dtype=out_dtype, use_fast_accum=True
+    )
+
+
+def _runs(case: Case) -> dict[str, Callable]:
+    if case.a_dtype != torch.int8:
+        return {"lowbit": torch.ops.lowbit.float8_scaled_mm, "torch._scaled_mm, rowwise": _rowwise}
+    return {
+        "lowbit": torch.ops.lowbit.int8_scaled_mm,
+        "lowbit in Triton": int8_mm_triton.int8_mm,
+        "torch._int_mm": lambda a, b, *rest: torch._int_mm(a, b.T),
+        "torch._int_mm and scales": _int_mm,
+    }
+
+
+@benchmark("scaled_mm", "products of int8 and float8 matrices, scaled, to bf16", table=TABLE)
+def scaled_mm() -> Iterator[Problem]:
+    for case in CASES:
+        if not case.large:
+            continue
+        operations = 2 * case.m * case.n * case.k
+        moved = (case.m + case.n) * case.k + case.m * case.n * 2
+        arguments = _quantized(case)
+        expected = reference(*arguments).float()
+        for name, run in _runs(case).items():
+            if name != "torch._int_mm":  # which has no scales
+                error = (run(*arguments).float() - expected).norm() / expected.norm()
+                assert error < 1e-2, f"{name} is wrong: {error}"
+        del arguments, expected
+        candidates = [
+            Product(name, run, partial(_quantized, case), moved, operations=operations)
+            for name, run in _runs(case).items()
+        ]
+        moved += (case.m + case.n) * case.k
+        plain = Product(
+            "bf16", lambda a, b: a @ b.T, partial(_bf16, case), moved, operations=operations
+        )
+        yield Problem(
+            f"{case.name} {case.m} x {case.n} x {case.k}", [*candidates, plain], reference="bf16"
+        )

@@ -1,0 +1,190 @@
+"""Launches ``scaled_mm.cu``: the int8 product on GPUs of compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels import nvrtc
+
+DTYPES = {
+    torch.float32: "FP32",
+    torch.bfloat16: "BF16",
+    torch.float16: "FP16",
+    torch.int32: "INT32",
+}
+TILE_M, TILE_N, TILE_K, STAGES, CLUSTER, THREADS = 128, 256, 128, 4, 2, 384
+CLUSTER_ROWS = CLUSTER * TILE_M
+SHARED = STAGES * (TILE_M + TILE_N) * TILE_K + 4 * 64 * 128 + 2 * 4 * TILE_N + 2 * 8 * STAGES
+MAX_SLICES = 16
+
+
+def plan(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows of tiles that are worked through together, and slices of K that are summed apart.
+
+    Slices, where tiles are few: the number for which the longest-working cluster is done first. In steps of 128 along
+    K, each about 0.6 us: those of its tiles, 4 to store one, 10 for a second launch, and those that it takes to write
+    and read the slices' sums.
+    """
+    rows, columns, steps = -(-m // CLUSTER_ROWS), -(-n // TILE_N), -(-k // TILE_K)
+
+    def cost(slices: int) -> float:
+        rounds = -(-rows * columns * slices // (multiprocessors // CLUSTER))
+        second = 10 + m * n * slices / 450_000 if slices > 1 else 0
+        return rounds * (-(-steps // slices) + 4) + second
+
+    return 4 if columns <= 16 else 8, min(range(1, min(steps, MAX_SLICES) + 1), key=cost)
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether `int8_mm` runs on this device."""
+    return (
+        device.type == "cuda"
+        and nvrtc.is_available()
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def int8_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The operands of ``lowbit::int8_scaled_mm``, checked, of a GPU for which `is_available` holds; M, N, K > 0."""
+    (m, k), n = a.shape, b.shape[0]
+    a, b = (x if _is_readable(x) else x.contiguous() for x in (a, b))
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    # The TMA stores rows that begin at multiples of 16 bytes: others are cut off wider ones.
+    width = -(-n * out_dtype.itemsize // 16) * 16 // out_dtype.itemsize
+    out = a.new_empty((m, width), dtype=out_dtype)
+    with torch.cuda.device_of(a):
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        multiprocessors = _multiprocessors(a.device)
+        group, slices = plan(m, n, k, multiprocessors)
+        scales = (a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr())
+        shape = (int(a_scale.numel() > 1), int(b_scale.numel() > 1), m, n)
+        kernel, combine = _kernels(out_dtype, None if bias is None else bias.dtype, device)
+        to = out
+        tall, tiles = -(-m // CLUSTER_ROWS), -(-m // CLUSTER_ROWS) * -(-n // TILE_N) * slices
+        if slices > 1:
+            kernel = _kernels(torch.int32, None, device)[0]
+            to = a.new_empty((slices * tall * CLUSTER_ROWS, -(-n // 4) * 4), dtype=torch.int32)
+        maps = (
+            _map(a.data_ptr(), torch.int8, m, k, a.stride(0), 128, 128),
+            _map(b.data_ptr(), torch.int8, n, k, b.stride(0), TILE_N // CLUSTER, 128),
+            _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, 128 // to.itemsize),
+        )
+        kernel(
+            stream,
+            min(tiles, multiprocessors // CLUSTER) * CLUSTER,
+            THREADS,
+            *(one.getPtr() for one in maps),
+            *(*scales, *shape, -(-k // TILE_K), group, slices),
+        )
+        if slices > 1:
+            step = tall * CLUSTER_ROWS * to.shape[1]
+            assert combine is not None
+            combine(
+                stream,
+                -(-m * to.shape[1] // 1024),
+                256,
+                *(to.data_ptr(), out.data_ptr(), *scales, *shape),
+                *(slices, step, to.shape[1], width),
+            )
+    return out if width == n else out[:, :n].contiguous()
+
+
+def source(out: torch.dtype, bias: torch.dtype | None) -> str:
+    """The CUDA C++ to compile; `out` int32: for slices."""
+    folder = Path(__file__).parent
+    ptx, hopper, mm = (
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("ptx.cuh", "hopper.cuh", "scaled_mm.cu")
+    )
+    defines = f"#define OUT {DTYPES[out]}\n#define BIAS {DTYPES[bias] if bias else 'NONE'}\n"
+    return "\n".join([defines, ptx, hopper, _multiply(), mm])
+
+
+def _multiply() -> str:
+    """The instruction that adds the product of 64 x 32 bytes of a and 256 x 32 of b to a warpgroup's sums: too many
+    operands to write by hand."""
+    sums = TILE_N // 2
+    names = ", ".join(f"%{i}" for i in range(sums))
+    operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
+    a, b, add, high = (f"%{sums + i}" for i in range(4))
+    return f"""
+// sums = a * b, plus sums if `add`
+DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\n.reg .b64 x, y;\\n"
+        "setp.ne.b32 p, {add}, 0;\\n"
+        "mov.b64 x, {{{a}, {high}}};\\n"
+        "mov.b64 y, {{{b}, {high}}};\\n"
+        "wgmma.mma_async.sync.aligned.m64n{TILE_N}k32.s32.s8.s8 {{{names}}}, x, y, p;\\n}}"
+        : {operands}
+        : "r"(a), "r"(b), "r"(add), "n"(OPERAND_HIGH));
+}}
+"""
+
+
+@functools.cache
+def _kernels(
+    out: torch.dtype, bias: torch.dtype | None, device: int
+) -> tuple[nvrtc.Kernel, nvrtc.Kernel | None]:
+    """The product, and what combines the sums of slices to `out`."""
+    module = nvrtc.Module(nvrtc.compiled(source(out, bias), "sm_90a"))
+    product = module.kernel("int8_mm", 13, structs=3, shared=SHARED)
+    return product, None if out == torch.int32 else module.kernel("combine", 13)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(
+    address: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box: int, width: int
+) -> Any:
+    """A tensor map of `rows` x `columns` elements at `address`, copied in boxes of `box` rows of `width` elements (128
+    bytes), swizzled. It holds no memory and depends on nothing else, so that it may be kept."""
+    from cuda.bindings import driver
+
+    types = {
+        torch.int8: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.int32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT32,
+    }
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        types[dtype],
+        2,
+        address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(stride * dtype.itemsize)],
+        [driver.cuuint32_t(width), driver.cuuint32_t(box)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(error) != 0:
+        raise RuntimeError(
+            f"CUDA cannot describe {rows} x {columns} of {dtype} at {address:#x}, {stride} elements a row: {error!r}"
+        )
+    return encoded
+
+
+def _is_readable(x: Tensor) -> bool:
+    """By the TMA: rows without gaps, each beginning at a multiple of 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0

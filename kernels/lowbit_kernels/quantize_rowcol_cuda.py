@@ -1,0 +1,129 @@
+"""Launches ``quantize_rowcol.cu``: on GPUs of compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels import nvrtc
+
+INPUTS = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
+TILE, THREADS, ROW_STEP = 128, 256, 2048
+MAX_STEPS = 8
+SHARED = 16384 + 2 * TILE * 8  # of a tile: its transposed codes, its scales
+KEPT = {2: 2, 4: 1}  # tiles in shared memory of two blocks a multiprocessor, by bytes of an element
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for; the head of ``quantize_rowcol.cu`` says what each means."""
+
+    input: str
+    format: str
+    rows: bool
+    columns: bool
+    tensorwise: bool
+    stochastic: bool
+    aligned: bool
+    kept: int
+    steps: int
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether `quantize` runs on this device."""
+    return (
+        device.type == "cuda"
+        and nvrtc.is_available()
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    rows: bool,
+    columns: bool,
+    tensorwise: bool,
+    seed: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    fused: bool = False,
+) -> None:
+    """The operands of ``lowbit::quantize_rowcol``, checked, and its results to fill; M, K > 0."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (m, k), size = x.shape, x.element_size()
+    in_one_pass = rows and not columns and not tensorwise
+    variant = Variant(
+        INPUTS[x.dtype],
+        format.upper(),
+        rows,
+        columns,
+        tensorwise,
+        seed is not None,
+        x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0,
+        KEPT[size] if fused else 0,
+        min(-(-k // ROW_STEP), MAX_STEPS) if in_one_pass else 0,
+    )
+    codes, scale, codes_t, scale_t = (part.data_ptr() for part in out)
+    with torch.cuda.device_of(x):
+        stream = torch.cuda.current_stream().cuda_stream
+        found = 0
+        if not in_one_pass:
+            scratch = torch.zeros(m + k + 1, dtype=torch.int32, device=x.device)
+            found = scratch.data_ptr()
+        arguments = (
+            *(x.data_ptr(), x.stride(0), codes, scale, codes_t, scale_t),
+            *(found, found + 4 * m, found + 4 * (m + k)),
+            *(0 if seed is None else seed.data_ptr(), m, k),
+        )
+        device = torch.cuda.current_device()
+        if in_one_pass:
+            _kernel(variant, "rows", device)(stream, m, THREADS, *arguments)
+            return
+        tiles = -(-m // TILE) * -(-k // TILE)
+        if fused:
+            kernel = _kernel(variant, "fused", device)
+            resident = _resident(kernel, device)
+            kernel(stream, min(tiles, resident), THREADS, *arguments, cooperative=True)
+        else:
+            _kernel(variant, "absmax", device)(stream, tiles, THREADS, *arguments)
+            _kernel(variant, "quantize", device)(stream, tiles, THREADS, *arguments)
+
+
+def source(variant: Variant, primitives: str | None = None) -> str:
+    """The CUDA C++ to compile; `primitives` takes the place of ptx.cuh."""
+    lines = []
+    for field in fields(variant):
+        value = getattr(variant, field.name)
+        lines.append(f"#define {field.name.upper()} {int(value) if value in (0, 1) else value}")
+    return "\n".join([*lines, primitives or _file("ptx.cuh"), _file("quantize_rowcol.cu")])
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _module(variant: Variant, device: int) -> nvrtc.Module:
+    arch = nvrtc.architecture(torch.device("cuda", device))
+    return nvrtc.Module(nvrtc.compiled(source(variant), arch))
+
+
+@functools.cache
+def _kernel(variant: Variant, name: str, device: int) -> nvrtc.Kernel:
+    size = 4 if variant.input == "FP32" else 2
+    shared = 0 if name == "rows" else SHARED + max(variant.kept, 1) * TILE * TILE * size
+    if name in ("absmax", "quantize"):
+        shared = SHARED
+    return _module(variant, device).kernel(name, 12, shared=shared)
+
+
+@functools.cache
+def _resident(kernel: nvrtc.Kernel, device: int) -> int:
+    """Blocks of the kernel that run at once."""
+    properties = torch.cuda.get_device_properties(device)
+    return kernel.blocks(THREADS) * properties.multi_processor_count

@@ -1,0 +1,235 @@
+"""``quantize_rowcol`` in Triton: for GPUs other than those of ``quantize_rowcol_cuda``, and for its interpreter.
+
+Two launches over tiles: the largest magnitudes of rows and columns by atomic maxima on their bits, then the codes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.triton_runtime import jit, tl, triton
+
+
+def takes(format: str, device: torch.device) -> bool:
+    """Whether Triton writes that format on that device."""
+    return (
+        device.type == "cpu"
+        or format == "int8"
+        or torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+@jit
+def _load(x, row, column, m, k, row_stride, column_stride):
+    at = row.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
+    return tl.load(x + at, mask=(row < m)[:, None] & (column < k)[None, :], other=0).to(tl.float32)
+
+
+@jit
+def _absmax(
+    x,
+    row_max,  # int32 [m], the bits of a float32; [1] if TENSORWISE
+    column_max,  # int32 [k]
+    m,
+    k,
+    row_stride,
+    column_stride,
+    across,  # tiles of a row
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TENSORWISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % across * BLOCK_K + tl.arange(0, BLOCK_K)
+    values = _load(x, row, column, m, k, row_stride, column_stride)
+    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if TENSORWISE:
+        tl.atomic_max(row_max, tl.max(tl.max(magnitude, 1), 0))
+    else:
+        if ROWS:
+            tl.atomic_max(row_max + row, tl.max(magnitude, 1), mask=row < m)
+        if COLUMNS:
+            tl.atomic_max(column_max + column, tl.max(magnitude, 0), mask=column < k)
+
+
+@jit
+def _scale(largest, LARGEST: tl.constexpr):
+    found = largest.to(tl.float32, bitcast=True)
+    scale = tl.maximum(
+        tl.div_rn(found, tl.full(found.shape, LARGEST, tl.float32)), 1.1754943508222875e-38
+    )
+    scale = tl.where(largest == 0, 1.0, scale)
+    return tl.where(largest >= 0x7F800000, float("nan"), scale)
+
+
+@jit
+def _finalise(h, key):
+    h ^= h >> 16
+    h *= 0x7FEB352D
+    h ^= (h >> 15) ^ key
+    h *= 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@jit
+def _key(start, seed):
+    zero = (seed & 0).to(tl.uint32)
+    key = zero + start
+    key = _finalise((key ^ (seed & 0xFFFFFFFF).to(tl.uint32)) + 0x9E3779B9, zero)
+    return _finalise((key ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)) + 0x9E3779B9, zero)
+
+
+@jit
+def _draws(seed, row, column, k):
+    index = row.to(tl.int64)[:, None] * (k + k % 2) + column.to(tl.int64)[None, :]
+    pair = index >> 1
+    high = ((pair >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    h = (pair & 0xFFFFFFFF).to(tl.uint32) ^ _key(0x243F6A88, seed)
+    h = _finalise(h, _key(0x85A308D3, seed) + high * 0x9E3779B9)
+    return tl.where((index & 1) == 0, h & 0xFFFF, h >> 16).to(tl.int32)
+
+
+@jit
+def _rounded(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
+    """A quotient to a number of the format, by arithmetic on float32: no conversion then rounds any more."""
+    if LARGEST == 127.0:
+        if BY_CHANCE:
+            steps = (q * 32768.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+            result = ((steps + (draws >> 1)) >> 15).to(tl.float32)
+        else:
+            result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
+    else:
+        result = _rounded_to_float8(q, draws, BY_CHANCE, LARGEST)
+    return result
+
+
+@jit
+def _rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
+    DROPPED: tl.constexpr = (
+        20 if LARGEST == 448.0 else 21
+    )  # bits of a float32 that the format lacks
+    NORMAL: tl.constexpr = 2.0**-6 if LARGEST == 448.0 else 2.0**-14
+    magnitude = tl.abs(q)
+    small = magnitude < NORMAL
+    if BY_CHANCE:
+        shift = tl.where(small, NORMAL, 0.0)
+        bits = (magnitude + shift).to(tl.int32, bitcast=True)
+        bits += (draws << (DROPPED - 16)) + (1 << (DROPPED - 17))
+        rounded = (bits & (-1 << DROPPED)).to(tl.float32, bitcast=True) - shift
+    else:
+        bits = magnitude.to(tl.int32, bitcast=True)
+        bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
+        rounded = (bits & (-1 << DROPPED)).to(tl.float32, bitcast=True)
+        UNIT: tl.constexpr = (
+            1.5 * NORMAL * 2.0 ** (DROPPED)
+        )  # beside which it is that of small numbers
+        rounded = tl.where(small, (magnitude + UNIT) - UNIT, rounded)
+    sign = q.to(tl.int32, bitcast=True) & -0x80000000
+    bits = tl.minimum(rounded, LARGEST).to(tl.int32, bitcast=True)
+    return (bits | sign).to(tl.float32, bitcast=True)
+
+
+@jit
+def _quantize(
+    x,
+    row_max,
+    column_max,
+    codes,  # [m, width]
+    scale,
+    codes_t,  # [k, width_t]
+    scale_t,
+    seed,
+    m,
+    k,
+    row_stride,
+    column_stride,
+    width,
+    width_t,
+    across,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TENSORWISE: tl.constexpr,
+    BY_CHANCE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % across * BLOCK_K + tl.arange(0, BLOCK_K)
+    values = _load(x, row, column, m, k, row_stride, column_stride)
+    draws = row[:, None]
+    if BY_CHANCE:
+        draws = _draws(tl.load(seed), row, column, k)
+    if ROWS:
+        if TENSORWISE:
+            found = _scale(tl.load(row_max + row * 0), LARGEST)
+            tl.store(scale + row, found, mask=row == 0)
+        else:
+            found = _scale(tl.load(row_max + row, mask=row < m, other=0), LARGEST)
+            tl.store(scale + row, found, mask=row < m)
+        usable = (found == found)[:, None]
+        q = tl.where(usable, tl.div_rn(values, tl.where(found == found, found, 1.0)[:, None]), 0.0)
+        out = _rounded(q, draws, BY_CHANCE, LARGEST).to(codes.dtype.element_ty)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(codes + at, out, mask=(row < m)[:, None] & (column < width)[None, :])
+    if COLUMNS:
+        if TENSORWISE:
+            found_t = _scale(tl.load(row_max + column * 0), LARGEST)
+            tl.store(scale_t + column, found_t, mask=column == 0)
+        else:
+            found_t = _scale(tl.load(column_max + column, mask=column < k, other=0), LARGEST)
+            tl.store(scale_t + column, found_t, mask=column < k)
+        usable_t = (found_t == found_t)[None, :]
+        spread = tl.where(found_t == found_t, found_t, 1.0)[None, :]
+        q_t = tl.where(usable_t, tl.div_rn(values, spread), 0.0)
+        out_t = _rounded(q_t, draws, BY_CHANCE, LARGEST).to(codes_t.dtype.element_ty)
+        at_t = column.to(tl.int64)[:, None] * width_t + row[None, :]
+        inside = (column < k)[:, None] & (row < width_t)[None, :]
+        tl.store(codes_t + at_t, tl.trans(out_t), mask=inside)
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    rows: bool,
+    columns: bool,
+    tensorwise: bool,
+    seed: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """The operands of ``lowbit::quantize_rowcol``, checked, and its results to fill; M, K > 0."""
+    codes, scale, codes_t, scale_t = out
+    m, k = x.shape
+    block = 32 if x.device.type == "cpu" else 64
+    across = triton.cdiv(k, block)
+    grid = (triton.cdiv(m, block) * across,)
+    row_max = torch.zeros(1 if tensorwise else m, dtype=torch.int32, device=x.device)
+    column_max = torch.zeros(k, dtype=torch.int32, device=x.device)
+    flags: dict[str, int] = {"ROWS": rows, "COLUMNS": columns, "TENSORWISE": tensorwise}
+    flags |= {"BLOCK_M": block, "BLOCK_K": block}
+    largest = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}[format]
+    with torch.cuda.device_of(x):
+        _absmax[grid](x, row_max, column_max, m, k, x.stride(0), x.stride(1), across, **flags)
+        _quantize[grid](
+            x,
+            row_max,
+            column_max,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            row_max if seed is None else seed,
+            m,
+            k,
+            x.stride(0),
+            x.stride(1),
+            k + -k % 16,
+            m + -m % 16,
+            across,
+            BY_CHANCE=seed is not None,
+            LARGEST=largest,
+            **flags,
+        )

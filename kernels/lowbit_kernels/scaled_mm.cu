@@ -1,0 +1,279 @@
+// The product of two int8 matrices with scales, on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
+//
+// int8_mm_hopper.py compiles this once for each combination of
+//   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds up and scales
+//   BIAS               NONE, BF16, FP16 or FP32
+// and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
+//
+// A block stays on its multiprocessor and takes every n-th tile of the result, or of its slices where there are fewer
+// tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other; each loads half of b's rows for
+// both. A block's third warpgroup is the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into
+// a ring in shared memory. Each of the other two multiplies 64 rows of the tile, int32 sums in registers (half of those
+// that a thread can have), scales them, and stores them through shared memory by the TMA. The producer runs ahead into
+// the next tile meanwhile.
+
+enum { NONE, BF16, FP16, FP32, INT32 };
+
+static constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
+static constexpr int STAGES = 4;                                // tiles of K in the ring
+static constexpr int CLUSTER = 2;
+static constexpr int GROUPS = 2;                  // warpgroups that multiply
+static constexpr int THREADS = 128 * (GROUPS + 1);
+static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
+static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
+static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // of the result, stored at once
+static constexpr int SUMS = TILE_N / 2;                                    // of a thread
+
+struct Shared {
+    unsigned char stage[STAGES][STAGE_BYTES];
+    unsigned char box[GROUPS][2][BOX_BYTES];
+    float scale[GROUPS][TILE_N];  // of the tile's columns
+    uint64 full[STAGES], empty[STAGES];
+};
+
+// The product's shape, and how it is divided: `steps` of TILE_K along K, `slices` of them summed apart, and rows of
+// tiles (of clusters) that are worked through together, for the L2 cache.
+struct Shape {
+    int m, n, steps, group, slices;
+
+    MEMBER int rows() const { return (m + CLUSTER * TILE_M - 1) / (CLUSTER * TILE_M); }
+    MEMBER int columns() const { return (n + TILE_N - 1) / TILE_N; }
+};
+
+// Which tiles a block works on: those of its cluster, in the order that keeps few rows of a and b in use.
+struct Schedule {
+    const Shape shape;
+    int next = blockIdx.x / CLUSTER;
+    int row, column, out_row;  // of the tile taken: its first, and where its row is in the result
+    int first, end;            // its steps
+
+    MEMBER explicit Schedule(const Shape &shape) : shape(shape) {}
+
+    // The block's next tile; false after the last.
+    MEMBER bool take(uint32 rank) {
+        const int rows = shape.rows(), columns = shape.columns(), slice = next / (rows * columns);
+        if (slice >= shape.slices) return false;
+        const int tile = next % (rows * columns), above = tile / (shape.group * columns) * shape.group;
+        const int height = min(shape.group, rows - above), within = tile - above * columns;
+        row = ((above + within % height) * CLUSTER + rank) * TILE_M;
+        column = within / height * TILE_N;
+        out_row = row + slice * rows * CLUSTER * TILE_M;
+        first = (long long)shape.steps * slice / shape.slices;
+        end = (long long)shape.steps * (slice + 1) / shape.slices;
+        next += gridDim.x / CLUSTER;
+        return true;
+    }
+};
+
+struct Ring {
+    int slot = 0;
+    uint32 parity = 0;
+    MEMBER void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+};
+
+DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Shape &shape, uint32 rank) {
+    Schedule schedule(shape);
+    Ring ring;
+    while (schedule.take(rank)) {
+        for (int step = schedule.first; step < schedule.end; ++step, ring.advance()) {
+            const uint32 full = shared_address(&shared.full[ring.slot]);
+            const uint32 to = shared_address(shared.stage[ring.slot]);
+            barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+            barrier_expect(full, STAGE_BYTES);
+            load_box(a, step * TILE_K, schedule.row, to, full);
+            const int half = rank * (TILE_N / CLUSTER);
+            load_box(b, step * TILE_K, schedule.column + half, to + A_BYTES + half * TILE_K, full, (1 << CLUSTER) - 1);
+        }
+    }
+}
+
+// A warp has read all it needs of a slot: says so to every block that writes to it.
+DEVICE void release(Shared &shared, int slot) {
+    const uint32 lane = threadIdx.x % 32;
+    if (lane < CLUSTER) barrier_arrive(shared_address(&shared.empty[slot]), lane);
+}
+
+DEVICE float bias_at(const void *bias, int column) {
+    if constexpr (BIAS == FP32) return ((const float *)bias)[column];
+    else if constexpr (BIAS == BF16) return bits_float((uint32)((const unsigned short *)bias)[column] << 16);
+    else return from_half(((const unsigned short *)bias)[column]);
+}
+
+// Two neighbouring sums to results; INT32: their bits.
+DEVICE void scaled(const int *sums, float row_scale, float2 column_scale, float2 bias, float &x, float &y) {
+    if constexpr (OUT == INT32) {
+        x = bits_float(sums[0]), y = bits_float(sums[1]);
+        return;
+    }
+    x = (float)sums[0] * row_scale * column_scale.x;
+    y = (float)sums[1] * row_scale * column_scale.y;
+    if constexpr (BIAS != NONE) x += bias.x, y += bias.y;
+}
+
+DEVICE uint32 packed(float x, float y) {
+    if constexpr (OUT == FP16) return to_half2(x, y);
+    else return to_bf16x2(x, y);
+}
+
+// The 64 x BOX_COLUMNS results from column `first` of the tile on, to shared memory as the TMA reads them. A thread of
+// a warpgroup has of 8 neighbouring columns two in row lane / 4 of its warp's 16, and two in the row 8 below.
+DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const float *column_scale, const void *bias,
+                     int column, int columns) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int matrix = lane / 8;  // of the four of a store: rows 0..7, 8..15, and both of the next eight columns
+    const uint32 row = warp * 16 + (matrix & 1) * 8 + lane % 8;
+#pragma unroll
+    for (int j = 0; j < BOX_COLUMNS / 8; j += 2) {
+        float x[8];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = (j + half) * 8 + lane % 4 * 2;
+            const float2 scale = *(const float2 *)&column_scale[at];
+            float2 shift = {0.0f, 0.0f};
+            if constexpr (BIAS != NONE) {
+                if (column + at < columns) shift.x = bias_at(bias, column + at);
+                if (column + at + 1 < columns) shift.y = bias_at(bias, column + at + 1);
+            }
+            const int *s = sums + (j + half) * 4;
+            scaled(s, row_scale[0], scale, shift, x[half * 4], x[half * 4 + 1]);
+            scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
+        }
+        if constexpr (OUT_SIZE == 4) {
+            const uint32 own = warp * 16 + lane / 4;  // the row below has the same remainder by 8
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint32 chunk = (j + half) * 2 + lane % 4 / 2;
+                const uint32 to = box + own * 128 + (chunk ^ own % 8) * 16 + lane % 2 * 8;
+                store_pair(to, x[half * 4], x[half * 4 + 1]);
+                store_pair(to + 8 * 128, x[half * 4 + 2], x[half * 4 + 3]);
+            }
+        } else {
+            const uint32 chunk = j + matrix / 2;
+            store_matrices(box + row * 128 + (chunk ^ row % 8) * 16, packed(x[0], x[1]), packed(x[2], x[3]),
+                           packed(x[4], x[5]), packed(x[6], x[7]));
+        }
+    }
+}
+
+DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, const float *b_scale, const void *bias,
+                    int a_scales, int b_scales, const Shape &shape, uint32 rank) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
+    Schedule schedule(shape);
+    Ring ring;
+    while (schedule.take(rank)) {
+        const int column = schedule.column, row = schedule.row + group * 64, first = row + thread / 32 * 16 + lane / 4;
+        // Read now, used when the product is done.
+        float row_scale[2], column_scale[TILE_N / 128];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row_scale[i] = first + i * 8 < shape.m ? a_scale[a_scales ? first + i * 8 : 0] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < TILE_N / 128; ++i) {
+            const int at = column + i * 128 + thread;
+            column_scale[i] = at < shape.n ? b_scale[b_scales ? at : 0] : 0.0f;
+        }
+
+        int sums[SUMS];
+        int before = 0;
+        const int steps = schedule.end - schedule.first;
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+            barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+            const uint32 stage = shared_address(shared.stage[ring.slot]);
+            const uint32 a = operand(stage + group * 64 * TILE_K), b = operand(stage + A_BYTES);
+            product_fence();
+#pragma unroll
+            for (int k = 0; k < TILE_K / 32; ++k) multiply(sums, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+            product_commit();
+            product_wait<1>();  // the step before is done
+            if (step > 0) release(shared, before);
+            before = ring.slot;
+        }
+        product_wait<0>();
+        release(shared, before);
+
+#pragma unroll
+        for (int i = 0; i < TILE_N / 128; ++i) shared.scale[group][i * 128 + thread] = column_scale[i];
+#pragma unroll
+        for (int i = 0; i < TILE_N / BOX_COLUMNS; ++i) {
+            const uint32 box = shared_address(shared.box[group][i % 2]);
+            if (thread == 0) store_wait<1>();
+            meet(1 + group, 128);  // the box is free, the scales are there
+            fill_box(box, sums + i * (BOX_COLUMNS / 2), row_scale, shared.scale[group] + i * BOX_COLUMNS, bias,
+                     column + i * BOX_COLUMNS, shape.n);
+            fence_for_tma();
+            meet(1 + group, 128);
+            if (thread == 0) {
+                store_box(out, column + i * BOX_COLUMNS, schedule.out_row + group * 64, box);
+                store_commit();
+            }
+        }
+    }
+    if (thread == 0) store_wait<0>();
+}
+
+// Grid: a multiple of CLUSTER blocks, at most as many as there are multiprocessors. a [m, k] and b [n, k] by boxes of
+// 128 x 128 and TILE_N / CLUSTER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
+// clusters, n]. `steps` is k / 128, rounded up, at least `slices`. There is one scale for all rows (columns) if a_scales
+// (b_scales) is 0.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+            const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
+            int a_scales, int b_scales, int m, int n, int steps, int group, int slices) {
+    DYNAMIC_SHARED(memory);
+    Shared &shared = *(Shared *)memory;
+    const Shape shape = {m, n, steps, group, slices};
+    const uint32 rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle goes by addresses
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&shared.full[i]), 1);
+            barrier_init(shared_address(&shared.empty[i]), GROUPS * 4 * CLUSTER);
+        }
+        barrier_init_fence();
+    }
+    cluster_meet();
+
+    if (threadIdx.x >= GROUPS * 128) {
+        give_registers<40>();
+        if (threadIdx.x == GROUPS * 128) {
+            prefetch(a), prefetch(b), prefetch(out);
+            produce(shared, a, b, shape, rank);
+        }
+        __syncwarp();
+    } else {
+        take_registers<232>();
+        consume(shared, out, a_scale, b_scale, bias, a_scales, b_scales, shape, rank);
+        __syncwarp();
+    }
+    // The other block may still write to this one's barriers.
+    cluster_meet();
+}
+
+#if OUT != INT32
+// The sums of `slices` products, `step` elements apart, added up and scaled: a thread four columns of a row. Rows of sums
+// are `width` apart, rows of out out_width, multiples of 16 bytes both.
+extern "C" __global__ void __launch_bounds__(256)
+    combine(const int *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
+            int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
+    const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
+    const int row = at / width, column = at % width;
+    if (row >= m || column >= n) return;
+    int sum[4] = {};
+    for (int slice = 0; slice < slices; ++slice) {
+        const int4 part = __ldcs((const int4 *)(sums + slice * step + at));
+        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    }
+    const float row_scale = a_scale[a_scales ? row : 0];
+    float result[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = min(column + i, n - 1);  // what lies beyond is cut off
+        result[i] = (float)sum[i] * row_scale * b_scale[b_scales ? own : 0];
+        if constexpr (BIAS != NONE) result[i] += bias_at(bias, own);
+    }
+    unsigned char *to = out + ((long long)row * out_width + column) * OUT_SIZE;
+    if constexpr (OUT == FP32) *(float4 *)to = make_float4(result[0], result[1], result[2], result[3]);
+    else *(uint2 *)to = make_uint2(packed(result[0], result[1]), packed(result[2], result[3]));
+}
+#endif

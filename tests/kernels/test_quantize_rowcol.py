@@ -1,0 +1,331 @@
+"""Quantization along rows and columns: the reference against numpy, every path against the reference."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels.quantize_rowcol import (
+    CASES,
+    FORMATS,
+    Case,
+    allocate,
+    quantize_rowcol,
+    reference,
+)
+from tests.kernels import emulator
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [case for case in CASES if not case.large]
+OP = torch.ops.lowbit.quantize_rowcol
+
+
+def name_of(case) -> str:
+    return case.name
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same dtype, shape and values, NaNs in the same places."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.float().nan_to_num(-1e9), b.float().nan_to_num(-1e9))
+
+
+def assert_same(out: tuple, expected: tuple) -> None:
+    found = [same(a, b) for a, b in zip(out, expected, strict=True)]
+    assert all(found), dict(zip(("codes", "scale", "codes_t", "scale_t"), found, strict=True))
+
+
+def by_formula(x: torch.Tensor, format: str, tensorwise: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The quotients in float64 and the scales, of rows."""
+    values = x.double().numpy()
+    largest = np.abs(values).max(axis=None if tensorwise else 1, initial=0)
+    scale = (np.atleast_1d(largest).astype(np.float32) / np.float32(FORMATS[format][1])).astype(
+        np.float32
+    )
+    scale[scale == 0] = 1
+    return values / scale.astype(np.float64)[:, None], scale
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if not c.stochastic], ids=name_of)
+def test_reference_is_the_formula(case) -> None:
+    x, format, rows, columns, tensorwise, seed = case.arguments()
+    codes, scale, codes_t, scale_t = reference(x, format, rows, columns, tensorwise, seed)
+    dtype, largest = FORMATS[format]
+    for wanted, matrix, got, got_scale in (
+        (rows, x, codes, scale),
+        (columns, x.T, codes_t, scale_t),
+    ):
+        if not wanted:
+            assert got.shape == (0, 0) and got_scale.shape == (0,)
+            continue
+        quotients, expected_scale = by_formula(matrix, format, tensorwise)
+        m, k = matrix.shape
+        assert got.dtype == dtype and got.shape == (m, -(-k // 16) * 16) and got.is_contiguous()
+        assert got_scale.dtype == torch.float32
+        np.testing.assert_allclose(got_scale.numpy(), expected_scale, rtol=1e-6)
+        got = got.float().double().numpy()
+        assert not got[:, k:].any()
+        # Half a step: 1 of int8; of float8 the distance of its numbers, at least that of the smallest.
+        bits, smallest = {"int8": (None, 1), "e4m3": (4, 2.0**-9), "e5m2": (3, 2.0**-16)}[format]
+        step = 1.0
+        if bits is not None:
+            exponent = np.floor(np.log2(np.maximum(np.abs(quotients), 2.0**-20)))
+            step = np.maximum(2.0 ** (exponent + 1 - bits), smallest)
+        assert (np.abs(got[:, :k] - quotients) <= 0.5 * step * (1 + 1e-5)).all()
+        assert (np.abs(got) <= largest).all()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=name_of)
+def test_cpu(case) -> None:
+    x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
+    before = x.clone()
+    out = quantize_rowcol(x, format, rows=rows, columns=columns, tensorwise=tensorwise, seed=seed)
+    assert_same(out, reference(*arguments))
+    assert torch.equal(x, before)
+
+
+INTERPRETED = """
+import json, torch
+from lowbit_kernels import quantize_rowcol_triton, triton_runtime
+from tests.kernels.test_quantize_rowcol import OP, SMALL, extreme, reference, same
+
+assert triton_runtime.runs_on(torch.device("cpu"))
+launched = []
+kernel = quantize_rowcol_triton.quantize
+quantize_rowcol_triton.quantize = lambda *arguments: launched.append(1) or kernel(*arguments)
+torch.manual_seed(0)
+results = {}
+calls = {case.name: case.arguments() for case in SMALL}
+calls |= {f"extreme-{format}": (extreme(), format) for format in ("int8", "e4m3", "e5m2")}
+for name, arguments in calls.items():
+    before = len(launched)
+    out, expected = OP(*arguments), reference(*arguments)
+    results[name] = all(same(a, b) for a, b in zip(out, expected))
+    nothing = arguments[0].numel() == 0 or arguments[2:4] == (False, False)
+    results[name] &= len(launched) > before or nothing
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, bool]:
+    pytest.importorskip("triton")
+    path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", [*map(name_of, SMALL), *(f"extreme-{f}" for f in FORMATS)])
+def test_interpreted_kernel(interpreted: dict[str, bool], name: str) -> None:
+    assert interpreted[name]
+
+
+def extreme() -> torch.Tensor:
+    x = torch.randn(140, 150)
+    x[20] *= 1e-34
+    x[21] *= 1e30
+    x[22] *= 1e-42
+    x[23] = 3e38
+    x[3, 4], x[7, 9], x[11], x[:, 13] = math.nan, -math.inf, 0, 0
+    return x
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_extreme_values(format: str) -> None:
+    x = extreme()
+    codes, scale, codes_t, scale_t = quantize_rowcol(x, format)
+    bad = torch.zeros(140, dtype=torch.bool)
+    bad[[3, 7]] = True
+    assert torch.equal(scale.isnan(), bad) and not codes.float()[bad].any()
+    bad = torch.zeros(150, dtype=torch.bool)
+    bad[[4, 9]] = True
+    assert torch.equal(scale_t.isnan(), bad) and not codes_t.float()[bad].any()
+    assert scale[11] == 1 and scale_t[13] == 1 and not codes[11].float().any()
+    assert scale[22] == 2.0**-126
+    rows = [0, 20, 21, 23]
+    rounded = codes.float().double()[rows, :150] * scale[rows].double()[:, None]
+    assert (rounded - x[rows].double()).norm(dim=1).le(0.08 * x[rows].double().norm(dim=1)).all()
+
+
+EMULATED = {
+    "typical",
+    "several-tiles",
+    "fp32",
+    "prime-everything",
+    "long-rows-only",
+    "columns-only",
+    "misaligned",
+    "by-chance-odd",
+    "e4m3-fp16",
+    "e4m3-tensorwise",
+    "e5m2-by-chance",
+}
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("fused", [False, True], ids=["two-launches", "fused"])
+@pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
+def test_emulated_cuda(case, fused: bool) -> None:
+    """The CUDA source, by this machine's C++ compiler."""
+    x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
+    if fused and (rows, columns) == (True, False):
+        pytest.skip("one pass, whatever is asked for")
+    out = allocate(x, format, rows, columns, tensorwise)
+    for part in out:
+        part.view(torch.uint8).fill_(0xAA)
+    emulator.quantize_rowcol(x, format, rows, columns, tensorwise, seed, out, fused)
+    assert_same(out, reference(*arguments))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(list(FORMATS)), st.data())
+def test_codes_t_is_the_codes_of_the_transpose(m, k, format, data) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    x = torch.randn(m, k) * 10.0 ** data.draw(st.integers(-20, 20))
+    codes, scale, codes_t, scale_t = quantize_rowcol(x, format)
+    assert_same(quantize_rowcol(x.T, format), (codes_t, scale_t, codes, scale))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tensorwise", [False, True])
+def test_rounding_by_chance_is_unbiased(format: str, tensorwise: bool) -> None:
+    """The mean of n roundings lies within 5 standard errors of x; a step's share s has the variance s (1 - s)."""
+    if tensorwise and format == "int8":
+        pytest.skip("refused")
+    rows, columns, n = 24, 40, 400
+    x = torch.randn(rows, columns) * torch.logspace(-3, 0, columns)
+    total = torch.zeros(2, rows, columns, dtype=torch.float64)
+    nearest = quantize_rowcol(x, format, tensorwise=tensorwise)
+    for seed in range(n):
+        out = quantize_rowcol(x, format, tensorwise=tensorwise, seed=torch.tensor([seed]))
+        assert torch.equal(out[1], nearest[1]) and torch.equal(out[3], nearest[3])
+        total[0] += out[0].float().double()[:, :columns]
+        total[1] += out[2].float().double()[:, :rows].T
+    scales = (nearest[1].double()[:, None], nearest[3].double()[None, :])
+    bits, smallest = {"int8": (None, 1.0), "e4m3": (4, 2.0**-9), "e5m2": (3, 2.0**-16)}[format]
+    for mean, scale in zip(total / n, scales, strict=True):
+        quotient = x.double() / scale
+        step = torch.ones_like(quotient)
+        if bits is not None:
+            step = torch.exp2(quotient.abs().clamp(min=1e-30).log2().floor() + 1 - bits)
+            step = step.clamp(min=smallest)
+        share = (quotient / step) % 1
+        deviation = (share * (1 - share) / n).sqrt().clamp(min=1e-4) * step
+        assert ((mean - quotient).abs() <= 5 * deviation).all()
+        assert ((mean - quotient) / step).mean().abs() < 5 / math.sqrt(n * mean.numel())
+
+
+def test_rounding_by_chance_depends_on_the_seed_and_the_index_alone() -> None:
+    x = torch.randn(50, 30).clamp(-1, 1)
+    x[:, 0] = x[0] = 1.0  # every row and column has the same scale
+    seed = torch.tensor([2**62 + 5])
+    codes, _, codes_t, _ = quantize_rowcol(x, "int8", seed=seed)
+    assert torch.equal(codes[:, :30], codes_t[:, :50].T)
+    assert torch.equal(quantize_rowcol(x, "int8", columns=False, seed=seed)[0], codes)
+    assert torch.equal(quantize_rowcol(x[:20], "int8", seed=seed)[0], codes[:20])
+    other = quantize_rowcol(x, "int8", seed=seed + 1)[0]
+    assert 0.2 < (other != codes)[:, :30].float().mean() < 0.5
+    assert not torch.equal(quantize_rowcol(x, "int8", seed=seed + 2**32)[0], codes)
+
+
+@pytest.mark.parametrize("case", SMALL[:3] + SMALL[8:16], ids=name_of)
+def test_operator_is_registered_well(case) -> None:
+    torch.library.opcheck(OP.default, case.arguments())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.ones(2, 3, dtype=torch.float64)}, TypeError, r"got torch\.float64"),
+        ({"x": torch.ones(2, 3, 4)}, ValueError, r"\[M, K\], got \(2, 3, 4\); flatten"),
+        ({"format": "int4"}, ValueError, "int8, e4m3, e5m2, got 'int4'"),
+        ({"tensorwise": True}, ValueError, 'got "int8"; leave it out'),
+        ({"seed": torch.tensor([1.0])}, TypeError, r"int64, got torch\.float32"),
+        ({"seed": torch.tensor([1, 2])}, ValueError, r"one element on cpu, got \(2,\)"),
+    ],
+)
+def test_wrong_arguments(change: dict, error: type[Exception], message: str) -> None:
+    arguments: dict = {"x": torch.ones(2, 3), "format": "int8"}
+    quantize_rowcol(**arguments)
+    with pytest.raises(error, match=message):
+        quantize_rowcol(**{**arguments, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_cuda(case) -> None:
+    arguments = case.arguments("cuda")
+    assert_same(OP(*arguments), reference(*arguments))
+
+
+def assert_filled(arguments: tuple, run) -> None:
+    x, format, rows, columns, tensorwise, seed = arguments
+    if x.numel() == 0 or not (rows or columns):
+        pytest.skip("the op answers without a launch")
+    out = allocate(x, format, rows, columns, tensorwise)
+    for part in out:
+        part.view(torch.uint8).fill_(0xAA)
+    run(x, format, rows, columns, tensorwise, seed, out)
+    assert_same(out, reference(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["two-launches", "fused"])
+@pytest.mark.parametrize("case", SMALL, ids=name_of)
+def test_cuda_source(case, fused: bool) -> None:
+    arguments = case.arguments("cuda")
+    if not quantize_rowcol_cuda.is_available(arguments[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    assert_filled(arguments, lambda *rest: quantize_rowcol_cuda.quantize(*rest, fused=fused))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL, ids=name_of)
+def test_cuda_triton(case) -> None:
+    arguments = case.arguments("cuda")
+    if not quantize_rowcol_triton.takes(case.format, arguments[0].device):
+        pytest.skip("needs a GPU with float8 conversions")
+    assert_filled(arguments, quantize_rowcol_triton.quantize)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_cuda_extreme_values(format: str) -> None:
+    x = extreme().cuda()
+    x[[20, 22]] = 0  # subnormal numbers: a GPU's division in PyTorch ops may round them otherwise
+    for rows, columns in ((True, True), (True, False)):
+        assert_same(OP(x, format, rows, columns), reference(x, format, rows, columns))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    arguments = Case("", 300, 520, stochastic=True).arguments("cuda")
+    OP(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OP(*arguments)
+    arguments[0].mul_(2.5)
+    arguments[-1].add_(1)  # the seed is read on the device
+    graph.replay()
+    assert_same(out, reference(*arguments))

@@ -1,0 +1,301 @@
+"""The products of quantized matrices: each path against sums that are exact, or in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit_kernels import (
+    float8_scaled_mm,
+    int8_mm_hopper,
+    int8_mm_triton,
+    int8_scaled_mm,
+    scaled_mm,
+)
+from lowbit_kernels.scaled_mm import CASES, E4M3, E5M2, Case, calls, reference
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [case for case in CASES if not case.large]
+INT8 = [case for case in SMALL if case.a_dtype == torch.int8]
+ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+def op_of(case: Case):
+    return int8_scaled_mm if case.a_dtype == torch.int8 else float8_scaled_mm
+
+
+def exact(a, b, a_scale, b_scale, bias=None, out_dtype=None) -> torch.Tensor:
+    """The formula in float64, by numpy."""
+    a, b, a_scale, b_scale = (x.cpu().double().numpy() for x in (a, b, a_scale, b_scale))
+    out = (a @ b.T) * a_scale[:, None] * b_scale[None, :]
+    return torch.from_numpy(out if bias is None else out + bias.cpu().double().numpy())
+
+
+def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 0.0) -> None:
+    """Within two roundings to the output's dtype, and an error of `sums` of the sums'; of norms."""
+    expected = exact(*arguments)
+    assert out.shape == expected.shape and out.dtype == case.out_dtype and out.is_contiguous()
+    error = (out.cpu().double() - expected).norm()
+    assert error <= (ROUNDING[case.out_dtype] + sums) * expected.norm()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_reference_is_the_formula(case: Case) -> None:
+    arguments = case.arguments()
+    assert_close(reference(*arguments), case, arguments)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_cpu(case: Case) -> None:
+    arguments = case.arguments()
+    out = op_of(case)(*arguments)
+    assert_close(out, case, arguments, sums=0.0 if case in INT8 else 1e-5)
+    if case in INT8:
+        assert torch.equal(out, reference(*arguments))  # to the bit
+
+
+INTERPRETED = """
+import json, torch
+from lowbit_kernels import int8_mm_triton, triton_runtime
+from lowbit_kernels.scaled_mm import CASES, reference
+
+assert triton_runtime.runs_on(torch.device("cpu"))
+launched = []
+kernel = int8_mm_triton.int8_mm
+int8_mm_triton.int8_mm = lambda *arguments: launched.append(1) or kernel(*arguments)
+torch.manual_seed(0)
+results = {}
+for case in CASES:
+    if not case.large and case.a_dtype == torch.int8:
+        arguments = case.arguments()
+        before = len(launched)
+        out, expected = torch.ops.lowbit.int8_scaled_mm(*arguments), reference(*arguments)
+        results[case.name] = torch.equal(out, expected) and out.dtype == expected.dtype
+        results[case.name] &= len(launched) > before or 0 in (case.m, case.n, case.k)
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, bool]:
+    pytest.importorskip("triton")
+    path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", INT8, ids=lambda c: c.name)
+def test_interpreted_kernel(interpreted: dict[str, bool], case: Case) -> None:
+    assert interpreted[case.name]
+
+
+OPCHECKED = [INT8[0], INT8[2], INT8[-1], *(c for c in SMALL if c.name.startswith("e5m2"))]
+
+
+def opcheck(case: Case, device: str = "cpu") -> None:
+    name, every = "int8_scaled_mm", ["test_schema"]
+    if case not in INT8:  # the check of mutations multiplies, which float8 can't
+        name, every = "float8_scaled_mm", []
+    every += ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    op = getattr(torch.ops.lowbit, name).default
+    torch.library.opcheck(op, case.arguments(device), test_utils=every)
+
+
+@pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
+def test_operator_is_registered_well(case: Case) -> None:
+    opcheck(case)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(-20, 20), st.data())
+def test_sums_are_exact_and_scales_factor_out(m, n, k16, exponent, data) -> None:
+    """With powers of two for scales nothing is rounded but the sums, which are below 2**24."""
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    a, b = (
+        torch.from_numpy(generator.integers(-128, 128, (rows, 16 * k16), dtype=np.int8))
+        for rows in (m, n)
+    )
+    sums = torch.from_numpy(a.numpy().astype(np.int64) @ b.numpy().T.astype(np.int64))
+    scale = torch.tensor([2.0**exponent])
+    out = int8_scaled_mm(a, b, scale, torch.ones(n), None, torch.float32)
+    assert torch.equal(out.double(), sums.double() * 2.0**exponent)
+
+
+@pytest.mark.parametrize("case", [INT8[0], SMALL[len(INT8)]], ids=lambda c: c.name)
+def test_extreme_scales(case: Case) -> None:
+    a, b, a_scale, b_scale, *_ = case.arguments()
+    a_scale[:6] = torch.tensor([float("nan"), float("inf"), 0.0, 1e30, 1e-38, 1e-45])
+    b_scale[0] = 1e30
+    out = op_of(case)(a, b, a_scale, b_scale, None, torch.float32)
+    assert out[0].isnan().all() and not out[1].isfinite().any() and not out[2].any()
+    assert out[3, 0].isinf() and out[3, 1:].isfinite().all()
+    expected = exact(a, b, a_scale, b_scale)
+    assert (out[4:].double() - expected[4:]).norm() <= 1e-5 * expected[4:].norm()
+
+
+def test_calls_are_counted_also_where_they_are_compiled() -> None:
+    case = INT8[0]
+    arguments = case.arguments()
+    before = calls["int8_scaled_mm"]
+    out = int8_scaled_mm(*arguments)
+    assert calls["int8_scaled_mm"] == before + 1
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def twice(a, b, a_scale, b_scale):
+        first = int8_scaled_mm(a, b, a_scale, b_scale)
+        return first + int8_scaled_mm(a, b, a_scale, b_scale)
+
+    assert torch.equal(twice(*arguments[:4]), out + out)
+    assert calls["int8_scaled_mm"] == before + 3
+    before = calls["float8_scaled_mm"]
+    float8_scaled_mm(*SMALL[len(INT8)].arguments())
+    assert calls["float8_scaled_mm"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"a": torch.zeros(2, 16)}, TypeError, r"torch\.int8, got torch\.float32"),
+        ({"b": torch.zeros(3, 16, dtype=E4M3)}, TypeError, r"and torch\.float8_e4m3fn"),
+        ({"b": torch.zeros(3, 32, dtype=torch.int8)}, ValueError, r"got \(2, 16\) and \(3, 32\)"),
+        ({"a_scale": torch.ones(3)}, ValueError, r"a_scale .* \(2,\) or \(1,\), got \(3,\)"),
+        ({"a_scale": torch.ones(2, 1)}, ValueError, r"got \(2, 1\)"),
+        ({"b_scale": torch.ones(3).double()}, TypeError, r"b_scale .* got torch\.float64"),
+        ({"bias": torch.ones(2)}, ValueError, r"\(3,\), got \(2,\)"),
+        ({"bias": torch.ones(3, dtype=torch.int32)}, TypeError, r"bias .* got torch\.int32"),
+        ({"out_dtype": torch.float64}, TypeError, r"out_dtype .* got torch\.float64"),
+    ],
+)
+def test_wrong_arguments(change: dict, error: type[Exception], message: str) -> None:
+    arguments = {
+        "a": torch.zeros(2, 16, dtype=torch.int8),
+        "b": torch.zeros(3, 16, dtype=torch.int8),
+        "a_scale": torch.ones(2),
+        "b_scale": torch.ones(3),
+    }
+    assert int8_scaled_mm(**arguments).shape == (2, 3)
+    with pytest.raises(error, match=message):
+        int8_scaled_mm(**{**arguments, **change})
+
+
+def test_refuses_what_no_unit_multiplies() -> None:
+    codes, scale = torch.zeros(4, 24, dtype=torch.int8), torch.ones(1)
+    with pytest.raises(ValueError, match="multiple of 16, got 24; pad"):
+        int8_scaled_mm(codes, codes, scale, scale)
+    codes = torch.zeros(4, 16).to(E5M2)
+    with pytest.raises(TypeError, match=r"must be torch\.float8_e4m3fn, got two of"):
+        float8_scaled_mm(codes, codes, scale, scale)
+
+
+def test_hopper_slices_k_where_tiles_are_few() -> None:
+    plans = {
+        (8192, 8192, 8192): (8, 1),
+        (8192, 4096, 4096): (4, 1),
+        (2048, 2048, 8192): (4, 1),  # 64 clusters of 66
+        (512, 2048, 16384): (4, 4),
+        (1, 8, 16): (4, 1),
+    }
+    assert {shape: int8_mm_hopper.plan(*shape, 132) for shape in plans} == plans
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 5000), st.integers(2, 200))
+def test_no_slice_is_empty(m: int, n: int, k16: int, multiprocessors: int) -> None:
+    _, slices = int8_mm_hopper.plan(m, n, 16 * k16, multiprocessors)
+    assert 1 <= slices <= -(-16 * k16 // 128)
+
+
+def accepting(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
+    """What ``torch._scaled_mm`` takes on a GPU, multiplied exactly."""
+    (m, k), n = a.shape, b.shape[1]
+    assert {a.dtype, b.dtype} <= {E4M3, E5M2} and a.stride(1) == b.stride(0) == 1
+    assert k % 16 == 0 and n % 16 == 0
+    shapes = (a_scale.shape, b_scale.shape)
+    assert shapes == ((m, 1), (1, n)) or shapes == ((), ())
+    assert a_scale.is_contiguous() and b_scale.is_contiguous()
+    assert out_dtype == torch.bfloat16 or shapes == ((), ())
+    assert bias is None or bias.dtype == out_dtype != torch.float32
+    out = a.double() @ b.double() * a_scale * b_scale
+    return (out if bias is None else out + bias.double()).to(out_dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if c not in INT8], ids=lambda c: c.name)
+def test_cublas_gets_what_it_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", accepting)
+    monkeypatch.setattr(scaled_mm, "_takes_rows_in_any_dtype", lambda device: False)
+    arguments = case.arguments()
+    if 0 in (case.m, case.n, case.k):
+        pytest.skip("the op answers without a product")
+    assert_close(scaled_mm._float8_cublas(*arguments), case, arguments, sums=2.0**-24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_cuda(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    out = op_of(case)(*arguments)
+    if case.a_dtype == torch.int8 and case.bias is None:
+        assert torch.equal(out, reference(*arguments))  # to the bit
+    else:
+        expected = reference(*arguments)
+        error = (out.double() - expected.double()).norm()
+        assert (
+            error
+            <= (2.0**-8 + (0 if case.a_dtype == torch.int8 else 2e-3)) * expected.double().norm()
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slices", [1, 2, 5])
+@pytest.mark.parametrize("case", INT8, ids=lambda c: c.name)
+def test_hopper(case: Case, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = -(-case.k // int8_mm_hopper.TILE_K)
+    monkeypatch.setattr(int8_mm_hopper, "plan", lambda *shape: (2, min(slices, steps)))
+    arguments = case.arguments("cuda")
+    if not int8_mm_hopper.is_available(arguments[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    if 0 in (case.m, case.n, case.k):
+        pytest.skip("the op answers without a launch")
+    assert_close(int8_mm_hopper.int8_mm(*arguments), case, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in INT8 if c.m * c.n * c.k], ids=lambda c: c.name)
+def test_cuda_triton(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    assert_close(int8_mm_triton.int8_mm(*arguments), case, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
+def test_cuda_operator_is_registered_well(case: Case) -> None:
+    opcheck(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    arguments = Case("", 300, 520, 256).arguments("cuda")
+    int8_scaled_mm(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = int8_scaled_mm(*arguments)
+    arguments[0].neg_()
+    graph.replay()
+    assert torch.equal(out, reference(*arguments))
