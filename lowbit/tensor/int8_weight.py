@@ -1,0 +1,244 @@
+"""Int8WeightTensor: a weight that is int8 and nothing else, also while it is trained.
+
+| tensor | shape        | dtype                                                                            |
+|--------|--------------|----------------------------------------------------------------------------------|
+| codes  | [..., N, K]  | int8, -127 .. 127                                                                |
+| scale  | [..., N, 1]  | float32, absmax / 127 of the row; 1 for a row of zeros, NaN for one with a NaN   |
+| place  | [..., N, 1]  | int64, where the row's random draws begin (`lowbit.rounding`)                    |
+
+So a weight takes 1 byte and 12 bytes a row. It has no high-precision copy: what an optimizer computes in float32 is
+rounded stochastically (arXiv 2010.06192), so that an update far below the distance of two codes moves the weight as
+often as it should. The draw of an element is a function of (seed, the parameter's name, number of updates, index of
+the element in the whole parameter): `place` begins at a hash of the first two plus the row's first index, and every
+update moves it on. As it lies beside the row, it shards, is saved and resumes with it, whoever updates the weight; so
+replicas, any sharding and a restart give the same weights.
+
+torch.optim's in-place operations round once each, but for a multiplication by a positive number (decoupled weight
+decay), which is one of the scales and exact; lowbit's optimizers round once a step. Copying plain values, as loading
+and initialising do, rounds to nearest.
+
+Products see the weight dequantized, or, with `Int8Weight(int8_products=True)`, are int8 x int8 in all directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
+
+from lowbit.granularity import PerRow
+from lowbit.rounding import NEXT, first_index, round_at
+from lowbit.scheme import Int, Spec
+from lowbit.tensor.affine_tensor import AffineTensor, check_weight
+from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.train_scheme import Int8Weight
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of the whole weight a tensor holds, where it does not hold all.
+
+    A row's scale belongs to all of its columns, so to round them anew takes the largest of all of its parts: `group`
+    names the process group over which those are spread, once `lowbit.train.locate_` has found it.
+    """
+
+    start: int
+    total: int
+    group: str | None = None
+
+
+class Int8WeightTensor(AffineTensor):
+    """A trainable weight in int8; see the module. `Int8WeightTensor(weight, Int8Weight(), name)` makes one."""
+
+    tensor_attrs = ("codes", "scale", "place")
+    meta_attrs = ("scheme", "columns", "transposed")
+    already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
+
+    spec = Spec(Int(8), PerRow())
+    activation = None
+    zero_point = None
+
+    place: Tensor | None
+    """None where it takes no updates: gathered, or made on meta, and not yet placed by `lowbit.train.locate_`."""
+    scheme: Int8Weight
+    columns: Columns | None
+    """None: all of them."""
+
+    def __new__(cls, weight: Tensor, scheme: Int8Weight, name: str = "") -> Self:
+        """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. With `scheme.seed`, `name` (that of the
+        parameter in the model) decides the random draws of its updates.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
+        check_weight(weight)
+        codes, scale = _rounded(weight.detach().float())
+        meta = {"scheme": scheme, "columns": None, "transposed": False}
+        tensors = {"codes": codes, "scale": scale}
+        self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
+        if not weight.is_meta:
+            self.put_at(name)
+        return self
+
+    def put_at(self, name: str, first_row: int = 0) -> None:
+        """Give the rows their places: those of row `first_row` and following ones of the parameter `name`."""
+        columns = self.shape[-1] if self.columns is None else self.columns.total
+        rows = torch.arange(first_row, first_row + self.scale.numel(), device=self.device)
+        start = first_index(self.scheme.seed, name)
+        self.place = (rows * columns + start).view(self.scale.shape)
+
+    # ---- values ----------------------------------------------------------------------------------------------
+
+    def master(self) -> Tensor:
+        """The values in float32, a new tensor: `update_` takes the ones that an optimizer makes of them."""
+        return self.to(torch.float32).dequantize()
+
+    def update_(self, values: Tensor) -> None:
+        """Take these values [..., N, K], float32, rounded stochastically, and move on to the next random draws.
+
+        Raises NotImplementedError where the weight is a gathered one, or has not been placed.
+        """
+        place = self._place()
+        codes, scale = self._rounded(values, place)
+        self.codes.copy_(codes)
+        self.scale.copy_(scale)
+        place.add_(NEXT)
+
+    def scale_(self, factor: float | Tensor) -> None:
+        """Multiply by a positive number: the scales alone, without rounding."""
+        self.scale.mul_(factor)
+
+    def _place(self) -> Tensor:
+        if self.transposed or self.flat_from is not None:
+            raise self._unsupported("an update of a view that is transposed or flattened")
+        if self.place is None:
+            raise self._unsupported(
+                "an update: it is a gathered weight (update the sharded parameter), or was made on meta (call "
+                "lowbit.train.locate_(model) once it is in memory)"
+            )
+        return self.place
+
+    def _rounded(self, values: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Codes and scale of these values: to nearest without places."""
+        group, index = None, place
+        if self.columns is not None:
+            if self.columns.group is None:
+                raise self._unsupported(
+                    "taking other values, as rows share a scale that the other columns have a say in: call "
+                    "lowbit.train.locate_(model) after its weights are sharded; or"
+                )
+            group = self.columns.group
+        if place is not None:
+            start = 0 if self.columns is None else self.columns.start
+            index = place + torch.arange(start, start + self.shape[-1], device=self.device)
+        return _rounded(values.float(), index, old=self.scale, group=group)
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        if self.transposed:
+            return self._untransposed()._encode(values.transpose(-2, -1))
+        codes, scale = self._rounded(values)
+        return {"codes": codes, "scale": scale, "place": self.place}
+
+    # ---- what the base asks for ------------------------------------------------------------------------------
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        row = (*shape[:-1], 1)
+        found: InnerShapes = {"codes": (tuple(shape), torch.int8), "scale": (row, torch.float32)}
+        if self.place is not None:
+            found["place"] = (row, torch.int64)
+        return found
+
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whichever columns they hold."""
+        return (
+            isinstance(other, Int8WeightTensor)
+            and self.scheme == other.scheme
+            and self.transposed == other.transposed
+        )
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        if self.transposed:
+            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
+            return self._untransposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+        shape = (*self.shape[:dim], end - start, *self.shape[dim + 1 :])
+        if dim < self.ndim - 1:
+            return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
+        tensors = {**self.inner_tensors(), "codes": self.codes.narrow(dim, start, end - start)}
+        old = self.columns or Columns(0, self.shape[-1])
+        return self._with(tensors, shape, columns=_whole(replace(old, start=old.start + start), shape))
+
+    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        joined = super()._cat(tensors, dim)
+        if dim == self.ndim - 1 and self.columns is not None:
+            # gathered parts all say what this rank's says
+            at_start = joined.shape[-1] == self.columns.total
+            columns = replace(self.columns, start=0) if at_start else self.columns
+            joined.columns = _whole(columns, joined.shape)
+        return joined
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
+        made = super()._new(shape, dtype, device, make)
+        if made.place is not None and not made.is_meta:
+            made.place = None if self.is_meta else made.place.zero_()
+        return made
+
+    def _wire(self) -> LowbitTensor:
+        """A gathered weight is not updated, so its places stay where they are."""
+        return self._with({"codes": self.codes, "scale": self.scale})
+
+    def meta_to_json(self) -> dict[str, Any]:
+        columns = self.columns and [self.columns.start, self.columns.total]
+        return {"scheme": self.scheme.to_dict(), "columns": columns}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        scheme = Int8Weight.from_dict(data["scheme"])
+        if not isinstance(scheme, Int8Weight):
+            raise ValueError(f"{scheme} is no Int8Weight")
+        columns = data["columns"] and Columns(*map(int, data["columns"]))
+        return {"scheme": scheme, "columns": columns, "transposed": False}
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from lowbit.tensor.int8_weight_ops import PRODUCTS
+
+        product = PRODUCTS.get(func)
+        if product is not None:
+            return product(*args, **(kwargs or {}))
+        # past AffineTensor's, which refuses gradients
+        return super(AffineTensor, cls).__torch_function__(func, types, args, kwargs)
+
+
+def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
+    return None if shape[-1] == columns.total else columns
+
+
+def _rounded(
+    values: Tensor, index: Tensor | None = None, *, old: Tensor | None = None, group: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(codes, scale) of float32 `values`, stochastically by the draws at `index`, or to nearest.
+
+    A row whose largest magnitude is still 127 times its `old` scale keeps that, so that a weight which has not changed
+    is stored as it was.
+    """
+    largest = values.abs()
+    if values.shape[-1]:
+        largest = largest.amax(-1, keepdim=True)
+    else:
+        largest = values.new_zeros((*values.shape[:-1], 1))
+    if group is not None:  # a maximum over ranks may lose a NaN, but no infinity
+        largest = torch.where(largest.isfinite(), largest, torch.inf)
+        largest = all_reduce(largest, "max", group)
+    scale = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    if old is not None:
+        scale = torch.where(largest == old * 127, old, scale)
+    scale = torch.where(largest == 0, 1.0, scale)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    codes = values / scale
+    codes = codes.round() if index is None else round_at(codes, index)
+    return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
