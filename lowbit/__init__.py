@@ -1,9 +1,10 @@
 """lowbit: train, fine-tune and convert PyTorch models in 8 bits and fewer.
 
-Everything a user needs is here or in the three subpackages `lowbit.optim`, `lowbit.qat` and `lowbit.inference`.
+Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowbit.train`, `lowbit.qat` and
+`lowbit.inference`.
 """
 
-from lowbit import inference, optim, qat
+from lowbit import inference, optim, qat, train
 from lowbit.affine import (
     choose_qparams_affine,
     dequantize_affine,
@@ -32,7 +33,9 @@ from lowbit.tensor import (
     FakeQuantizedTensor,
     Float8Tensor,
     LowbitTensor,
+    MixedPrecisionTensor,
 )
+from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision, TrainingScheme
 
 __version__ = "0.1.0"
 
@@ -43,15 +46,18 @@ __all__ = [
     "FakeQuantizedTensor",
     "Float8",
     "Float8DynamicActivationFloat8Weight",
+    "Float8MixedPrecision",
     "Float8Tensor",
     "Float8WeightOnly",
     "Int",
     "Int4WeightOnly",
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
+    "Int8MixedPrecision",
     "Int8WeightOnly",
     "IntxWeightOnly",
     "LowbitTensor",
+    "MixedPrecisionTensor",
     "PerBlock",
     "PerGroup",
     "PerRow",
@@ -60,6 +66,7 @@ __all__ = [
     "Report",
     "Scheme",
     "Spec",
+    "TrainingScheme",
     "choose_qparams_affine",
     "dequantize_affine",
     "fake_quantize_affine",
@@ -72,5 +79,6 @@ __all__ = [
     "quantize_affine",
     "register_linear",
     "save",
+    "train",
     "unregister_linear",
 ]

@@ -11,10 +11,22 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision
 
 # what torch.load(weights_only=True) may meet inside them
 _torch.serialization.add_safe_globals(
-    [Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock]
+    [
+        *(Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock),
+        *(Int8MixedPrecision, Float8MixedPrecision),
+    ]
 )
 
-__all__ = ["AffineTensor", "CodebookTensor", "FakeQuantizedTensor", "Float8Tensor", "LowbitTensor"]
+__all__ = [
+    "AffineTensor",
+    "CodebookTensor",
+    "FakeQuantizedTensor",
+    "Float8Tensor",
+    "LowbitTensor",
+    "MixedPrecisionTensor",
+]

@@ -37,6 +37,8 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ()
     meta_attrs: ClassVar[tuple[str, ...]] = ()
+    already: ClassVar[str] = ""
+    """Why a weight of this class is not converted once more, if there is more to say than what it is."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -128,6 +130,9 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     def update_(self, values: Tensor) -> None:
         """Take the values that an optimizer made of `master()`. Where they are rounded, stochastically."""
         self.copy_(values)
+    def updated_in_place(self) -> Tensor | None:
+        """`master()` where that is memory of its own, which an optimizer may write to; else None."""
+        return None
 
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""

@@ -1,0 +1,251 @@
+"""MixedPrecisionTensor: a high-precision weight whose products run in int8 or float8.
+
+`F.linear` quantizes the input once: along rows for the output, along columns, transposed, for the weight's gradient,
+of which backward keeps the one byte an element and not the input. The weight is quantized along rows for the output,
+and anew along columns for the input's gradient: that costs a hundredth of the products, keeping it a byte a weight.
+The gradient of the output is quantized once too, rows and columns. So every product reads both its operands along
+the dimension that it sums over (`lowbit_kernels.scaled_mm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.trainable import GatheredForm, Master, TrainableTensor
+from lowbit.train_scheme import MixedPrecision, TrainingScheme
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
+
+Codes = tuple[Tensor, Tensor]
+"""Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
+
+
+class MixedPrecisionTensor(TrainableTensor):
+    """A trainable weight [..., N, K] with low-bit products. `weight` is the high-precision tensor inside."""
+
+    already = "prepared for training already; lowbit.train.restore_(model) gives back plain weights"
+
+    scheme: MixedPrecision
+
+    def dequantize(self) -> Tensor:
+        """The high-precision weight, in this tensor's dtype, without gradient."""
+        return self.weight.detach().to(self.dtype).reshape(self.shape)
+
+    def row_codes(self) -> Codes:
+        """The weight [N, K] as the output's product reads it: codes [N, K16]."""
+        scheme = self.scheme
+        codes, scale, _, _ = quantize_rowcol(
+            self.weight, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
+        )
+        return codes, scale
+
+    def column_codes(self) -> Codes:
+        """The weight [N, K] as the product for the input's gradient reads it: codes [K, N16]."""
+        scheme = self.scheme
+        _, _, codes, scale = quantize_rowcol(
+            self.values(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+        )
+        return codes, scale
+
+    def values(self) -> Tensor:
+        """What high-precision products multiply by: plain, without gradient."""
+        return self.weight.detach()
+
+    def plain(self) -> Tensor:
+        """The same, differentiable."""
+        return Master.apply(self)
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        return {"scheme": TrainingScheme.from_dict(data["scheme"])}
+
+    def _wire(self) -> LowbitTensor:
+        """Under FSDP2 one byte an element travels, and a scale a row, if no product needs more."""
+        scheme = self.scheme
+        quantizes = scheme.output and scheme.grad_input
+        if not quantizes or not (scheme.always or self.device.type == "cuda"):
+            return self
+        n, k = self.shape[:-1].numel(), self.shape[-1]
+        codes, scale, _, _ = quantize_rowcol(
+            self.weight.reshape(n, k),
+            scheme.forward_format,
+            columns=False,
+            tensorwise=scheme.one_scale,
+        )
+        tensors = {
+            "codes": codes.view(*self.shape[:-1], codes.shape[1]),
+            "scale": scale.expand(n).contiguous().view(self.shape[:-1]),
+        }
+        return GatheredMixedPrecision.from_inner(tensors, self.meta(), self.shape, self.dtype)
+
+
+class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
+    """What FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and the one
+    for the input's gradient, read the weight that they stand for."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+
+    codes: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        values = self.codes[..., : self.shape[-1]].float() * self.scale.unsqueeze(-1)
+        return values.to(self.dtype)
+
+    def row_codes(self) -> Codes:
+        return self.codes, self.scale
+
+    def values(self) -> Tensor:
+        return self.dequantize()
+
+    def plain(self) -> Tensor:
+        return _Dequantized.apply(self)
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        padded = -(-shape[-1] // 16) * 16
+        return {
+            "codes": ((*shape[:-1], padded), self.codes.dtype),
+            "scale": (tuple(shape[:-1]), torch.float32),
+        }
+
+
+class _Dequantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: GatheredMixedPrecision) -> Tensor:
+        return weight.dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _Linear(torch.autograd.Function):
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None, columns: bool
+    ) -> Tensor:
+        scheme = weight.scheme
+        codes, scale, codes_t, scale_t = quantize_rowcol(
+            x,
+            scheme.forward_format,
+            rows=scheme.output,
+            columns=columns,
+            tensorwise=scheme.one_scale,
+        )
+        ctx.columns, ctx.dtype = columns, x.dtype
+        kept = (codes_t, scale_t) if columns else (x,)
+        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
+        ctx.save_for_backward(weight.detach(), *kept)
+        if scheme.output:
+            return _product(
+                scheme.forward_format, (codes, scale), weight.row_codes(), x.dtype, bias
+            )
+        return F.linear(x, weight.values().to(x.dtype), bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        grad = grads[0]
+        weight, *kept = ctx.saved_tensors
+        scheme = weight.scheme
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        fmt = scheme.backward_format
+        rows, columns = for_x and scheme.grad_input, for_weight and ctx.columns
+        grad_x = grad_weight = grad_bias = None
+        if rows or columns:
+            codes, scale, codes_t, scale_t = quantize_rowcol(
+                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale
+            )
+        if rows:
+            grad_x = _product(fmt, (codes, scale), weight.column_codes(), ctx.dtype)
+        elif for_x:
+            grad_x = grad @ weight.values().to(grad.dtype)
+        if columns:
+            grad_weight = _product(fmt, (codes_t, scale_t), tuple(kept), weight.dtype)
+        elif for_weight:
+            grad_weight = grad.t() @ kept[0]
+        if for_bias:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _product(
+    fmt: str, a: Codes, b: Codes, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    multiply = int8_scaled_mm if fmt == "int8" else float8_scaled_mm
+    return multiply(a[0], b[0], a[1], b[1], bias, dtype)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, MixedPrecisionTensor) or isinstance(input, LowbitTensor):
+        raise NotImplementedError(
+            f"linear of {input!r} with {weight!r}: only the weight may be a MixedPrecisionTensor"
+        )
+    x, bias = autocast_inputs(input, weight, bias)
+    return mixed_linear(x, weight, bias)
+
+
+def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
+
+    In high precision where `MixedPrecision.plain_because` has a reason.
+    """
+    scheme = weight.scheme
+    n, k = weight.shape
+    if x.shape[-1] != k:
+        raise ValueError(
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
+        )
+    m = x.shape[:-1].numel()
+    if scheme.plain_because(x.device, m, n, k) is not None:
+        return F.linear(x, weight.plain().to(x.dtype), bias)
+    columns = scheme.grad_weight and weight.requires_grad and torch.is_grad_enabled()
+    y = _Linear.apply(x.reshape(m, k), weight, bias, columns)
+    return y.view(*x.shape[:-1], n)
+
+
+def _embedding(input: Tensor, weight: MixedPrecisionTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of a weight tied to a linear's: rows in high precision, as far as the weight has it."""
+    return F.embedding(input, weight.plain().to(weight.dtype), *args, **kwargs)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """nn.MultiheadAttention multiplies by its out_proj.weight where no override of F.linear reaches."""
+    weight = next(x for x in (*args, *kwargs.values()) if isinstance(x, MixedPrecisionTensor))
+    raise NotImplementedError(
+        f"{weight!r} in nn.MultiheadAttention, which has products of its own: leave its out_proj out by filter_fn or a "
+        "pattern, e.g. {'*.out_proj': None, '*': scheme}"
+    )
+
+
+MixedPrecisionTensor.products = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.multi_head_attention_forward: _attention,
+}
+
+
+@MixedPrecisionTensor.implements(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    """The high-precision weight takes the dtype asked for: it is the tensor's own memory."""
+    self = args[0]
+    dtype = kwargs.get("dtype") or self.dtype
+    if not dtype.is_floating_point:
+        raise self._unsupported(f"conversion to {dtype} (accepted: floating dtypes)")
+    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
+
+    def move(t: Tensor) -> Tensor:
+        to = dtype if t is getattr(self, "weight", None) else t.dtype
+        return t.to(device=device or t.device, dtype=to, non_blocking=non_blocking, copy=True)
+
+    return self._map(move, dtype=dtype)

@@ -1,0 +1,77 @@
+"""prepare_ and restore_: between them, train as usual.
+
+train.prepare_(model, Int8MixedPrecision())           # products of linear layers run in int8
+optimizer = AdamW8bit(model.parameters())             # made after prepare_, which replaces the parameters
+...                                                   # train
+train.restore_(model)                                 # plain weights, as they were trained
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.tensor.apply import (
+    Filter,
+    Report,
+    Target,
+    TrainingSchemes,
+    find_owners,
+    find_targets,
+    replace_weights,
+)
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision, TrainingScheme
+
+TENSORS: dict[type[TrainingScheme], type[LowbitTensor]] = {
+    Int8MixedPrecision: MixedPrecisionTensor,
+    Float8MixedPrecision: MixedPrecisionTensor,
+}
+"""The tensor that carries a scheme out: made as `cls(weight, scheme)`, and has that `scheme`."""
+
+
+def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:
+    """Make the weights of `model` train by `scheme`, in place, and report which do and which were left alone.
+
+    Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
+    of mixed precision share the old ones' memory): make the optimizer afterwards, and shard afterwards too.
+    """
+    targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
+    return replace_weights(targets, report, _prepared, trainable=True)
+
+
+def _prepared(target: Target) -> Tensor:
+    return TENSORS[type(target.scheme)](target.weight, target.scheme)
+
+
+def restore_(model: nn.Module) -> Report:
+    """Give a prepared model plain weights back, in place: those it trained, in their dtype, still trainable.
+
+    The parameters are replaced (those of mixed precision share the old ones' memory).
+
+    Raises:
+        ValueError: the model was never prepared, or is sharded. It is then as it was.
+    """
+    kinds = tuple(TENSORS.values())
+    targets = []
+    for owners in find_owners(model).values():
+        module, name, fqn = owners[0]
+        weight = getattr(module, name)
+        if isinstance(weight, DTensor) and isinstance(weight.to_local(), kinds):
+            raise ValueError(
+                f"{fqn} is sharded: gather the state dict, load it into a plain model on one process"
+            )
+        if isinstance(weight, kinds):
+            targets.append(Target(weight, weight.scheme, tuple(owners)))  # type: ignore[attr-defined]
+    if not targets:
+        raise ValueError(
+            f"{type(model).__name__} has no weights that lowbit.train.prepare_ prepared; it is plain already"
+        )
+    return replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
+
+
+def _plain(target: Target) -> Tensor:
+    weight = target.weight
+    assert isinstance(weight, LowbitTensor)
+    return weight.master().detach().to(weight.dtype)
