@@ -32,15 +32,23 @@ from lowbit.tensor import (
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
+    Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
 )
-from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision, TrainingScheme
+from lowbit.train_scheme import (
+    BitNet,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AffineTensor",
+    "BitNet",
     "CheckpointError",
     "CodebookTensor",
     "FakeQuantizedTensor",
@@ -54,7 +62,9 @@ __all__ = [
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
     "Int8MixedPrecision",
+    "Int8Weight",
     "Int8WeightOnly",
+    "Int8WeightTensor",
     "IntxWeightOnly",
     "LowbitTensor",
     "MixedPrecisionTensor",

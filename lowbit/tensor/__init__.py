@@ -11,14 +11,16 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.tensor import int8_weight_ops as int8_weight_ops
+from lowbit.tensor.int8_weight import Columns, Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
-from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision
+from lowbit.train_scheme import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 
 # what torch.load(weights_only=True) may meet inside them
 _torch.serialization.add_safe_globals(
     [
         *(Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock),
-        *(Int8MixedPrecision, Float8MixedPrecision),
+        *(Int8MixedPrecision, Float8MixedPrecision, Int8Weight, BitNet, Columns),
     ]
 )
 
@@ -27,6 +29,7 @@ __all__ = [
     "CodebookTensor",
     "FakeQuantizedTensor",
     "Float8Tensor",
+    "Int8WeightTensor",
     "LowbitTensor",
     "MixedPrecisionTensor",
 ]

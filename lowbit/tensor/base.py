@@ -130,6 +130,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     def update_(self, values: Tensor) -> None:
         """Take the values that an optimizer made of `master()`. Where they are rounded, stochastically."""
         self.copy_(values)
+
     def updated_in_place(self) -> Tensor | None:
         """`master()` where that is memory of its own, which an optimizer may write to; else None."""
         return None

@@ -46,7 +46,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 
 @_like(aten.copy_.default)
-def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     dst, src = args[0], args[1]
     if not isinstance(dst, LowbitTensor):
         return dst.copy_(

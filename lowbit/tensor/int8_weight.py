@@ -17,7 +17,7 @@ torch.optim's in-place operations round once each, but for a multiplication by a
 decay), which is one of the scales and exact; lowbit's optimizers round once a step. Copying plain values, as loading
 and initialising do, rounds to nearest.
 
-Products see the weight dequantized, or, with `Int8Weight(int8_products=True)`, are int8 x int8 in all directions.
+Products see the weight dequantized, or are int8 x int8, as `Int8Weight` says.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.distributed._functional_collectives import all_reduce
 
 from lowbit.granularity import PerRow
@@ -36,6 +37,7 @@ from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.train_scheme import Int8Weight
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Int8WeightTensor(AffineTensor):
 
     def master(self) -> Tensor:
         """The values in float32, a new tensor: `update_` takes the ones that an optimizer makes of them."""
-        return self.to(torch.float32).dequantize()
+        return self._with(dtype=torch.float32).dequantize()
 
     def update_(self, values: Tensor) -> None:
         """Take these values [..., N, K], float32, rounded stochastically, and move on to the next random draws.
@@ -141,6 +143,20 @@ class Int8WeightTensor(AffineTensor):
             return self._untransposed()._encode(values.transpose(-2, -1))
         codes, scale = self._rounded(values)
         return {"codes": codes, "scale": scale, "place": self.place}
+
+    # ---- what `lowbit.tensor.mixed_precision` reads for products in int8 ----------------------------------------
+
+    def row_codes(self) -> tuple[Tensor, Tensor]:
+        """Codes [N, K16] and scale [N]."""
+        return F.pad(self.codes, (0, -self.shape[1] % 16)), self.scale.view(-1)
+
+    def column_codes(self) -> tuple[Tensor, Tensor]:
+        """Codes [K, N16] and scale [K] of the transpose, rounded anew."""
+        _, _, codes, scale = quantize_rowcol(self.dequantize(), "int8", rows=False)
+        return codes, scale
+
+    def values(self) -> Tensor:
+        return self.dequantize()
 
     # ---- what the base asks for ------------------------------------------------------------------------------
 
@@ -212,6 +228,14 @@ class Int8WeightTensor(AffineTensor):
             return product(*args, **(kwargs or {}))
         # past AffineTensor's, which refuses gradients
         return super(AffineTensor, cls).__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith(("_foreach_", "_fused_")):
+            from lowbit.tensor.int8_weight_ops import on_lists
+
+            return on_lists(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
