@@ -31,7 +31,7 @@ class _Item(NamedTuple):
     """A parameter of a launch."""
 
     param: Tensor
-    own: Tensor  # its local part, or the parameter itself
+    own: Tensor  # what the step writes to: the parameter itself, or see `states.memory`
     group: int  # index in param_groups
     place: int  # in the optimizer
     state: dict[str, Any]
@@ -118,7 +118,7 @@ class FusedSteps:
     # ---- the table ------------------------------------------------------------------------------------------
 
     def _item(self, group: int, param: Tensor, index: int) -> _Item:
-        own, state = states.local(param), self.optimizer.state[param]
+        own, state = states.memory(param), self.optimizer.state[param]
         return _Item(param, own, group, index, state, tuple(state.values()), own.data_ptr())
 
     def _launch(self, variant: Variant, items: list[_Item]) -> _Launch:
@@ -210,7 +210,7 @@ class FusedSteps:
         for launch in self.launches:
             dtype = launch.variant.grad
             for param, own, _, _, state, tensors, address in launch.items:
-                if (own if own is param else states.local(param)).data_ptr() != address:
+                if (own if own is param else states.memory(param)).data_ptr() != address:
                     return False
                 if all_state[param] is not state:
                     return False
@@ -227,7 +227,7 @@ class FusedSteps:
         moved = {place: local_grad(param) for place, param in self._sharded}
         for launch in self.launches:
             launch.grads = [
-                _dense(item.param.grad if item.own is item.param else moved[item.place])  # type: ignore[arg-type]
+                _dense(moved[item.place] if item.place in moved else item.param.grad)  # type: ignore[arg-type]
                 for item in launch.items
             ]
         for job in self._rest:

@@ -27,7 +27,7 @@ def variant_of(
     """
     reason = _obstacle(optimizer, group, param, grad)
     if reason is None:
-        own, state = states.local(param), optimizer.state[param]
+        own, state = states.memory(param), optimizer.state[param]
         signs = optimizer.state_names(group)
         formats = tuple(str(_format(states.local(state[name]))) for name in signs)
         rounding = _rounding(group, own.dtype)
@@ -80,13 +80,15 @@ def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
 
 def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
     """Why the kernel does not take this parameter; None if it does."""
-    own = states.local(param)
+    own = states.memory(param)
     if group["fused"] is False:
         return "fused=False"
     if optimizer.rule(group) is None:
         return f"{type(optimizer).__name__} has no CUDA rule for it"
     if isinstance(own, LowbitTensor):
         return f"it is a {type(own).__name__}"
+    if own.dtype != param.dtype:
+        return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
     for name, dtype in (("its", own.dtype), ("its gradient's", grad.dtype)):
         if dtype not in fused_step.DTYPES:
             return f"{name} dtype is {dtype}"

@@ -28,6 +28,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def memory(param: Tensor) -> Tensor:
+    """What a step writes to: this rank's part of `param`, and of a weight kept in high precision behind low-bit
+    products, that weight."""
+    own = local(param)
+    inner = own.updated_in_place() if isinstance(own, LowbitTensor) else None
+    return own if inner is None else inner
+
+
 def like_param(param: Tensor, state: Tensor) -> Tensor:
     """`state`, shaped like the local part of `param`, as a DTensor where `param` is one."""
     if not isinstance(param, DTensor):

@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.seen import Note
+from lowbit.tensor.shared_input import quantized_input
 from lowbit.tensor.trainable import GatheredForm, Master, TrainableTensor
 from lowbit.train_scheme import MixedPrecision, TrainingScheme
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 
+MOST_TERMS = 2**17
+"""Of a sum of products of two int8 codes, -127 to 127, that surely stays within an int32."""
 Codes = tuple[Tensor, Tensor]
 """Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
 
@@ -127,63 +132,96 @@ class _Dequantized(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits."""
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits.
+
+    `quantized`: x along rows and columns, as far as products need it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None, columns: bool
+        ctx: Any,
+        x: Tensor,
+        weight: MixedPrecisionTensor,
+        bias: Tensor | None,
+        note: Note | None,
+        *quantized: Tensor,
     ) -> Tensor:
         scheme = weight.scheme
-        codes, scale, codes_t, scale_t = quantize_rowcol(
-            x,
-            scheme.forward_format,
-            rows=scheme.output,
-            columns=columns,
-            tensorwise=scheme.one_scale,
-        )
-        ctx.columns, ctx.dtype = columns, x.dtype
-        kept = (codes_t, scale_t) if columns else (x,)
+        codes, scale, codes_t, scale_t = quantized
+        ctx.note, ctx.dtype = note, x.dtype
         # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
-        ctx.save_for_backward(weight.detach(), *kept)
+        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
+        ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
-            return _product(
-                scheme.forward_format, (codes, scale), weight.row_codes(), x.dtype, bias
-            )
+            rows = weight.row_codes()
+            return _product(note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias)
+        _record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight, *kept = ctx.saved_tensors
-        scheme = weight.scheme
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        scheme, note = weight.scheme, ctx.note
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         fmt = scheme.backward_format
-        rows, columns = for_x and scheme.grad_input, for_weight and ctx.columns
         grad_x = grad_weight = grad_bias = None
         if rows or columns:
+            seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
             codes, scale, codes_t, scale_t = quantize_rowcol(
-                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale
+                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
             )
         if rows:
-            grad_x = _product(fmt, (codes, scale), weight.column_codes(), ctx.dtype)
+            other = weight.column_codes()
+            grad_x = _product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
+            _record(note, "grad_input", grad.dtype)
             grad_x = grad @ weight.values().to(grad.dtype)
         if columns:
-            grad_weight = _product(fmt, (codes_t, scale_t), tuple(kept), weight.dtype)
+            own = (codes_t, scale_t)
+            grad_weight = _product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
         elif for_weight:
+            _record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
         if for_bias:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _seed_of(grad: Tensor, seed: int) -> Tensor:
+    """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`, whatever the order of summation. So
+    nothing counts steps or microbatches, and replicas that have one gradient round it alike."""
+    some = grad[:: max(1, grad.shape[0] // 64)].float()
+    return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
 
 
 def _product(
-    fmt: str, a: Codes, b: Codes, dtype: torch.dtype, bias: Tensor | None = None
+    note: Note | None,
+    name: str,
+    fmt: str,
+    a: Codes,
+    b: Codes,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    multiply = int8_scaled_mm if fmt == "int8" else float8_scaled_mm
-    return multiply(a[0], b[0], a[1], b[1], bias, dtype)
+    _record(note, name, fmt)
+    if fmt != "int8":
+        return float8_scaled_mm(a[0], b[0], a[1], b[1], bias, dtype)
+    if a[0].shape[1] <= MOST_TERMS:
+        return int8_scaled_mm(a[0], b[0], a[1], b[1], bias, dtype)
+    parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
+    sums = [
+        int8_scaled_mm(p.contiguous(), q.contiguous(), a[1], b[1], None, torch.float32)
+        for p, q in parts
+    ]
+    y = torch.stack(sums).sum(0)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+def _record(note: Note | None, name: str, ran: str | torch.dtype) -> None:
+    if note is not None:
+        note.ran[name] = str(ran).removeprefix("torch.")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -207,10 +245,20 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
     m = x.shape[:-1].numel()
-    if scheme.plain_because(x.device, m, n, k) is not None:
+    why = scheme.plain_because(x.device, m, n, k)
+    note = seen.note(m, n, k, why)
+    if why is not None:
         return F.linear(x, weight.plain().to(x.dtype), bias)
-    columns = scheme.grad_weight and weight.requires_grad and torch.is_grad_enabled()
-    y = _Linear.apply(x.reshape(m, k), weight, bias, columns)
+    learns = weight.requires_grad and torch.is_grad_enabled()
+    columns = scheme.grad_weight and learns
+    quantized = quantized_input(
+        x,
+        scheme.forward_format,
+        rows=scheme.output,
+        columns=columns,
+        tensorwise=scheme.one_scale,
+    )
+    y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
     return y.view(*x.shape[:-1], n)
 
 

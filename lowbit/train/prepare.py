@@ -22,6 +22,8 @@ from lowbit.tensor.apply import (
 )
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.train import plain_state
+from lowbit.train.linear import Linear
 from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision, TrainingScheme
 
 TENSORS: dict[type[TrainingScheme], type[LowbitTensor]] = {
@@ -35,10 +37,24 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     """Make the weights of `model` train by `scheme`, in place, and report which do and which were left alone.
 
     Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
-    of mixed precision share the old ones' memory): make the optimizer afterwards, and shard afterwards too.
+    of mixed precision share the old ones' memory): make the optimizer afterwards, and shard afterwards too. Each
+    `nn.Linear` becomes a `lowbit.train.linear.Linear`. The state dict stays that of the plain model, as far as
+    weights are kept in high precision.
+
+    Low-bit products run on GPUs that have units for them (int8: compute capability 8.0, float8: 8.9), where they gain
+    by what was measured: too small weights are left alone, and products with too few rows run in high precision. On a
+    CPU all run in high precision, unless the scheme has `always=True`. `explain` tells which products ran in what.
+
+    Raises also ValueError for weights on a GPU that has no such units.
     """
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
-    return replace_weights(targets, report, _prepared, trainable=True)
+    owners = {module for target in targets for module, _, _ in target.owners}
+    report = replace_weights(targets, report, _prepared, trainable=True)
+    for module in owners:
+        plain_state.register(module)
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+    return report
 
 
 def _prepared(target: Target) -> Tensor:
@@ -68,7 +84,13 @@ def restore_(model: nn.Module) -> Report:
         raise ValueError(
             f"{type(model).__name__} has no weights that lowbit.train.prepare_ prepared; it is plain already"
         )
-    return replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
+    modules = {module for target in targets for module, _, _ in target.owners}
+    report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
+    for module in modules:
+        plain_state.unregister(module)
+        if type(module) is Linear:
+            module.__class__ = nn.Linear
+    return report
 
 
 def _plain(target: Target) -> Tensor:

@@ -1,0 +1,46 @@
+"""The quantized form of an input that several layers read, as query, key and value do: made once, kept by all.
+
+Under torch.compile the same saving comes from the compiler, which merges equal operations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
+
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
+
+
+def quantized_input(
+    x: Tensor, format: str, *, rows: bool, columns: bool, tensorwise: bool
+) -> Quantized:
+    """`quantize_rowcol` of x [..., K], seen as [M, K], without gradient; the last result if x is the last input."""
+    options = {"rows": rows, "columns": columns, "tensorwise": tensorwise}
+    if torch.compiler.is_compiling() or x.is_inference():
+        return _quantized(x, format, options)
+    global _last
+    key = (x._version, format, rows, columns, tensorwise)
+    last = _last
+    if last is not None and last[0]() is x and last[1] == key:
+        return last[2]
+    found = _quantized(x, format, options)
+    _last = (weakref.ref(x, _forget), key, found)
+    return found
+
+
+def _forget(reference: weakref.ref[Tensor]) -> None:
+    """The codes go with the input that they are of."""
+    global _last
+    if _last is not None and _last[0] is reference:
+        _last = None
+
+
+def _quantized(x: Tensor, format: str, options: dict[str, bool]) -> Quantized:
+    return quantize_rowcol(x.detach().reshape(-1, x.shape[-1]), format, **options)
