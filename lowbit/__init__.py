@@ -29,12 +29,14 @@ from lowbit.scheme import (
 )
 from lowbit.tensor import (
     AffineTensor,
+    BitNetTensor,
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
     Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
+    TernaryTensor,
 )
 from lowbit.train_scheme import (
     BitNet,
@@ -49,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AffineTensor",
     "BitNet",
+    "BitNetTensor",
     "CheckpointError",
     "CodebookTensor",
     "FakeQuantizedTensor",
@@ -76,6 +79,7 @@ __all__ = [
     "Report",
     "Scheme",
     "Spec",
+    "TernaryTensor",
     "TrainingScheme",
     "choose_qparams_affine",
     "dequantize_affine",

@@ -33,6 +33,7 @@ from lowbit.tensor import (
     FakeQuantizedTensor,
     Float8Tensor,
     Int8WeightTensor,
+    TernaryTensor,
 )
 from lowbit.tensor.base import LowbitTensor
 
@@ -43,7 +44,11 @@ MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
 """From a format version to the next: `MIGRATIONS[v](tensors, info)` returns those of version v + 1."""
 
 _KINDS: dict[str, type[LowbitTensor]] = {
-    c.__name__: c for c in (AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor, Int8WeightTensor)
+    c.__name__: c
+    for c in (
+        *(AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor),
+        *(Int8WeightTensor, TernaryTensor),
+    )
 }
 
 

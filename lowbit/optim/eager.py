@@ -98,9 +98,8 @@ class Step:
     def _part(self, place: int) -> tuple[Any, Kind, Part] | None:
         """The parameter's tensors as rows, and what they can be gathered by; None where it has no elements."""
         param = self.job.params[place]
-        own: Any = states.local(param)
         rounds = states.rounds_itself(param)
-        weight = own.updated_in_place() if isinstance(own, LowbitTensor) and not rounds else own
+        weight = states.memory(param)
         if weight.numel() == 0:
             return None
         state = self.optimizer.state[param]
@@ -121,7 +120,9 @@ class Step:
             else t.reshape(rows, -1)
             for t in tensors
         ]
-        if rounds:  # by itself, in the order of the parameters, since ranks may have to do it together
+        if (
+            rounds
+        ):  # by itself, in the order of the parameters, since ranks may have to do it together
             key = (place, *key)
         elif seen[1] is not weight and not weight.is_contiguous():
             self.unfinished.append((weight, seen[1]))

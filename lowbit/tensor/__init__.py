@@ -6,14 +6,16 @@ from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import affine_ops as affine_ops
 from lowbit.tensor import base_ops as base_ops
+from lowbit.tensor import int8_weight_ops as int8_weight_ops
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
-from lowbit.tensor import int8_weight_ops as int8_weight_ops
 from lowbit.tensor.int8_weight import Columns, Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.tensor.ternary import TernaryTensor
 from lowbit.train_scheme import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 
 # what torch.load(weights_only=True) may meet inside them
@@ -26,10 +28,12 @@ _torch.serialization.add_safe_globals(
 
 __all__ = [
     "AffineTensor",
+    "BitNetTensor",
     "CodebookTensor",
     "FakeQuantizedTensor",
     "Float8Tensor",
     "Int8WeightTensor",
     "LowbitTensor",
     "MixedPrecisionTensor",
+    "TernaryTensor",
 ]

@@ -28,8 +28,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.distributed._functional_collectives import all_reduce
+from torch.nn import functional as F
 
 from lowbit.granularity import PerRow
 from lowbit.rounding import NEXT, first_index, round_at
@@ -85,12 +85,13 @@ class Int8WeightTensor(AffineTensor):
             self.put_at(name)
         return self
 
-    def put_at(self, name: str, first_row: int = 0) -> None:
-        """Give the rows their places: those of row `first_row` and following ones of the parameter `name`."""
+    def put_at(self, name: str, rows: Tensor | None = None) -> None:
+        """Give the rows their places: those of the rows of these indices, or of all, of the parameter `name`."""
         columns = self.shape[-1] if self.columns is None else self.columns.total
-        rows = torch.arange(first_row, first_row + self.scale.numel(), device=self.device)
-        start = first_index(self.scheme.seed, name)
-        self.place = (rows * columns + start).view(self.scale.shape)
+        if rows is None:
+            rows = torch.arange(self.scale.numel()).view(self.scale.shape)
+        place = rows * columns + first_index(self.scheme.seed, name)
+        self.place = place.to(self.device).view(self.scale.shape)
 
     # ---- values ----------------------------------------------------------------------------------------------
 
@@ -186,7 +187,9 @@ class Int8WeightTensor(AffineTensor):
             return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
         tensors = {**self.inner_tensors(), "codes": self.codes.narrow(dim, start, end - start)}
         old = self.columns or Columns(0, self.shape[-1])
-        return self._with(tensors, shape, columns=_whole(replace(old, start=old.start + start), shape))
+        return self._with(
+            tensors, shape, columns=_whole(replace(old, start=old.start + start), shape)
+        )
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         joined = super()._cat(tensors, dim)
@@ -216,7 +219,10 @@ class Int8WeightTensor(AffineTensor):
         scheme = Int8Weight.from_dict(data["scheme"])
         if not isinstance(scheme, Int8Weight):
             raise ValueError(f"{scheme} is no Int8Weight")
-        columns = data["columns"] and Columns(*map(int, data["columns"]))
+        columns = None
+        if data["columns"] is not None:
+            start, total = map(int, data["columns"])
+            columns = Columns(start, total)
         return {"scheme": scheme, "columns": columns, "transposed": False}
 
     @classmethod
@@ -243,7 +249,11 @@ def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
 
 
 def _rounded(
-    values: Tensor, index: Tensor | None = None, *, old: Tensor | None = None, group: str | None = None
+    values: Tensor,
+    index: Tensor | None = None,
+    *,
+    old: Tensor | None = None,
+    group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """(codes, scale) of float32 `values`, stochastically by the draws at `index`, or to nearest.
 
@@ -251,10 +261,9 @@ def _rounded(
     is stored as it was.
     """
     largest = values.abs()
-    if values.shape[-1]:
-        largest = largest.amax(-1, keepdim=True)
-    else:
-        largest = values.new_zeros((*values.shape[:-1], 1))
+    if largest.shape[-1] == 0:
+        largest = F.pad(largest, (0, 1))
+    largest = largest.amax(-1, keepdim=True)
     if group is not None:  # a maximum over ranks may lose a NaN, but no infinity
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         largest = all_reduce(largest, "max", group)

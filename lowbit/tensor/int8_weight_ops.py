@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from lowbit.tensor import seen
 from lowbit.tensor.base import LowbitTensor, aten
 from lowbit.tensor.base_ops import copy_
 from lowbit.tensor.int8_weight import Int8WeightTensor
@@ -90,8 +91,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     x, bias = autocast_inputs(input, weight, bias)
     n, k = weight.shape
     m = x.shape[:-1].numel()
-    if not weight.transposed and weight.scheme.plain_because(x.device, m, n, k) is None:
+    why = weight.scheme.plain_because(x.device, m, n, k)
+    if not weight.transposed and why is None:
         return mixed_linear(x, weight, bias)  # type: ignore[arg-type]  # it has what that reads
+    seen.note(m, n, k, f"int8 weight, dequantized: {why}")
     return _WeightOnly.apply(x.reshape(m, k), weight, bias).view(*x.shape[:-1], n)
 
 
@@ -250,7 +253,7 @@ def is_weight(x: Any) -> bool:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func` on float32 values, and put back what it has written."""
-    work: dict[int, tuple[Tensor, Tensor]] = {}
+    work: dict[int, tuple[Any, Tensor]] = {}
 
     def widened(x: Any) -> Any:
         if is_weight(x):

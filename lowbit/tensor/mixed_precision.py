@@ -154,7 +154,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
             rows = weight.row_codes()
-            return _product(note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias)
+            return _product(
+                note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
+            )
         _record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 

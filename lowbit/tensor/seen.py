@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
@@ -34,6 +36,12 @@ def note(m: int, n: int, k: int, why: str | None) -> Note | None:
     made = Note(m, n, k, why)
     _notes.append(made)
     return made
+
+
+def record(note: Note | None, product: str, ran: str | torch.dtype) -> None:
+    """Say what one of `PRODUCTS` ran in."""
+    if note is not None:
+        note.ran[product] = str(ran).removeprefix("torch.")
 
 
 @contextmanager

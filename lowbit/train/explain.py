@@ -110,9 +110,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _named(
-    model: nn.Module, layers: dict[str, Layer], notes: list[Note]
-) -> Iterator[list[str]]:
+def _named(model: nn.Module, layers: dict[str, Layer], notes: list[Note]) -> Iterator[list[str]]:
     """The names of the modules that the notes are of: the innermost that runs, and in a backward pass none does."""
     names: list[str] = []
     handles = []
