@@ -144,6 +144,16 @@ class MixedPrecision(TrainingScheme):
             return "an embedding looks rows up and multiplies nothing"
         return None if self.always else self._too_small(*shape[-2:])
 
+    def describe(self, shape: Sequence[int]) -> str:
+        low = [name for name in ("output", "grad_input", "grad_weight") if getattr(self, name)]
+        scale = "one scale a tensor" if self.one_scale else "a scale a row"
+        note = f"{self.forward_format}, {scale}: {', '.join(low)}"
+        if self.backward_format != self.forward_format:
+            note += f"; gradients {self.backward_format}"
+        if self.stochastic_rounding:
+            note += "; gradients rounded stochastically"
+        return note
+
     def check(self, weight: Tensor) -> None:
         super().check(weight)
         refusal = self._refusal_of(weight.device)

@@ -227,7 +227,7 @@ class FusedSteps:
         moved = {place: local_grad(param) for place, param in self._sharded}
         for launch in self.launches:
             launch.grads = [
-                _dense(moved[item.place] if item.place in moved else item.param.grad)  # type: ignore[arg-type]
+                _dense(moved.get(item.place, item.param.grad))  # type: ignore[arg-type]
                 for item in launch.items
             ]
         for job in self._rest:

@@ -86,7 +86,7 @@ class MixedPrecisionTensor(TrainableTensor):
         )
         tensors = {
             "codes": codes.view(*self.shape[:-1], codes.shape[1]),
-            "scale": scale.expand(n).contiguous().view(self.shape[:-1]),
+            "scale": scale.expand(n).contiguous().view(*self.shape[:-1], 1),
         }
         return GatheredMixedPrecision.from_inner(tensors, self.meta(), self.shape, self.dtype)
 
@@ -101,11 +101,11 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     scale: Tensor
 
     def dequantize(self) -> Tensor:
-        values = self.codes[..., : self.shape[-1]].float() * self.scale.unsqueeze(-1)
+        values = self.codes[..., : self.shape[-1]].float() * self.scale
         return values.to(self.dtype)
 
     def row_codes(self) -> Codes:
-        return self.codes, self.scale
+        return self.codes, self.scale.view(-1)
 
     def values(self) -> Tensor:
         return self.dequantize()
@@ -117,7 +117,7 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
         padded = -(-shape[-1] // 16) * 16
         return {
             "codes": ((*shape[:-1], padded), self.codes.dtype),
-            "scale": (tuple(shape[:-1]), torch.float32),
+            "scale": ((*shape[:-1], 1), torch.float32),
         }
 
 
@@ -261,7 +261,8 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
         tensorwise=scheme.one_scale,
     )
     y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
-    return y.view(*x.shape[:-1], n)
+    # no view: FSDP2 warns of modules that return one
+    return y if x.ndim == 2 else aten._unsafe_view.default(y, [*x.shape[:-1], n])
 
 
 def _embedding(input: Tensor, weight: MixedPrecisionTensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -93,13 +93,13 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
-        weight: Any = getattr(module, name)
+        weight = getattr(module, name)
         if isinstance(weight, DTensor) and isinstance(weight.to_local(), kinds):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
             )
         if isinstance(weight, kinds):
-            targets.append(Target(weight, weight.scheme, tuple(owners)))
+            targets.append(Target(weight, weight.scheme, tuple(owners)))  # type: ignore[arg-type, attr-defined]
     if not targets:
         names = " or ".join(sorted({kind.__name__ for kind in kinds}))
         raise ValueError(

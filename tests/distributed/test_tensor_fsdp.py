@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly
 from lowbit.tensor import LowbitTensor
+from lowbit.tensor.trainable import TrainableTensor
 from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, named, same, same_bits, values
 
@@ -170,7 +171,7 @@ def check_training(rank, world_size):
             for name, expected in whole.named_parameters():
                 found = model.get_parameter(name).full_tensor().detach()
                 assert type(found) is type(expected.detach()), (case.name, rows, name)
-                if isinstance(found, FakeQuantizedTensor):
+                if isinstance(found, TrainableTensor):
                     found, expected = found.master(), expected.detach().master()
                 assert torch.allclose(found, expected, atol=2e-5), (case.name, rows, name)
     return True

@@ -95,7 +95,7 @@ def test_a_block_by_inductor(case):
         found, expected = outcome(fn, block[0], x), outcome(block, block[0], x)
         for name in expected:
             error = (found[name] - expected[name]).norm() / expected[name].norm()
-            assert error < (0.02 if case.how.activation else 1e-5), name
+            assert error < (0.02 if case.activation else 1e-5), name
     assert counter.frame_count == 1
 
 

@@ -21,6 +21,7 @@ from tests.tensor.cases import (
     CASES,
     SHAPES,
     every_case,
+    every_kept_in_any_dtype,
     every_trainable,
     over,
     same,
@@ -66,7 +67,7 @@ def test_deepcopy_of_a_tensor_and_of_a_parameter(case):
     assert same(twin["a"].detach(), t) and twin["a"].requires_grad == case.is_trainable
 
 
-@every_case
+@every_kept_in_any_dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_to_dtype_changes_the_values_dtype_and_no_stored_bit(case, dtype):
     t = case.make((7, 101))

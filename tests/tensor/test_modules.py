@@ -63,8 +63,9 @@ def test_module_to_dtype(case, swap):
         assert module.table.weight is module.head.weight, "tied weights stay tied"
         assert module.head.weight.requires_grad == case.is_trainable
         assert module(x.bfloat16()).dtype is torch.bfloat16
-        assert same(stored(module.float()), before), "the way there and back loses nothing"
-        assert same(stored(module.double()), before.double())
+        if not case.is_cast:
+            assert same(stored(module.float()), before), "the way there and back loses nothing"
+            assert same(stored(module.double()), before.double())
         assert stored(module.half()).dtype is torch.float16
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
@@ -150,7 +151,7 @@ def test_state_dict_copied_into_a_plain_module(case):
     assert type(plain.weight.detach()) is torch.Tensor
     assert same_bits(plain.weight.detach(), case.values_of(stored(module)))
     x = values((5, 100), 1)
-    if case.how.activation is None and not case.is_trainable:
+    if case.activation is None and not case.is_trainable:
         assert same_bits(plain(x), module(x))
 
 
