@@ -126,6 +126,11 @@ class BitNetTensor(TrainableTensor):
 
     # ---- what the base asks for ------------------------------------------------------------------------------
 
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whatever they are parts of."""
+        same_kind = isinstance(other, BitNetTensor) and type(self) is type(other)
+        return same_kind and self.scheme == other.scheme
+
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         joined = super()._cat(tensors, dim)
         if all(t.is_whole for t in tensors):
@@ -204,6 +209,10 @@ class _Linear(torch.autograd.Function):
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         grad_x = grad_weight = grad_bias = None
         if rows or columns:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise weight._unsupported(
+                    f"second derivatives through int8 gradients ({scheme}; accepted: BitNet()); or"
+                )
             codes, scales, codes_t, scales_t = quantize_rowcol(
                 grad, "int8", rows=rows, columns=columns
             )

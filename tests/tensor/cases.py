@@ -103,6 +103,21 @@ class Case:
         return self.kind is MixedPrecisionTensor
 
     @property
+    def shares_rows(self) -> bool:
+        """All rows of a matrix have one scale, so that they cannot be regrouped."""
+        return "tensor" in self.name or self.kind in (TernaryTensor, BitNetTensor)
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 2 if self.kind is TernaryTensor else self.how.weight.format.bits
+
+    @property
+    def others(self) -> list[Case]:
+        """One case of the same class, if there is one: made otherwise."""
+        return [c for c in CASES if c.kind is self.kind and c.how != self.how][:1]
+
+    @property
     def activation(self) -> Any:
         """How a linear quantizes its activation, or None."""
         if self.kind in (BitNetTensor, TernaryTensor):
@@ -209,6 +224,7 @@ every_case = over(CASES)
 every_weight = over([case for case in CASES if case.is_weight])
 every_frozen_weight = over([c for c in CASES if c.is_weight and not c.is_trainable])
 every_trainable = over([case for case in CASES if case.is_trainable])
+every_master = over([case for case in CASES if case.has_master])
 every_kept_in_any_dtype = over([case for case in CASES if not case.is_cast])
 every_qat = over([case for case in CASES if case.is_qat])
 
