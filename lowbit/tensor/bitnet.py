@@ -103,6 +103,14 @@ class BitNetTensor(TrainableTensor):
         codes, scale = self.ternary()
         return (codes * scale).to(self.dtype)
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:  # which here counts no version of the weight inside
+            for written in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                if isinstance(written, BitNetTensor):
+                    written.precomputed = None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     # ---- FSDP2 -----------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(

@@ -15,6 +15,7 @@ from lowbit.tensor.bitnet import BitNetTensor, GatheredBitNet
 from lowbit.tensor.ternary import magnitude, scale_of
 
 
+@torch.no_grad()
 def precompute_bitnet_scale(model: nn.Module) -> None:
     """Compute the scales of all sharded BitNet weights of `model` at once: one reduction, where FSDP2's gathers would
     make one for each weight.
@@ -30,7 +31,7 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
     found: defaultdict[Any, list[Any]] = defaultdict(list)
     has_any = False
     for param in model.parameters():
-        own = param.to_local() if isinstance(param, DTensor) else param
+        own: Any = getattr(param, "_local_tensor", param)  # itself, no alias
         has_any |= isinstance(own, BitNetTensor)
         is_shard = isinstance(own, BitNetTensor) and not isinstance(own, GatheredBitNet)
         if isinstance(param, DTensor) and is_shard:
@@ -40,23 +41,23 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
             f"{type(model).__name__} has no BitNet weights; call lowbit.train.prepare_(model, BitNet()) before "
             "sharding it"
         )
-    with torch.no_grad():
-        for (mesh, dims), members in found.items():
-            own_sums = [magnitude(own.weight) for own in members]
-            sums = torch.cat([s.view(-1) for s in own_sums]).to(mesh.device_type)
-            for dim in dims:
-                dist.all_reduce(sums, group=mesh.get_group(dim))
-            parts = sums.to(own_sums[0].device).split([s.numel() for s in own_sums])
-            for own, total, like in zip(members, parts, own_sums, strict=True):
-                n, k = own.matrix
-                own.precomputed = (scale_of(total.view(like.shape), n * k), own.weight._version)
+    for (mesh, dims), members in found.items():
+        own_sums = [magnitude(own.weight) for own in members]
+        sums = torch.cat([s.view(-1) for s in own_sums]).to(mesh.device_type)
+        for dim in dims:
+            dist.all_reduce(sums, group=mesh.get_group(dim))
+        parts = sums.to(own_sums[0].device).split([s.numel() for s in own_sums])
+        for own, total, like in zip(members, parts, own_sums, strict=True):
+            n, k = own.matrix
+            own.precomputed = (scale_of(total.view(like.shape), n * k), own.weight._version)
 
 
 def split_dims(weight: Any) -> tuple[int, ...]:
     """Dimensions of the mesh along which the [N, K] matrices of a DTensor are split."""
-    pairs = enumerate(weight.placements)
     inner = (weight.ndim - 2, weight.ndim - 1)
-    return tuple(dim for dim, placed in pairs if any(placed.is_shard(d) for d in inner))
+    # the shards of FSDP2 over tensor parallel ones are no `Shard` to torch, but have a dimension too
+    split = (getattr(placed, "dim", None) for placed in weight.placements)
+    return tuple(mesh_dim for mesh_dim, dim in enumerate(split) if dim in inner)
 
 
 def sharded_scale(weight: Any) -> Tensor | None:

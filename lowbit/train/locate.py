@@ -17,6 +17,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""
 
 
+@torch.no_grad()
 def locate_(model: nn.Module) -> None:
     """Tell the int8 weights of `model` where their parts lie, after it has been sharded, or taken from meta to memory.
 
@@ -26,7 +27,7 @@ def locate_(model: nn.Module) -> None:
     Raises NotImplementedError for columns split along two dimensions of a mesh.
     """
     for name, param in model.named_parameters():
-        own: Any = param.to_local() if isinstance(param, DTensor) else param
+        own: Any = getattr(param, "_local_tensor", param)  # itself, no alias
         if isinstance(own, Int8WeightTensor) and not own.is_meta:
             if isinstance(param, DTensor):
                 share_scales(param)
@@ -41,14 +42,19 @@ def share_scales(param: Any) -> None:
     own = param._local_tensor
     if not isinstance(own, Int8WeightTensor) or own.columns is None:
         return
-    dims = [d for d, placed in enumerate(param.placements) if placed.is_shard(param.ndim - 1)]
+    split = (getattr(placed, "dim", None) for placed in param.placements)
+    dims = [mesh_dim for mesh_dim, dim in enumerate(split) if dim == param.ndim - 1]
     if len(dims) != 1 or own.shape[-1] == 0:
         raise NotImplementedError(
             f"an int8 weight of shape {tuple(param.shape)} placed as {param.placements}, of which this rank has "
             f"{own.shape[-1]} columns; accepted: columns split along one dimension of the mesh, some on every rank"
         )
+    _, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
     group = param.device_mesh.get_group(dims[0]).group_name
-    own.columns = replace(own.columns, group=group)
+    # the part may have come by a scatter, into a tensor made in the image of the first one
+    own.columns = replace(own.columns, start=offset[-1], group=group)
 
 
 def _rows_of(param: Any) -> Tensor | None:
