@@ -19,6 +19,7 @@ class Note:
     none ran in low bits.
     """
 
+    layer: str
     m: int
     n: int
     k: int
@@ -26,15 +27,23 @@ class Note:
     ran: dict[str, str] = field(default_factory=dict)
 
 
-_notes: list[Note] | None = None
+@dataclass
+class Watch:
+    """What has been noted, and the names of the modules that are running, the innermost last."""
+
+    notes: list[Note] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+
+
+_watch: Watch | None = None
 
 
 def note(m: int, n: int, k: int, why: str | None) -> Note | None:
     """A Note to fill in, while somebody watches."""
-    if _notes is None:
+    if _watch is None:
         return None
-    made = Note(m, n, k, why)
-    _notes.append(made)
+    made = Note(_watch.running[-1] if _watch.running else "", m, n, k, why)
+    _watch.notes.append(made)
     return made
 
 
@@ -45,11 +54,11 @@ def record(note: Note | None, product: str, ran: str | torch.dtype) -> None:
 
 
 @contextmanager
-def watched() -> Iterator[list[Note]]:
+def watched() -> Iterator[Watch]:
     """Gather the notes of all products that run inside, in their order."""
-    global _notes
-    before, _notes = _notes, []
+    global _watch
+    before, _watch = _watch, Watch()
     try:
-        yield _notes
+        yield _watch
     finally:
-        _notes = before
+        _watch = before

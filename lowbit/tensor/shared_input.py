@@ -22,16 +22,16 @@ def quantized_input(
     x: Tensor, format: str, *, rows: bool, columns: bool, tensorwise: bool
 ) -> Quantized:
     """`quantize_rowcol` of x [..., K], seen as [M, K], without gradient; the last result if x is the last input."""
-    options = {"rows": rows, "columns": columns, "tensorwise": tensorwise}
-    if torch.compiler.is_compiling() or x.is_inference():
-        return _quantized(x, format, options)
     global _last
-    key = (x._version, format, rows, columns, tensorwise)
+    may_share = not torch.compiler.is_compiling() and not x.is_inference()
+    key = (x._version, format, rows, columns, tensorwise) if may_share else None
     last = _last
-    if last is not None and last[0]() is x and last[1] == key:
+    if may_share and last is not None and last[0]() is x and last[1] == key:
         return last[2]
-    found = _quantized(x, format, options)
-    _last = (weakref.ref(x, _forget), key, found)
+    seen = x.detach().reshape(-1, x.shape[-1])
+    found = quantize_rowcol(seen, format, rows=rows, columns=columns, tensorwise=tensorwise)
+    if may_share:
+        _last = (weakref.ref(x, _forget), key, found)
     return found
 
 
@@ -40,7 +40,3 @@ def _forget(reference: weakref.ref[Tensor]) -> None:
     global _last
     if _last is not None and _last[0] is reference:
         _last = None
-
-
-def _quantized(x: Tensor, format: str, options: dict[str, bool]) -> Quantized:
-    return quantize_rowcol(x.detach().reshape(-1, x.shape[-1]), format, **options)

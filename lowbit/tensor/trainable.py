@@ -122,6 +122,14 @@ class GatheredForm:
     def _wire(self: Any) -> LowbitTensor:
         return self
 
+    _slice, _cat = (
+        LowbitTensor._slice,
+        LowbitTensor._cat,
+    )  # by rows: of the codes, columns may be padded
+
+    def _view(self, shape: tuple[int, ...]) -> None:
+        return None
+
 
 @TrainableTensor.implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -129,7 +137,7 @@ def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
 
     Only `empty_like` makes another such weight: by it, `Module.to_empty` gives a model on meta its memory.
     """
-    return func(args[0].weight, *args[1:], **{"dtype": args[0].dtype, **kwargs})
+    return func(args[0].master(), *args[1:], **{"dtype": args[0].dtype, **kwargs})
 
 
 @TrainableTensor.implements(
@@ -164,4 +172,4 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unwrap(x: Any) -> Any:
-    return x.weight if isinstance(x, TrainableTensor) else x
+    return x.master() if isinstance(x, TrainableTensor) else x

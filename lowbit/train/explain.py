@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.seen import PRODUCTS, Note, watched
+from lowbit.tensor.seen import PRODUCTS, Note, Watch, watched
 from lowbit_kernels.scaled_mm import calls
 
 
@@ -84,14 +84,19 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     layers = {name: Layer(name) for name, module in model.named_modules() if _is_layer(module)}
     before = calls.copy()
     stance = torch.compiler.set_stance("force_eager")
-    with stance, _nothing_changed(model), watched() as notes, _named(model, layers, notes) as names:
-        with torch.enable_grad():
-            outputs = model(*args, **kwargs)
-            found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-            if found:
-                torch.autograd.backward([t.float().sum() for t in found])
-        for name, note in zip(names, notes, strict=True):
-            layers.setdefault(name, Layer(name)).add(note)
+    with (
+        stance,
+        _nothing_changed(model),
+        watched() as watch,
+        _named(model, layers, watch),
+        torch.enable_grad(),
+    ):
+        outputs = model(*args, **kwargs)
+        found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+        if found:
+            torch.autograd.backward([t.float().sum() for t in found])
+    for note in watch.notes:
+        layers.setdefault(note.layer, Layer(note.layer)).add(note)
     for name, module in model.named_modules():
         if name in layers and not layers[name].sizes:
             prepared = _is_prepared(module)
@@ -110,37 +115,27 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _named(model: nn.Module, layers: dict[str, Layer], notes: list[Note]) -> Iterator[list[str]]:
-    """The names of the modules that the notes are of: the innermost that runs, and in a backward pass none does."""
-    names: list[str] = []
+def _named(model: nn.Module, names: Collection[str], watch: Watch) -> Iterator[None]:
+    """Tell which of the named modules is running. Checkpointing may leave one without telling, by an exception;
+    the next one to be entered is the innermost all the same."""
     handles = []
 
-    def attribute(name: str) -> None:
-        names.extend([name] * (len(notes) - len(names)))
-
-    outer = [""]
-
     def enter(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            attribute(outer[-1])
-            outer.append(name)
-
-        return hook
+        return lambda module, args: watch.running.append(name)
 
     def leave(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            attribute(name)
-            outer.pop()
+            while watch.running and watch.running.pop() != name:
+                pass
 
         return hook
 
     for name, module in model.named_modules():
-        if name in layers:
+        if name in names:
             handles.append(module.register_forward_pre_hook(enter(name)))
             handles.append(module.register_forward_hook(leave(name)))
     try:
-        yield names
-        attribute("")
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
     y = bitnet_linear(x, local, None, sharded_scale(weight)) if is_bitnet else F.linear(x, local)
     if bias is not None:
         y = y + _local_bias(bias, mesh, bias_as, gives, grad_weight)
-    shape = (*input.shape[:-1], weight.shape[0])
+    shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     return DTensor.from_local(
         y, mesh, gives, run_check=False, shape=shape, stride=_contiguous(shape)
     )

@@ -118,7 +118,7 @@ def replace_prepared(
     for module in modules:
         plain_state.unregister(module)
         if type(module) is Linear:
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
     return report
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit import optim
+from lowbit import Int8MixedPrecision, MixedPrecisionTensor, optim
 from lowbit.optim import fused, kernel
 from lowbit.optim.job import Job
 from tests.kernels import emulator
@@ -376,3 +376,22 @@ def test_training_goes_down(device):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0] and launched() == 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_behind_low_bit_products_are_written_to_directly(device, dtype):
+    shapes = [(64, 256), (33, 300)]
+    made = pair(device, optim.AdamW8bit, dtype, shapes)
+    params, own = made[0]
+    scheme = Int8MixedPrecision(always=True)
+    low = [nn.Parameter(MixedPrecisionTensor(p.detach(), scheme)) for p in params]
+    made[0] = (low, optim.AdamW8bit(low))
+    for params, optimizer in made:
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+    assert launched() >= 3 and made[0][1]._plan.launches[0].items[0].own is low[0].master()
+    masters = [p.master() for p in low]
+    state = {m: made[0][1].state[p] for m, p in zip(masters, low, strict=True)}
+    own.state.update(state)
+    check_alike([(masters, own), made[1]], 1e-5 if dtype is torch.float32 else 1e-3, 2e-3)
