@@ -22,6 +22,7 @@ from lowbit.optim import state as states
 from lowbit.optim.clip import GradScale
 from lowbit.optim.job import Job, local_grad
 from lowbit.optim.kernel import compiled, options_of, scaled, variant_of
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
@@ -51,6 +52,9 @@ class _Launch:
     words: np.ndarray
     table: Tensor  # the same on the device
     others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
+    inside: list[
+        Tensor
+    ]  # the weights of low-bit tensors, which tell by its version what they know of one
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
     kernels: dict[bool, FusedStep] = field(default_factory=dict)
@@ -149,6 +153,7 @@ class FusedSteps:
             words=words,
             table=torch.empty(len(words), dtype=torch.int64, device=device),
             others=others,
+            inside=[i.own for i in items if isinstance(states.local(i.param), LowbitTensor)],
         )
 
     def _fill(self, row: np.ndarray, item: _Item, draws: bool) -> int:
@@ -262,6 +267,8 @@ class FusedSteps:
                     tiles=launch.tiles,
                     control=control,
                 )
+            if launch.inside:
+                torch.autograd.graph.increment_version(launch.inside)
             launch.grads = []  # let them be freed
         return self._rest
 

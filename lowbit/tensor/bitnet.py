@@ -136,8 +136,9 @@ class BitNetTensor(TrainableTensor):
 
     def _is_stored_like(self, other: Tensor) -> bool:
         """Whatever they are parts of."""
-        same_kind = isinstance(other, BitNetTensor) and type(self) is type(other)
-        return same_kind and self.scheme == other.scheme
+        if not isinstance(other, BitNetTensor) or type(self) is not type(other):
+            return False
+        return self.scheme == other.scheme
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         joined = super()._cat(tensors, dim)
@@ -217,6 +218,7 @@ class _Linear(torch.autograd.Function):
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         grad_x = grad_weight = grad_bias = None
         if rows or columns:
+            # AOTAutograd, which takes no second derivative, traces this with gradients on
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise weight._unsupported(
                     f"second derivatives through int8 gradients ({scheme}; accepted: BitNet()); or"

@@ -54,7 +54,7 @@ def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
         list(column) for column in zip(*plans, strict=True)
     )
     x = input.redistribute(mesh, needs).to_local(grad_placements=grad_x)
-    local = weight.to_local(grad_placements=grad_weight)
+    local: Any = weight.to_local(grad_placements=grad_weight)
     is_bitnet = isinstance(local, BitNetTensor)
     y = bitnet_linear(x, local, None, sharded_scale(weight)) if is_bitnet else F.linear(x, local)
     if bias is not None:

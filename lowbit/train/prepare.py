@@ -9,7 +9,6 @@ train.restore_(model)                                 # plain weights, as they w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
