@@ -164,7 +164,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @_like(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensors = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
     first = tensors[0]

@@ -14,10 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.linear import autocast_inputs
 from lowbit.tensor.seen import Note
 from lowbit.tensor.shared_input import quantized_input
@@ -55,9 +58,13 @@ class MixedPrecisionTensor(TrainableTensor):
         """The weight [N, K] as the product for the input's gradient reads it: codes [K, N16]."""
         scheme = self.scheme
         _, _, codes, scale = quantize_rowcol(
-            self.values(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+            self._exact(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
         )
         return codes, scale
+
+    def _exact(self) -> Tensor:
+        """The values in the dtype in which there are most of them."""
+        return self.weight.detach()
 
     def values(self) -> Tensor:
         """What high-precision products multiply by: plain, without gradient."""
@@ -66,6 +73,10 @@ class MixedPrecisionTensor(TrainableTensor):
     def plain(self) -> Tensor:
         """The same, differentiable."""
         return Master.apply(self)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows of `values()`."""
+        return self.weight[indices].to(self.dtype)
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
@@ -92,17 +103,21 @@ class MixedPrecisionTensor(TrainableTensor):
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
-    """What FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and the one
-    for the input's gradient, read the weight that they stand for."""
+    """What FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, the one for the
+    input's gradient, and an embedding tied to it read the weight that they stand for."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
 
     codes: Tensor
     scale: Tensor
 
+    def _exact(self) -> Tensor:
+        codes = self.codes[..., : self.shape[-1]]
+        # int8 times float32 is one operation; float8 has no such product
+        return codes * self.scale if codes.dtype is torch.int8 else codes.float().mul_(self.scale)
+
     def dequantize(self) -> Tensor:
-        values = self.codes[..., : self.shape[-1]].float() * self.scale
-        return values.to(self.dtype)
+        return self._exact().to(self.dtype)
 
     def row_codes(self) -> Codes:
         return self.codes, self.scale.view(-1)
@@ -112,6 +127,10 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
 
     def plain(self) -> Tensor:
         return _Dequantized.apply(self)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
+        return (codes.float() * self.scale[indices]).to(self.dtype)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         padded = -(-shape[-1] // 16) * 16
@@ -161,6 +180,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight, *kept = ctx.saved_tensors
@@ -265,25 +285,29 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
     return y if x.ndim == 2 else aten._unsafe_view.default(y, [*x.shape[:-1], n])
 
 
-def _embedding(input: Tensor, weight: MixedPrecisionTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of a weight tied to a linear's: rows in high precision, as far as the weight has it."""
-    return F.embedding(input, weight.plain().to(weight.dtype), *args, **kwargs)
-
-
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    """nn.MultiheadAttention multiplies by its out_proj.weight where no override of F.linear reaches."""
-    weight = next(x for x in (*args, *kwargs.values()) if isinstance(x, MixedPrecisionTensor))
-    raise NotImplementedError(
-        f"{weight!r} in nn.MultiheadAttention, which has products of its own: leave its out_proj out by filter_fn or a "
-        "pattern, e.g. {'*.out_proj': None, '*': scheme}"
-    )
+    """nn.MultiheadAttention multiplies by its out_proj.weight inside, in high precision; with a note of it."""
+
+    def as_plain(x: Any) -> Any:
+        if not isinstance(x, MixedPrecisionTensor):
+            return x
+        n, k = x.shape
+        seen.note(args[0].shape[:-1].numel(), n, k, "nn.MultiheadAttention has its own product")
+        return x.plain().to(x.dtype)
+
+    return F.multi_head_attention_forward(*map(as_plain, args), **tree_map(as_plain, kwargs))
 
 
 MixedPrecisionTensor.products = {
     F.linear: _linear,
-    F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
 }
+
+
+@MixedPrecisionTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of a weight tied to a linear's; only the rows asked for are made of what FSDP2 gathered."""
+    return args[0].rows(args[1])
 
 
 @MixedPrecisionTensor.implements(aten._to_copy.default)

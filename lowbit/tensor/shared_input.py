@@ -1,6 +1,7 @@
 """The quantized form of an input that several layers read, as query, key and value do: made once, kept by all.
 
-Under torch.compile the same saving comes from the compiler, which merges equal operations.
+Only of what autograd has just computed, and not of leaves: those may be rewritten behind its back, as a CUDA graph does
+with its inputs and results. Under torch.compile the same saving comes from the compiler, which merges equal operations.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def quantized_input(
 ) -> Quantized:
     """`quantize_rowcol` of x [..., K], seen as [M, K], without gradient; the last result if x is the last input."""
     global _last
-    may_share = not torch.compiler.is_compiling() and not x.is_inference()
-    key = (x._version, format, rows, columns, tensorwise) if may_share else None
+    may_share = not torch.compiler.is_compiling() and x.grad_fn is not None
+    captured = may_share and x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (x._version, captured, format, rows, columns, tensorwise) if may_share else None
     last = _last
     if may_share and last is not None and last[0]() is x and last[1] == key:
         return last[2]

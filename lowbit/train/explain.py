@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +88,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
         stance,
         _nothing_changed(model),
         watched() as watch,
-        _named(model, layers, watch),
+        _named(model, watch),
         torch.enable_grad(),
     ):
         outputs = model(*args, **kwargs)
@@ -115,9 +115,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _named(model: nn.Module, names: Collection[str], watch: Watch) -> Iterator[None]:
-    """Tell which of the named modules is running. Checkpointing may leave one without telling, by an exception;
-    the next one to be entered is the innermost all the same."""
+def _named(model: nn.Module, watch: Watch) -> Iterator[None]:
+    """Tell which module is running. Checkpointing may leave one without telling, by an exception; the next one to be
+    entered is the innermost all the same."""
     handles = []
 
     def enter(name: str) -> Any:
@@ -131,9 +131,8 @@ def _named(model: nn.Module, names: Collection[str], watch: Watch) -> Iterator[N
         return hook
 
     for name, module in model.named_modules():
-        if name in names:
-            handles.append(module.register_forward_pre_hook(enter(name)))
-            handles.append(module.register_forward_hook(leave(name)))
+        handles.append(module.register_forward_pre_hook(enter(name)))
+        handles.append(module.register_forward_hook(leave(name)))
     try:
         yield
     finally:

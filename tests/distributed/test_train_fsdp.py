@@ -1,4 +1,5 @@
-"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights."""
+"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights.
+And under DistributedDataParallel, where replicas stay equal."""
 
 from __future__ import annotations
 
@@ -232,6 +233,49 @@ def check_experts(rank, world_size):
     return True
 
 
+def check_tied_embedding(rank, world_size):
+    """Rows are looked up in what was gathered, and gradients of both uses reach the shards."""
+    for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
+        model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
+        model[0].weight = model[1].weight = nn.Parameter(values(50, 64))
+        train.prepare_(model, scheme)
+        whole = copy.deepcopy(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        model.set_force_sum_reduction_for_comms(True)
+        tokens = torch.arange(20).view(4, 5) + rank
+        outputs = []
+        for m in (whole, model):
+            y = m(tokens)
+            y.square().sum().backward()
+            outputs.append(y.detach())
+        assert relative(outputs[1], outputs[0]) < 0.06
+        expected = summed(whole)["0.weight"]
+        assert relative(model[0].weight.grad.full_tensor(), expected) < 0.1
+    return True
+
+
+def check_data_parallel(rank, world_size):
+    """DistributedDataParallel: one start for all, and replicas that stay equal to the bit, draws included."""
+    scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
+    model = prepared(Model(33), scheme)
+    with torch.no_grad():
+        model.first.weight.master().add_(rank)
+    replica = nn.parallel.DistributedDataParallel(model)
+    optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    for step in range(2):
+        calls.clear()
+        replica(values(8, 100, seed=10 * step + rank)).square().mean().backward()
+        assert calls == {"int8_scaled_mm": 5}
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(value, first), name
+    assert isinstance(model.first.weight, MixedPrecisionTensor)
+    return True
+
+
 def whole_weight(p):
     return p.full_tensor().detach()
 
@@ -244,6 +288,8 @@ CHECKS = [
     check_state_dicts,
     check_explained_and_refused,
     check_experts,
+    check_data_parallel,
+    check_tied_embedding,
 ]
 
 

@@ -324,6 +324,18 @@ def test_explain_with_checkpointing_and_without_gradients():
     assert explanation.calls == {"int8_scaled_mm": 3}
 
 
+def test_attention_of_torch_runs_in_high_precision_and_explain_says_so():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    low, x = prepared(layer, INT8), values(2, 16, 64)
+    found, expected = outcome(low, x), outcome(layer, x)
+    for name, value in expected.items():
+        # the gradient of the keys' bias is zero but for rounding
+        assert name == "self_attn.in_proj_bias" or snr(found[name], value) > 20, name
+    layers = train.explain(low, x).layers
+    assert layers["linear1"].low_bit and layers["linear2"].low_bit
+    assert "own product" in layers["self_attn"].why[0] and not layers["self_attn"].low_bit
+
+
 def test_explain_leaves_no_trace_of_a_failure():
     low = prepared(Block(), INT8)
     low.up.weight.grad = torch.ones(128, 64)
