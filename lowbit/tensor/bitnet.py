@@ -15,6 +15,7 @@ their γ has been reduced over the ranks: for one weight at its gather, or for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -277,7 +278,7 @@ def bitnet_linear(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
     x, bias = autocast_inputs(x, weight, bias)
-    m = x.shape[:-1].numel()
+    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
         seen.note(m, n, k, "there is nothing to multiply")
         return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)

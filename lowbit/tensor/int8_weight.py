@@ -22,9 +22,9 @@ Products see the weight dequantized, or are int8 x int8, as `Int8Weight` says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class Int8WeightTensor(AffineTensor):
     tensor_attrs = ("codes", "scale", "place")
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
+
+    products: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    """What replaces torch's functions on it, such as F.linear: see `lowbit.tensor.int8_weight_ops`."""
+    on_lists: ClassVar[Callable[..., Any]]
+    """What torch's optimizers do to many weights at once."""
 
     spec = Spec(Int(8), PerRow())
     activation = None
@@ -227,9 +232,7 @@ class Int8WeightTensor(AffineTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from lowbit.tensor.int8_weight_ops import PRODUCTS
-
-        product = PRODUCTS.get(func)
+        product = cls.products.get(func)
         if product is not None:
             return product(*args, **(kwargs or {}))
         # past AffineTensor's, which refuses gradients
@@ -238,9 +241,7 @@ class Int8WeightTensor(AffineTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.startswith(("_foreach_", "_fused_")):
-            from lowbit.tensor.int8_weight_ops import on_lists
-
-            return on_lists(func, args, kwargs or {})
+            return cls.on_lists(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -90,7 +90,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         )
     x, bias = autocast_inputs(input, weight, bias)
     n, k = weight.shape
-    m = x.shape[:-1].numel()
+    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = weight.scheme.plain_because(x.device, m, n, k)
     if not weight.transposed and why is None:
         return mixed_linear(x, weight, bias)  # type: ignore[arg-type]  # it has what that reads
@@ -124,7 +124,7 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return F.multi_head_attention_forward(*map(plain, args), **tree_map(plain, kwargs))
 
 
-PRODUCTS: dict[Any, Any] = {
+Int8WeightTensor.products = {
     F.linear: _linear,
     F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
@@ -272,3 +272,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             target, values = work[id(tensor)]
             target.update_(values) if is_weight(target) else target.copy_(values)
     return result
+
+
+Int8WeightTensor.on_lists = staticmethod(on_lists)

@@ -5,8 +5,9 @@
 | codes  | [..., N, ceil(K / 4)]  | uint8: code + 2 of four elements, the first in the lowest bits               |
 | scale  | [..., 1, 1]            | float32: mean magnitude of the [N, K] matrix                                 |
 
-Its linear is that of training (`lowbit.tensor.bitnet`) to the bit: the input is rounded to int8, one scale a token,
-and the product is int8 x int8 with exact sums. Source: arXiv 2402.17764.
+Its linear is that of training (`lowbit.tensor.bitnet`) to the bit, but for a bias where a kernel for few tokens reads
+the 2 bits (`lowbit_kernels.ternary_mm`): the input is rounded to int8, one scale a token, and the sums are exact.
+Source: arXiv 2402.17764.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import register_linear
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.scaled_mm import int8_scaled_mm
+from lowbit_kernels.ternary_mm import ternary_mm
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -72,6 +74,7 @@ def ternary_product(
     """Tokens as `quantize_tokens` gives them times int8 `codes` [N, K] transposed, and their `scale`: [M, N]."""
     codes = F.pad(codes, (0, -codes.shape[1] % 16))
     out = torch.float32 if dtype is torch.float64 else dtype
+    bias = None if bias is None else bias.to(out)
     return int8_scaled_mm(tokens[0], codes, tokens[1], scale.view(1), bias, out).to(dtype)
 
 
@@ -141,6 +144,8 @@ def _is_ternary(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
 @register_linear(_is_ternary)
 def ternary_linear(x: Tensor, weight: TernaryTensor, bias: Tensor | None) -> Tensor:
     """int8 tokens × ternary codes: [..., N] in x's dtype."""
-    tokens = quantize_tokens(x.reshape(-1, x.shape[-1]))
-    y = ternary_product(tokens, weight.int8_codes(), weight.scale, bias, x.dtype)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    codes, scale = quantize_tokens(x.reshape(-1, x.shape[-1]))
+    out = torch.float32 if x.dtype is torch.float64 else x.dtype
+    bias = None if bias is None else bias.to(out)
+    y = ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])

@@ -155,6 +155,23 @@ def check_gradients(rank, world_size):
     return True
 
 
+def check_compiled(rank, world_size):
+    """Each layer compiled, under FSDP2: the same gradients, and low-bit products."""
+    for scheme in (INT8, BitNet()):
+        torch._dynamo.reset()
+        expected, model = (shard(model_of(scheme)) for _ in range(2))
+        model.up.compile(backend="aot_eager")
+        model.down.compile(backend="aot_eager")
+        for m in (expected, model):
+            before = calls["int8_scaled_mm"]
+            m(batch(rank)).square().mean().backward()
+            assert calls["int8_scaled_mm"] - before == (5 if scheme == INT8 else 2)
+        for name, p in expected.named_parameters():
+            found = model.get_parameter(name).grad
+            assert relative(found.full_tensor(), p.grad.full_tensor()) < 1e-5, (scheme, name)
+    return True
+
+
 def check_one_reduction_for_all_scales(rank, world_size):
     model, whole = shard(model_of(BitNet(), 33)), model_of(BitNet(), 33)
     reductions = []
@@ -263,6 +280,10 @@ def test_updates_are_the_same_at_any_sharding():
 
 def test_gradients():
     assert launch(check_gradients, 2) == [True, True]
+
+
+def test_compiled():
+    assert launch(check_compiled, 2) == [True, True]
 
 
 def test_one_reduction_for_all_scales():
