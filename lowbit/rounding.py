@@ -22,9 +22,9 @@ F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; 
 search, https://github.com/skeeto/hash-prospector). A pair costs one pass through it with a key before and one
 in the middle, about 9 integer instructions, where Philox costs hundreds. It is not a cryptographic generator.
 
-A weight that is its own optimizer's only copy (`lowbit.tensor.int8_weight`) knows no step. It keeps, for each row,
-the index of its first element in one stream of 2**64 draws: `first_index` says where a tensor's rows begin, and
-every update moves all of them on by `NEXT`.
+A weight that is its optimizer's only copy (`lowbit.tensor.int8_weight`) knows no step. It keeps, for each row, the
+index of its first element in one stream of 2**64 draws (`lowbit_kernels.round_rows`): `first_index` says where a
+tensor's rows begin, and every update moves all of them on by `NEXT`.
 
 Stochastic rounding of weights: arXiv 2010.06192.
 """
@@ -184,32 +184,16 @@ def first_index(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def round_at(x: Tensor, index: Tensor) -> Tensor:
-    """Round float32 to an integral float32, up or down with probability proportional to the distance.
-
-    With r the integer next to x, the result is r, or with probability |x - r| (short by at most 2**-16) the
-    integer on the other side. So the expectation is within 2**-16 of x, and what is within 2**-16 of an integer
-    becomes that integer: the error of a division never moves a weight that has not changed.
-
-    Args:
-        x: float32, any shape; NaN stays NaN.
-        index: int64 that broadcasts to x: which draw of the stream serves each element (`first_index`).
-    """
-    nearest = x.round()
-    rest = x - nearest
-    draws = bits_at(index, *_STREAM)
-    return nearest + torch.where((draws + 1) < rest.abs() * 65536, rest.sign(), 0.0)
-
-
-def bits_at(index: Tensor, k0: int | Tensor, k1: int | Tensor) -> Tensor:
-    """The draws of elements given by their global ``index`` (int64, or int32), with keys of :func:`keys`: ints, or
-    tensors of either dtype that broadcast.
+def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """The draws of elements given by their global ``index`` (int64, or int32), with keys of :func:`keys`: tensors
+    of either dtype that broadcast.
 
     Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
     """
     pair = index >> 1
-    # 32 bits wrap as they should, and are twice as fast
-    k0, k1 = (k.to(torch.int32) if isinstance(k, Tensor) else _signed(k) for k in (k0, k1))
+    k0, k1 = (
+        k.to(torch.int32) for k in (k0, k1)
+    )  # 32 bits wrap as they should, and are twice as fast
     key = k1
     if index.dtype == torch.int64:
         key = (pair >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
@@ -218,11 +202,6 @@ def bits_at(index: Tensor, k0: int | Tensor, k1: int | Tensor) -> Tensor:
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(key).mul_(-0x7B935975)
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
     return (h >> (index.to(torch.int32) & 1).mul_(16)).bitwise_and_(0xFFFF)
-
-
-def _signed(word: int) -> int:
-    """The int32 of these 32 bits."""
-    return ((word + 2**31) & _MASK) - 2**31
 
 
 def _hash(pair: Tensor, k0: Any, k1: Any) -> Tensor:
@@ -249,10 +228,6 @@ def keys(seed: int, step: int | Tensor, tensor: int | Tensor) -> tuple[Any, Any]
             key = _finalise(((key ^ word) + 0x9E3779B9) & _MASK)
         found.append(key)
     return found[0], found[1]
-
-
-_STREAM = keys(0, 0, 0)
-"""Keys of the stream that indices alone address."""
 
 
 def _check_float32(x: Tensor, name: str) -> None:

@@ -32,12 +32,13 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
 
 from lowbit.granularity import PerRow
-from lowbit.rounding import NEXT, first_index, round_at
+from lowbit.rounding import NEXT, first_index
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.train_scheme import Int8Weight
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.round_rows import round_rows
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ class Int8WeightTensor(AffineTensor):
         Raises ValueError as `AffineTensor.from_float` does.
         """
         check_weight(weight)
-        codes, scale = _rounded(weight.detach().float())
+        rows = weight.detach().float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
+        codes, scale = round_rows(rows)
         meta = {"scheme": scheme, "columns": None, "transposed": False}
-        tensors = {"codes": codes, "scale": scale}
+        tensors = {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
         self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
         if not weight.is_meta:
             self.put_at(name)
@@ -131,18 +133,19 @@ class Int8WeightTensor(AffineTensor):
 
     def _rounded(self, values: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes and scale of these values: to nearest without places."""
-        group, index = None, place
+        rows = values.float().reshape(self.shape[:-1].numel(), self.shape[-1])
+        largest, start = None, 0
         if self.columns is not None:
             if self.columns.group is None:
                 raise self._unsupported(
                     "taking other values, as rows share a scale that the other columns have a say in: call "
                     "lowbit.train.locate_(model) after its weights are sharded; or"
                 )
-            group = self.columns.group
-        if place is not None:
-            start = 0 if self.columns is None else self.columns.start
-            index = place + torch.arange(start, start + self.shape[-1], device=self.device)
-        return _rounded(values.float(), index, old=self.scale, group=group)
+            start = self.columns.start
+            largest = _largest(rows, self.columns.group)
+        first = None if place is None else place.reshape(-1)
+        codes, scale = round_rows(rows, self.scale.reshape(-1), largest, first, start)
+        return codes.view(self.shape), scale.view(self.scale.shape)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         if self.transposed:
@@ -249,30 +252,7 @@ def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
     return None if shape[-1] == columns.total else columns
 
 
-def _rounded(
-    values: Tensor,
-    index: Tensor | None = None,
-    *,
-    old: Tensor | None = None,
-    group: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of float32 `values`, stochastically by the draws at `index`, or to nearest.
-
-    A row whose largest magnitude is still 127 times its `old` scale keeps that, so that a weight which has not changed
-    is stored as it was.
-    """
-    largest = values.abs()
-    if largest.shape[-1] == 0:
-        largest = F.pad(largest, (0, 1))
-    largest = largest.amax(-1, keepdim=True)
-    if group is not None:  # a maximum over ranks may lose a NaN, but no infinity
-        largest = torch.where(largest.isfinite(), largest, torch.inf)
-        largest = all_reduce(largest, "max", group)
-    scale = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    if old is not None:
-        scale = torch.where(largest == old * 127, old, scale)
-    scale = torch.where(largest == 0, 1.0, scale)
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
-    codes = values / scale
-    codes = codes.round() if index is None else round_at(codes, index)
-    return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
+def _largest(rows: Tensor, group: Any) -> Tensor:
+    """Of rows whose columns are spread over a group. A maximum over ranks may lose a NaN, but no infinity."""
+    largest = rows.abs().amax(1)
+    return all_reduce(torch.where(largest.isfinite(), largest, torch.inf), "max", group)
