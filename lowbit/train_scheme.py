@@ -303,7 +303,6 @@ class BitNet(TrainingScheme):
         return "ternary, a scale a tensor; activation int8, a scale a token"
 
 
-@torch.compiler.assume_constant_result
 def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
     """Why a device that computes has no units of a GPU of this capability; None if it has, and for CPU and meta."""
     if device.type in ("cpu", "meta"):
@@ -314,3 +313,7 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
     return None if found >= capability else f"its compute capability is {has}, below {needed}"
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
+missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from lowbit.packing import packed_size
 from lowbit.tensor import seen
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.linear import autocast_inputs
 from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
@@ -41,8 +42,6 @@ from lowbit.tensor.ternary import (
 )
 from lowbit.tensor.trainable import GatheredForm, TrainableTensor
 from lowbit.train_scheme import BitNet
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import int8_scaled_mm
 
 
 class BitNetTensor(TrainableTensor):
@@ -232,7 +231,9 @@ class _Linear(torch.autograd.Function):
             seen.record(note, "grad_input", "int8" if rows else grad.dtype)
             if rows:
                 turned = F.pad(ternary.t(), (0, -ternary.shape[0] % 16)).contiguous()
-                grad_x = int8_scaled_mm(codes, turned, scales, scale.view(1), None, ctx.dtype)
+                grad_x = scaled_mm(
+                    "int8", codes, turned, scales, scale.view(1), out_dtype=ctx.dtype
+                )
             else:
                 grad_x = grad @ (ternary * scale).to(grad.dtype)
         if for_weight:
@@ -240,7 +241,9 @@ class _Linear(torch.autograd.Function):
             x = (tokens[0][:, : weight.shape[1]] * tokens[1][:, None]).to(grad.dtype)
             if columns:
                 _, _, x_t, x_scales = quantize_rowcol(x, "int8", rows=False)
-                grad_weight = int8_scaled_mm(codes_t, x_t, scales_t, x_scales, None, weight.dtype)
+                grad_weight = scaled_mm(
+                    "int8", codes_t, x_t, scales_t, x_scales, out_dtype=weight.dtype
+                )
             else:
                 grad_weight = (grad.t() @ x).to(weight.dtype)
         if for_bias:

@@ -36,9 +36,8 @@ from lowbit.rounding import NEXT, first_index
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.kernels import quantize_rowcol, round_rows
 from lowbit.train_scheme import Int8Weight
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.round_rows import round_rows
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,9 @@ class Int8WeightTensor(AffineTensor):
             start = self.columns.start
             largest = _largest(rows, self.columns.group)
         first = None if place is None else place.reshape(-1)
-        codes, scale = round_rows(rows, self.scale.reshape(-1), largest, first, start)
+        codes, scale = round_rows(
+            rows, old=self.scale.reshape(-1), largest=largest, first=first, start=start
+        )
         return codes.view(self.shape), scale.view(self.scale.shape)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:

@@ -34,7 +34,8 @@ def _matmul(x: Tensor, weight: Any) -> Tensor:
     """x [..., K] by weight [K, N], or x [E, M, K] by weight [E, K, N]."""
     if not isinstance(weight, MixedPrecisionTensor) or isinstance(x, LowbitTensor):
         raise NotImplementedError(
-            f"a product of {x!r} and {weight!r}: only the second may be a MixedPrecisionTensor"
+            f"a product of a {type(x).__name__} and a {type(weight).__name__}: only the second may be a "
+            "MixedPrecisionTensor; call .dequantize() on the first for a plain tensor"
         )
     if weight.ndim != 2 and not x.ndim == weight.ndim == 3:
         raise NotImplementedError(
@@ -62,7 +63,10 @@ def _grouped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(weight, MixedPrecisionTensor):
-            raise NotImplementedError(f"{function.__name__} by {weight!r}: it must be the second")
+            raise NotImplementedError(
+                f"{function.__name__} of a {type(x).__name__} and a {type(weight).__name__}: only the second may be a "
+                "MixedPrecisionTensor; call .dequantize() on the first for a plain tensor"
+            )
         n, k = weight.shape[-1], weight.shape[-2]
         seen.note(x.shape[:-1].numel(), n, k, "grouped products run in high precision")
         return function(x, weight.plain().to(x.dtype), *args, **kwargs)

@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_map
 from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.linear import autocast_inputs
 from lowbit.tensor.seen import Note
 from lowbit.tensor.shared_input import quantized_input
 from lowbit.tensor.trainable import GatheredForm, Master, TrainableTensor
 from lowbit.train_scheme import MixedPrecision, TrainingScheme
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 
 MOST_TERMS = 2**17
 """Of a sum of products of two int8 codes, -127 to 127, that surely stays within an int32."""
@@ -229,13 +228,11 @@ def _product(
     bias: Tensor | None = None,
 ) -> Tensor:
     _record(note, name, fmt)
-    if fmt != "int8":
-        return float8_scaled_mm(a[0], b[0], a[1], b[1], bias, dtype)
-    if a[0].shape[1] <= MOST_TERMS:
-        return int8_scaled_mm(a[0], b[0], a[1], b[1], bias, dtype)
+    if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
+        return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
     parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
     sums = [
-        int8_scaled_mm(p.contiguous(), q.contiguous(), a[1], b[1], None, torch.float32)
+        scaled_mm(fmt, p.contiguous(), q.contiguous(), a[1], b[1], out_dtype=torch.float32)
         for p, q in parts
     ]
     y = torch.stack(sums).sum(0)
@@ -250,7 +247,8 @@ def _record(note: Note | None, name: str, ran: str | torch.dtype) -> None:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, MixedPrecisionTensor) or isinstance(input, LowbitTensor):
         raise NotImplementedError(
-            f"linear of {input!r} with {weight!r}: only the weight may be a MixedPrecisionTensor"
+            f"linear of a {type(input).__name__} with a {type(weight).__name__}: only the weight may be a "
+            "MixedPrecisionTensor; call .dequantize() on the other for a plain tensor"
         )
     x, bias = autocast_inputs(input, weight, bias)
     return mixed_linear(x, weight, bias)

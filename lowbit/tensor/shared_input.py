@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit.tensor.kernels import quantize_rowcol
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 

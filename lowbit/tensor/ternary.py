@@ -24,10 +24,8 @@ from lowbit.packing import pack, packed_size, unpack
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm, ternary_mm
 from lowbit.tensor.linear import register_linear
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import int8_scaled_mm
-from lowbit_kernels.ternary_mm import ternary_mm
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -75,7 +73,8 @@ def ternary_product(
     codes = F.pad(codes, (0, -codes.shape[1] % 16))
     out = torch.float32 if dtype is torch.float64 else dtype
     bias = None if bias is None else bias.to(out)
-    return int8_scaled_mm(tokens[0], codes, tokens[1], scale.view(1), bias, out).to(dtype)
+    scales = tokens[1], scale.view(1)
+    return scaled_mm("int8", tokens[0], codes, *scales, bias=bias, out_dtype=out).to(dtype)
 
 
 class TernaryTensor(AffineTensor):

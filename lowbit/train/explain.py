@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.seen import PRODUCTS, Note, Watch, watched
-from lowbit_kernels.scaled_mm import calls
 
 
 @dataclass
@@ -81,6 +80,8 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     It runs eagerly, also where the model is compiled: what is decided is the same. Gradients, buffers and random
     states are as before afterwards. Under FSDP2 all ranks must call it.
     """
+    from lowbit_kernels.scaled_mm import calls  # imports Triton, which `import lowbit` must not
+
     layers = {name: Layer(name) for name, module in model.named_modules() if _is_layer(module)}
     before = calls.copy()
     stance = torch.compiler.set_stance("force_eager")

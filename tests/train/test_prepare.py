@@ -113,6 +113,11 @@ def test_gpus_without_units_are_refused(monkeypatch, capability, fits):
     assert INT8._refusal_of(gpu) is None
 
 
+def test_the_compiler_takes_the_answer_for_a_constant():
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert marked.__dict__ == missing_units.__dict__
+
+
 def test_other_devices_are_refused():
     assert missing_units(torch.device("mps"), (8, 0)) == "it is no NVIDIA GPU"
     assert missing_units(torch.device("meta"), (8, 0)) is None
