@@ -22,16 +22,11 @@ F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; 
 search, https://github.com/skeeto/hash-prospector). A pair costs one pass through it with a key before and one
 in the middle, about 9 integer instructions, where Philox costs hundreds. It is not a cryptographic generator.
 
-A weight that is its optimizer's only copy (`lowbit.tensor.int8_weight`) knows no step. It keeps, for each row, the
-index of its first element in one stream of 2**64 draws (`lowbit_kernels.round_rows`): `first_index` says where a
-tensor's rows begin, and every update moves all of them on by `NEXT`.
-
 Stochastic rounding of weights: arXiv 2010.06192.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
@@ -39,10 +34,6 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-
-NEXT = -0x61C8864680B583EB
-"""Between the draws of one update and the next: odd, so that it takes 2**64 of them to come back (the golden ratio
-of 2**64, as a signed integer)."""
 
 
 def random_bits(
@@ -176,12 +167,6 @@ def stochastic_round(
     u = (draws.to(torch.float32) + 0.5) * (1.0 / 65536)
     low = x.floor()
     return low + (u < x - low)
-
-
-def first_index(seed: int, name: str) -> int:
-    """Index of the first draw of the tensor of this name, a signed 64-bit integer: a hash of both."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:

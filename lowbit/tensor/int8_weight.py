@@ -4,14 +4,14 @@
 |--------|--------------|----------------------------------------------------------------------------------|
 | codes  | [..., N, K]  | int8, -127 .. 127                                                                |
 | scale  | [..., N, 1]  | float32, absmax / 127 of the row; 1 for a row of zeros, NaN for one with a NaN   |
-| place  | [..., N, 1]  | int64, where the row's random draws begin (`lowbit.rounding`)                    |
+| place  | [..., N, 1]  | int64, where the row's random draws begin (`round_rows`)                         |
 
 So a weight takes 1 byte and 12 bytes a row. It has no high-precision copy: what an optimizer computes in float32 is
 rounded stochastically (arXiv 2010.06192), so that an update far below the distance of two codes moves the weight as
 often as it should. The draw of an element is a function of (seed, the parameter's name, number of updates, index of
 the element in the whole parameter): `place` begins at a hash of the first two plus the row's first index, and every
-update moves it on. As it lies beside the row, it shards, is saved and resumes with it, whoever updates the weight; so
-replicas, any sharding and a restart give the same weights.
+update moves it on by `NEXT`. As it lies beside the row, it shards, is saved and resumes with it, whoever updates the
+weight; so replicas, any sharding and a restart give the same weights.
 
 torch.optim's in-place operations round once each, but for a multiplication by a positive number (decoupled weight
 decay), which is one of the scales and exact; lowbit's optimizers round once a step. Copying plain values, as loading
@@ -22,6 +22,7 @@ Products see the weight dequantized, or are int8 x int8, as `Int8Weight` says.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -32,12 +33,21 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
 
 from lowbit.granularity import PerRow
-from lowbit.rounding import NEXT, first_index
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.kernels import quantize_rowcol, round_rows
 from lowbit.train_scheme import Int8Weight
+
+NEXT = -0x61C8864680B583EB
+"""From the draws of one update to the next: odd, so that it takes 2**64 of them to come back (the golden ratio of
+2**64, as a signed integer)."""
+
+
+def first_index(seed: int, name: str) -> int:
+    """Index of the first draw of the parameter of this name, a signed 64-bit integer: a hash of both."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True)
