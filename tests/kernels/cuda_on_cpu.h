@@ -101,6 +101,19 @@ DEVICE unsigned int warp_max(unsigned int x) {
     return largest;
 }
 
+DEVICE unsigned int take_next(unsigned int *counter, int lane) {
+    using namespace emulation;
+    const unsigned int first = current / 32 * 32;
+    if (lane == 0) fibers[current].given = (*counter)++;
+    meet(first, first + 32);
+    const unsigned int n = fibers[first].given;
+    meet(first, first + 32);
+    return n;
+}
+DEVICE void prefetch(const void *p, unsigned int bytes) {
+    if (((uintptr_t)p | bytes) % 16) __builtin_trap();
+}
+
 // ---- instructions ----------------------------------------------------------------------------------------------------
 
 DEVICE unsigned int float_bits(float x) { unsigned int bits; memcpy(&bits, &x, 4); return bits; }
@@ -127,6 +140,8 @@ DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selecto
     }
     return result;
 }
+
+DEVICE unsigned int byte_of(unsigned int word, int i) { return word >> 8 * i & 0xff; }
 
 DEVICE unsigned int to_bf16(float x) {
     const unsigned int bits = float_bits(x);
