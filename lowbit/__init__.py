@@ -29,18 +29,29 @@ from lowbit.scheme import (
 )
 from lowbit.tensor import (
     AffineTensor,
+    BitNetTensor,
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
+    Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
+    TernaryTensor,
 )
-from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision, TrainingScheme
+from lowbit.train_scheme import (
+    BitNet,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AffineTensor",
+    "BitNet",
+    "BitNetTensor",
     "CheckpointError",
     "CodebookTensor",
     "FakeQuantizedTensor",
@@ -54,7 +65,9 @@ __all__ = [
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
     "Int8MixedPrecision",
+    "Int8Weight",
     "Int8WeightOnly",
+    "Int8WeightTensor",
     "IntxWeightOnly",
     "LowbitTensor",
     "MixedPrecisionTensor",
@@ -66,6 +79,7 @@ __all__ = [
     "Report",
     "Scheme",
     "Spec",
+    "TernaryTensor",
     "TrainingScheme",
     "choose_qparams_affine",
     "dequantize_affine",

@@ -101,13 +101,15 @@ class MixedPrecision(TrainingScheme):
     capability: ClassVar[tuple[int, int]]
     """CUDA compute capability from which on GPUs have units for it."""
     least: ClassVar[Least]
+    needs_products: ClassVar[bool] = True
+    """Whether it would change nothing without any product in low bits."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{each.name} must be True or False, got {value!r}")
-        if not (self.output or self.grad_input or self.grad_weight):
+        if self.needs_products and not self.has_products:
             raise ValueError(
                 f"{type(self).__name__} with output, grad_input and grad_weight all False changes nothing; turn one "
                 "on, or leave the model as it is"
@@ -116,6 +118,11 @@ class MixedPrecision(TrainingScheme):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
+
+    @property
+    def has_products(self) -> bool:
+        """Whether any product is asked for in low bits."""
+        return self.output or self.grad_input or self.grad_weight
 
     @property
     def forward_format(self) -> str:
@@ -234,6 +241,66 @@ class Float8MixedPrecision(MixedPrecision):
     @property
     def one_scale(self) -> bool:
         return self.tensorwise
+
+
+@dataclass(frozen=True)
+class Int8Weight(Int8MixedPrecision):
+    """The weight itself is int8, with a scale a row and no high-precision copy; see `lowbit.tensor.int8_weight`.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
+            dequantized for them, which is exact.
+        stochastic_rounding, always: of those products, as for `Int8MixedPrecision`.
+        seed: of all draws, those of the weight's updates included.
+    """
+
+    output: bool = False
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    needs_products = False
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        return None
+
+    def check(self, weight: Tensor) -> None:
+        if self.has_products:
+            super().check(weight)
+        else:
+            TrainingScheme.check(self, weight)
+
+    def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
+        if not self.has_products:
+            return "none was asked for"
+        return super().plain_because(device, m, n, k)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        return "int8, a scale a row, no high-precision copy"
+
+
+@dataclass(frozen=True)
+class BitNet(TrainingScheme):
+    """BitNet b1.58 (arXiv 2402.17764): products see the weight as -1, 0 or 1 times its mean magnitude, and the input
+    in int8, a scale a token.
+
+    Args:
+        grad_input, grad_weight: whether these products run int8 x int8 as well; the output's always does.
+    """
+
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{each.name} must be True or False, got {value!r}")
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        return "an embedding looks rows up and multiplies nothing" if looked_up else None
+
+    def describe(self, shape: Sequence[int]) -> str:
+        return "ternary, a scale a tensor; activation int8, a scale a token"
 
 
 def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:

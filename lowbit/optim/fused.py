@@ -25,6 +25,7 @@ from lowbit.optim import state as states
 from lowbit.optim.clip import GradScale
 from lowbit.optim.job import Job, local_grad
 from lowbit.optim.kernel import compiled, options_of, scaled, variant_of
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
@@ -57,6 +58,9 @@ class _Launch:
     words: np.ndarray
     table: Tensor  # the same on the device; on a CPU, the same memory
     others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
+    inside: list[
+        Tensor
+    ]  # weights within low-bit tensors, which tell by its version what they know of one
     params: list[Tensor]
     places: list[int]
     addresses: list[int]
@@ -163,6 +167,7 @@ class FusedSteps:
             words=words,
             table=torch.from_numpy(words) if device.type == "cpu" else _empty(words, device),
             others=others,
+            inside=[i.own for i in items if isinstance(states.local(i.param), LowbitTensor)],
             params=[item.param for item in items],
             places=[item.place for item in items],
             addresses=[item.address for item in items],
@@ -284,6 +289,8 @@ class FusedSteps:
                     tiles=launch.tiles,
                     control=control,
                 )
+            if launch.inside:
+                torch.autograd.graph.increment_version(launch.inside)
             launch.grads = []  # let them be freed
         return self._rest
 

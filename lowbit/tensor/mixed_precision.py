@@ -9,6 +9,7 @@ the dimension that it sums over (`lowbit_kernels.scaled_mm`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -264,7 +265,7 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
-    m = x.shape[:-1].numel()
+    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = scheme.plain_because(x.device, m, n, k)
     note = seen.note(m, n, k, why)
     if why is not None:

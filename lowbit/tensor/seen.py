@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
@@ -43,6 +45,12 @@ def note(m: int, n: int, k: int, why: str | None) -> Note | None:
     made = Note(_watch.running[-1] if _watch.running else "", m, n, k, why)
     _watch.notes.append(made)
     return made
+
+
+def record(note: Note | None, product: str, ran: str | torch.dtype) -> None:
+    """Say what one of `PRODUCTS` ran in."""
+    if note is not None:
+        note.ran[product] = str(ran).removeprefix("torch.")
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class TrainableTensor(LowbitTensor):
     """See the module. A subclass gives `products`, `dequantize` and `meta_from_json`."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
-    meta_attrs = ("scheme",)
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
     products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     """What replaces torch's functions on it, such as F.linear; called with their arguments."""
 
@@ -49,6 +49,12 @@ class TrainableTensor(LowbitTensor):
         check_weight(weight)
         weight = weight.detach().contiguous()
         return cls.from_inner({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
+
+    def over(self, weight: Tensor) -> Self:
+        """The same over another high-precision weight, of this shape. Raises as making one does."""
+        check_weight(weight)
+        weight = weight.detach().contiguous()
+        return self._with({"weight": weight}, dtype=weight.dtype)
 
     def master(self) -> Tensor:
         """The high-precision weight itself: update it in place."""

@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
+from lowbit.tensor.bitnet import BitNetTensor, bitnet_linear
+from lowbit.train.bitnet_scale import sharded_scale
+from lowbit.train.locate import share_scales
+
 
 class Linear(nn.Linear):
     """nn.Linear, also where its weight is a DTensor over a low-bit one."""
@@ -28,6 +32,12 @@ class Linear(nn.Linear):
         if isinstance(self.weight, DTensor):
             return sharded_linear(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Tensor parallelism replaces the weight by this."""
+        super().register_parameter(name, param)
+        if isinstance(param, DTensor):
+            share_scales(param)
 
 
 def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
@@ -44,7 +54,9 @@ def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
         list(column) for column in zip(*plans, strict=True)
     )
     x = input.redistribute(mesh, needs).to_local(grad_placements=grad_x)
-    y = F.linear(x, weight.to_local(grad_placements=grad_weight))
+    local: Any = weight.to_local(grad_placements=grad_weight)
+    is_bitnet = isinstance(local, BitNetTensor)
+    y = bitnet_linear(x, local, None, sharded_scale(weight)) if is_bitnet else F.linear(x, local)
     if bias is not None:
         y = y + _local_bias(bias, mesh, bias_as, gives, grad_weight)
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))

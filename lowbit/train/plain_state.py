@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.int8_weight import Int8WeightTensor
+from lowbit.tensor.trainable import TrainableTensor
 
 
 def _local(value: Any) -> Any:
@@ -57,12 +59,12 @@ def take_plain(
         for name, param in module._parameters.items():
             value = state_dict.get(prefix + name)
             given, own = _local(value), _local(param)
-            if (
-                has_plain_memory(param)
-                and isinstance(given, Tensor)
-                and not isinstance(given, LowbitTensor)
-            ):
-                state_dict[prefix + name] = _placed_as(value, type(own)(given, own.scheme))
+            if not isinstance(given, Tensor) or isinstance(given, LowbitTensor):
+                continue
+            if isinstance(own, TrainableTensor):
+                state_dict[prefix + name] = _placed_as(value, own.over(given))
+            elif isinstance(own, Int8WeightTensor):
+                state_dict[prefix + name] = _placed_as(value, torch.empty_like(own).copy_(given))
 
 
 def register(module: nn.Module) -> None:

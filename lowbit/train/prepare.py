@@ -8,6 +8,8 @@ train.restore_(model)                                 # plain weights, as they w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,14 +23,24 @@ from lowbit.tensor.apply import (
     replace_weights,
 )
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.bitnet import BitNetTensor
+from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.train import plain_state
 from lowbit.train.linear import Linear
-from lowbit.train_scheme import Float8MixedPrecision, Int8MixedPrecision, TrainingScheme
+from lowbit.train_scheme import (
+    BitNet,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
+)
 
 TENSORS: dict[type[TrainingScheme], type[LowbitTensor]] = {
     Int8MixedPrecision: MixedPrecisionTensor,
     Float8MixedPrecision: MixedPrecisionTensor,
+    Int8Weight: Int8WeightTensor,
+    BitNet: BitNetTensor,
 }
 """The tensor that carries a scheme out: made as `cls(weight, scheme)`, and has that `scheme`."""
 
@@ -58,6 +70,8 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
 
 
 def _prepared(target: Target) -> Tensor:
+    if isinstance(target.scheme, Int8Weight):  # its random draws are told by the name
+        return Int8WeightTensor(target.weight, target.scheme, target.owners[0][2])
     return TENSORS[type(target.scheme)](target.weight, target.scheme)
 
 
@@ -69,23 +83,37 @@ def restore_(model: nn.Module) -> Report:
     Raises:
         ValueError: the model was never prepared, or is sharded. It is then as it was.
     """
-    kinds = tuple(TENSORS.values())
+    targets = prepared_targets(model, tuple(TENSORS.values()), "restore")
+    return replace_prepared(targets, _plain, "plain again", trainable=True)
+
+
+def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> list[Target]:
+    """The prepared weights of these classes. Raises ValueError if there are none, or sharded ones."""
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
         if isinstance(weight, DTensor) and isinstance(weight.to_local(), kinds):
             raise ValueError(
-                f"{fqn} is sharded: gather the state dict, load it into a plain model on one process"
+                f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
             )
         if isinstance(weight, kinds):
-            targets.append(Target(weight, weight.scheme, tuple(owners)))  # type: ignore[attr-defined]
+            targets.append(Target(weight, weight.scheme, tuple(owners)))  # type: ignore[arg-type, attr-defined]
     if not targets:
+        names = " or ".join(sorted({kind.__name__ for kind in kinds}))
         raise ValueError(
-            f"{type(model).__name__} has no weights that lowbit.train.prepare_ prepared; it is plain already"
+            f"{type(model).__name__} has no weights that lowbit.train.prepare_ prepared, none to {what}; accepted: "
+            f"{names}"
         )
-    modules = {module for target in targets for module, _, _ in target.owners}
-    report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
+    return targets
+
+
+def replace_prepared(
+    targets: list[Target], make: Callable[[Target], Tensor], note: str, trainable: bool
+) -> Report:
+    """Replace prepared weights, and undo what `prepare_` did to their modules."""
+    modules: set[nn.Module] = {module for target in targets for module, _, _ in target.owners}
+    report = replace_weights(targets, Report(), make, trainable=trainable, note=note)
     for module in modules:
         plain_state.unregister(module)
         if type(module) is Linear:

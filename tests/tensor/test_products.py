@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.tensor import CodebookTensor, FakeQuantizedTensor
+from lowbit.tensor import BitNetTensor, CodebookTensor, FakeQuantizedTensor
 from tests.tensor.cases import (
     CASES,
     every_frozen_weight,
@@ -99,7 +99,9 @@ def test_gradients_of_input_bias_and_trainable_weight(case, tokens, n, k):
     else:
         assert found.pop("weight") is None
     errors = {name: relative_error(grad, reference[name]) for name, grad in found.items()}
-    assert max(errors.values()) < 2e-6, errors
+    # BitNet's backward products in int8 round the gradient
+    limit = 0.02 if case.name == "train-bitnet-products" else 2e-6
+    assert max(errors.values()) < limit, errors
 
 
 def inside_range(weight):
@@ -188,7 +190,7 @@ def test_grad_modes(case):
             assert relative_error(x @ weight.t() + bias, expected) < 1e-2
         inside = case.make((24, 100))
         assert same_bits(F.linear(x, inside, bias), expected)
-        assert same_bits(inside[8:].dequantize(), weight[8:].dequantize())
+        assert same_bits(case.values_of(inside[8:]), case.values_of(weight[8:]))
         assert same_bits(case.values_of(inside.clone()), case.values_of(weight))
 
 
@@ -290,6 +292,10 @@ def test_embedding_gathers_rows(case):
         with pytest.raises(NotImplementedError, match=r"share scales.*dequantize"):
             F.embedding(indices, table)
         return
+    if case.kind is BitNetTensor:
+        with pytest.raises(NotImplementedError, match=r"embedding.*no ternary product.*lm_head"):
+            F.embedding(indices, table)
+        return
     rows = F.embedding(indices, table)
     assert same_bits(rows, table.dequantize()[indices])
     assert F.embedding(indices[:0], table).shape == (0, 3, 100)
@@ -352,6 +358,10 @@ def test_activation_checkpointing_and_second_derivatives(case):
 
     checkpoint(loss, x, use_reentrant=False).backward()
     assert same_bits(x.grad, expected)
+    if case.name == "train-bitnet-products":
+        with pytest.raises(NotImplementedError, match=r"second derivatives.*BitNet\(\)"):
+            torch.autograd.grad(loss(x), x, create_graph=True)
+        return
     (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
     (found,) = torch.autograd.grad(grad.sum(), x)
     plain = weight.dequantize().double()
