@@ -13,6 +13,8 @@ with bfloat16 weights and activations; what differs is what the optimizer update
                                                     bits below bfloat16 kept in one more byte
     int8-products, float8-products                  as fp32, and the products of the blocks' linear layers, forward
                                                     and backward, in 8 bits (`lowbit.train`)
+    int8-weights                                    the blocks' weights are int8 and nothing else
+    bitnet                                          as fp32, the blocks' weights ternary in every product
 
 Runs of one seed begin with the same weights and see the same batches, so their difference is taken seed by seed.
 

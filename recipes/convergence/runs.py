@@ -53,18 +53,21 @@ def _runs() -> list[Run]:
         Run("bf16-nearest", "bf16 weights, rounded to nearest", bf16, plain),
         Run("bf16-stochastic", "bf16 weights, rounded stochastically", bf16, stochastic, 0.005),
         Run("bf16-corrected", "bf16 weights, 8-bit correction", bf16, corrected, 0.005),
-        *_products(torch.optim.AdamW),
+        *_products(torch.optim.AdamW, plain),
     ]
 
 
-def _products(adamw: Any) -> list[Run]:
+def _products(adamw: Any, lowbit_adamw: Any) -> list[Run]:
     """What `lowbit.train` does, every layer of it, however small; float32 weights and states as in the reference."""
-    fp32 = torch.float32
+    fp32, bf16 = torch.float32, torch.bfloat16
+    int8_weight, bitnet = lowbit.train.Int8Weight(), lowbit.train.BitNet()
     int8 = lowbit.train.Int8MixedPrecision(always=True)
     float8 = lowbit.train.Float8MixedPrecision(always=True)
     return [
         Run("int8-products", "int8 products", fp32, adamw, 0.005, int8),
         Run("float8-products", "float8 products, a scale a row", fp32, adamw, 0.005, float8),
+        Run("int8-weights", "int8 weights, no copy", bf16, lowbit_adamw, None, int8_weight),
+        Run("bitnet", "BitNet b1.58: ternary weights", fp32, adamw, None, bitnet),
     ]
 
 
