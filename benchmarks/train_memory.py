@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from benchmarks.optimizers import (
 )
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
+from lowbit import train
 from recipes.llama import Llama, LlamaConfig
 
 LLAMA_1B_CONFIG = LlamaConfig(
@@ -48,6 +50,8 @@ class TrainingCandidate:
         batch: sequences, and tokens in each.
         limit: GiB that the process may take; None is all there are.
         most_repeats: steps to time at the most, where each takes seconds.
+        products: names the products of the linear layers, where they are not plain.
+        scheme: of those products, for `lowbit.train.prepare_`.
     """
 
     choice: OptimizerChoice
@@ -57,10 +61,12 @@ class TrainingCandidate:
     device: str = "cuda"
     compile: bool = True
     most_repeats: int = 100
+    products: str = ""
+    scheme: Any = None
 
     @property
     def name(self) -> str:
-        return self.choice.name
+        return f"{self.products}, {self.choice.name}" if self.products else self.choice.name
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,8 @@ def training_step(candidate: TrainingCandidate) -> Callable[[], Tensor]:
             model = Llama(candidate.config)
     finally:
         torch.set_default_dtype(before)
+    if candidate.scheme is not None:
+        train.prepare_(model, candidate.scheme)
     loss_of = next_token_loss
     if candidate.compile:
         loss_of = torch.compile(next_token_loss, dynamic=False)

@@ -1,9 +1,10 @@
 """lowbit: train, fine-tune and convert PyTorch models in 8 bits and fewer.
 
-Everything a user needs is here or in the three subpackages `lowbit.optim`, `lowbit.qat` and `lowbit.inference`.
+Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowbit.train`, `lowbit.qat` and
+`lowbit.inference`.
 """
 
-from lowbit import inference, optim, qat
+from lowbit import inference, optim, qat, train
 from lowbit.affine import (
     choose_qparams_affine,
     dequantize_affine,
@@ -28,30 +29,48 @@ from lowbit.scheme import (
 )
 from lowbit.tensor import (
     AffineTensor,
+    BitNetTensor,
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
+    Int8WeightTensor,
     LowbitTensor,
+    MixedPrecisionTensor,
+    TernaryTensor,
+)
+from lowbit.train_scheme import (
+    BitNet,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AffineTensor",
+    "BitNet",
+    "BitNetTensor",
     "CheckpointError",
     "CodebookTensor",
     "FakeQuantizedTensor",
     "Float8",
     "Float8DynamicActivationFloat8Weight",
+    "Float8MixedPrecision",
     "Float8Tensor",
     "Float8WeightOnly",
     "Int",
     "Int4WeightOnly",
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
+    "Int8MixedPrecision",
+    "Int8Weight",
     "Int8WeightOnly",
+    "Int8WeightTensor",
     "IntxWeightOnly",
     "LowbitTensor",
+    "MixedPrecisionTensor",
     "PerBlock",
     "PerGroup",
     "PerRow",
@@ -60,6 +79,8 @@ __all__ = [
     "Report",
     "Scheme",
     "Spec",
+    "TernaryTensor",
+    "TrainingScheme",
     "choose_qparams_affine",
     "dequantize_affine",
     "fake_quantize_affine",
@@ -72,5 +93,6 @@ __all__ = [
     "quantize_affine",
     "register_linear",
     "save",
+    "train",
     "unregister_linear",
 ]

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.tensor import AffineTensor, CodebookTensor, FakeQuantizedTensor, Float8Tensor
+from lowbit.tensor import (
+    AffineTensor,
+    CodebookTensor,
+    FakeQuantizedTensor,
+    Float8Tensor,
+    Int8WeightTensor,
+    TernaryTensor,
+)
 from lowbit.tensor.base import LowbitTensor
 
 FORMAT_VERSION = 1
@@ -37,7 +44,11 @@ MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
 """From a format version to the next: `MIGRATIONS[v](tensors, info)` returns those of version v + 1."""
 
 _KINDS: dict[str, type[LowbitTensor]] = {
-    c.__name__: c for c in (AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor)
+    c.__name__: c
+    for c in (
+        *(AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor),
+        *(Int8WeightTensor, TernaryTensor),
+    )
 }
 
 

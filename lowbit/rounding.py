@@ -12,21 +12,25 @@ The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves o
            return k
     k0 = K(0x243f6a88);  k1 = K(0x85a308d3)                    # once per (seed, step, tensor)
 
-    pair = index >> 1                                           # two elements share one hash
-    h    = lo(pair) ^ k0;  h ^= h >> 16;  h *= 0x7feb352d
-    h   ^= (h >> 15) ^ (k1 + 0x9e3779b9 * hi(pair))
-    h   *= 0x846ca68b;  h ^= h >> 16
-    draw = h & 0xffff  if index is even  else  h >> 16          # 16 bits
+    octet = index >> 3                                          # eight elements share one hash
+    h     = lo(octet) ^ k0;  h ^= h >> 16;  h *= 0x7feb352d
+    h    ^= (h >> 15) ^ (k1 + 0x9e3779b9 * hi(octet))
+    h    *= 0x846ca68b;  h ^= h >> 16
+    draw  = h * M[index & 7] >> 16                              # 16 bits
 
 F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; constants found by
-search, https://github.com/skeeto/hash-prospector). A pair costs one pass through it with a key before and one
-in the middle, about 9 integer instructions, where Philox costs hundreds. It is not a cryptographic generator.
+search, https://github.com/skeeto/hash-prospector). An octet costs one pass through it with a key before and one
+in the middle, about 9 integer instructions, where Philox costs hundreds; an element one multiplication more. M holds
+odd numbers, so that every draw is uniform, of which any two make draws that fill the square evenly (their lattice's
+shortest vector is over 0.75 * 2**16), and no three have a linear relation in small numbers. It is not a
+cryptographic generator.
 
 Stochastic rounding of weights: arXiv 2010.06192.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -34,6 +38,10 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_M = (
+    *(0x2265B1F5, 0xD8F16ADF, 0x414C343D, 0x4A2F20AB),
+    *(0xAA2CA1AF, 0x29E821A5, 0xCB6915C1, 0x56C58311),
+)
 
 
 def random_bits(
@@ -72,11 +80,10 @@ def random_bits(
             raise ValueError(f"step must hold one element, got shape {tuple(step.shape)}")
         step = step.detach().reshape(()).to(torch.int64)
     k0, k1 = keys(seed, step, tensor)
-    first = offset >> 1
-    pair = torch.arange(first, (offset + numel + 1) >> 1, dtype=torch.int64, device=device)
-    h = _hash(pair, k0, k1)
-    draws = torch.stack([h & 0xFFFF, h >> 16], dim=-1).to(torch.int32).flatten()
-    start = offset & 1
+    octet = torch.arange(offset >> 3, (offset + numel + 7) >> 3, dtype=torch.int64, device=device)
+    h = _hash(octet, k0, k1)
+    draws = torch.stack([(h * m >> 16) & 0xFFFF for m in _M], dim=-1).to(torch.int32).flatten()
+    start = offset & 7
     return draws[start : start + numel].reshape(shape)
 
 
@@ -175,23 +182,30 @@ def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
 
     Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
     """
-    pair = index >> 1
+    octet = index >> 3
     k0, k1 = (
         k.to(torch.int32) for k in (k0, k1)
     )  # 32 bits wrap as they should, and are twice as fast
     key = k1
     if index.dtype == torch.int64:
-        key = (pair >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
-    h = pair.to(torch.int32) ^ k0
+        key = (octet >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
+    h = octet.to(torch.int32) ^ k0
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)  # `>>` would keep the sign
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(key).mul_(-0x7B935975)
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
-    return (h >> (index.to(torch.int32) & 1).mul_(16)).bitwise_and_(0xFFFF)
+    h.mul_(_multipliers(index.device)[index & 7])
+    return (h >> 16).bitwise_and_(0xFFFF)
 
 
-def _hash(pair: Tensor, k0: Any, k1: Any) -> Tensor:
-    """h of the module docstring, for int64 pairs: int64, 0 .. 2**32 - 1."""
-    return _finalise((pair & _MASK) ^ k0, (k1 + (pair >> 32) * 0x9E3779B9) & _MASK)
+@functools.cache  # once a device, since a copy to a GPU can't be captured in a graph
+def _multipliers(device: torch.device) -> Tensor:
+    """M of the module docstring, as int32 of the same bits."""
+    return torch.tensor(_M).to(torch.int32).to(device)
+
+
+def _hash(octet: Tensor, k0: Any, k1: Any) -> Tensor:
+    """h of the module docstring, for int64 octets: int64, 0 .. 2**32 - 1."""
+    return _finalise((octet & _MASK) ^ k0, (k1 + (octet >> 32) * 0x9E3779B9) & _MASK)
 
 
 def _finalise(h, key=0):

@@ -10,6 +10,7 @@ The presets at the end (`Int4WeightOnly(group_size=128)`, …) are functions tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -263,6 +264,29 @@ class Scheme:
             raise ValueError(
                 f"an activation takes PerToken() or PerTensor(), got {self.activation.granularity!r}"
             )
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        """Why a weight of this shape, whose rows are looked up if `looked_up`, is left alone; None if it is not."""
+        gran = self.weight.granularity
+        if looked_up and isinstance(gran, PerBlock) and gran.shape[:-1] and gran.shape[0] > 1:
+            return f"its rows would share scales in blocks of {gran.shape[0]}, and are looked up singly"
+        return None
+
+    def check(self, weight: Tensor) -> None:
+        """Raise ValueError for a weight that this scheme cannot take."""
+        self.weight.padded_shape(weight.shape)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """A report's note on a weight that was converted."""
+        spec, activation = self.weight, self.activation
+        note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
+        if activation is not None:
+            note += f"; activation {activation.format}, {activation.granularity}"
+        padded = spec.padded_shape(shape)
+        if padded != tuple(shape):
+            growth = math.prod(padded) / max(math.prod(shape), 1)
+            note += f"; padded to {'x'.join(map(str, padded))}, {growth:.2f} times the weights"
+        return note
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `Scheme.from_dict` reads it back."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 
 # Tests are many and small: threads that wait for each other on a busy machine make them several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,11 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# Compiled kernels: those of earlier runs must not hide that a compiler refuses them, and processes that tests start
+# share one folder.
+_CACHE = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
+os.environ["LOWBIT_CACHE_DIR"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

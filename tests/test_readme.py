@@ -131,7 +131,7 @@ def test_every_public_name_in_backticks_exists() -> None:
     """A name like `AdamW4bit` or `quantize_` in the README is one that lowbit has."""
     import lowbit
 
-    spaces = [lowbit, *(getattr(lowbit, name) for name in ("optim", "qat", "inference"))]
+    spaces = [lowbit, *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference"))]
     table = README.split("## What there is")[1].split("## ")[0]
     names = {n.split(".")[-1] for n in re.findall(r"`([A-Za-z_.0-9]+)`", table)}
     foreign = {"pt", "save", "checkpoint"}  # .pt, torch.save, torch.distributed.checkpoint

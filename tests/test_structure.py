@@ -20,7 +20,7 @@ PACKAGES = {
     "lowbit_kernels": ROOT / "kernels/lowbit_kernels",
     "recipes": ROOT / "recipes",
 }
-MATHS = {"affine", "codebook", "granularity", "packing", "rounding", "scheme"}
+MATHS = {"affine", "codebook", "granularity", "packing", "rounding", "scheme", "train_scheme"}
 FLOWS = {"optim", "train", "qat", "inference"}
 
 MAX_FILE_LINES = 400
@@ -185,15 +185,16 @@ def test_importing_lowbit_imports_nothing_optional() -> None:
     code = f"""
 import sys
 import torch, numpy  # the hard dependencies, and whatever they bring themselves
-brought = set(sys.modules)
+brought, tried = set(sys.modules), []
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name in {OPTIONAL!r}:
+            tried.append(name)
             raise ImportError("lowbit imports " + name + " on import")
 sys.meta_path.insert(0, Refuse())
 import lowbit
 new = {{name.split(".")[0] for name in set(sys.modules) - brought}}
-print(",".join(sorted(new & {{o.split(".")[0] for o in {OPTIONAL!r}}})))
+print(",".join(sorted((new & {{o.split(".")[0] for o in {OPTIONAL!r}}}) | set(tried))))
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     done = subprocess.run(

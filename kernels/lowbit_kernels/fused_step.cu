@@ -15,88 +15,7 @@
 // and stores differ; the arithmetic between them is one piece of code, so results don't depend on alignment or
 // sharding.
 
-enum { FP32, BF16, FP16 };
-enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
-enum { NEAREST, STOCHASTIC, CORRECTED };
-
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
-
-static constexpr int TILE = 256;
 static constexpr int LOCATE = 256;  // tiles an entry of `locate`
-static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
-
-DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
-DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
-DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }
-DEVICE constexpr int block_of(int slot) { return FORMATS[slot] == STATE_4BIT ? 128 : 256; }
-DEVICE constexpr bool any_codes() {
-    return (STATES > 0 && has_codes(0)) || (STATES > 1 && has_codes(1)) || (STATES > 2 && has_codes(2));
-}
-DEVICE constexpr bool any_bf16() {
-    return (STATES > 0 && FORMAT_0 == STATE_BF16) || (STATES > 1 && FORMAT_1 == STATE_BF16) ||
-           (STATES > 2 && FORMAT_2 == STATE_BF16);
-}
-static constexpr bool CODES = any_codes();
-static constexpr bool DRAWS = ROUNDING == STOCHASTIC || any_bf16();
-
-// A row of the table that the host fills in. All fields are 64 bits.
-struct alignas(16) Tensor {
-    const void *grad;
-    void *param;
-    void *state[3];           // codes, or values
-    signed char *correction;  // [numel], only if CORRECTED
-    float *scale[3];          // [rows, ceil(cols / block)]
-    float *step;              // steps done
-    long long first_tile;     // tiles of the tensors before this one
-    uint64 cols;              // elements of a row
-    uint64 tiles_a_row;       // 0 if there is one row only
-    uint64 aligned;           // 1 if eight elements can be read at once from every array
-    uint64 key;               // the first word of the random draws' key; state n takes key + 1 + n
-    uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
-    uint64 run, stride;       // or first_index + i if run is 0
-    uint64 group;
-    uint64 unused;
-};
-
-// The options of a parameter group.
-struct Group {
-    double lr;
-    const void *lr_pointer;  // on the device, read instead of `lr` if not null
-    uint64 lr_is_double;
-    uint64 seed;
-    double h[8];
-};
-
-// What `prepare` works out for every tensor.
-struct alignas(16) Scalars {
-    float c[8];
-    uint32 keys[4][2];  // of the weight's draws, and of each state's
-};
-
-// ---- random draws: lowbit/rounding.py defines them ---------------------------------------------------------------
-
-DEVICE uint32 finalise(uint32 h) {
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15;
-    h *= 0x846ca68bu;
-    return h ^ (h >> 16);
-}
-
-DEVICE uint32 mix(uint32 key, uint64 word) {
-    key = finalise((key ^ (uint32)word) + 0x9e3779b9u);
-    return finalise((key ^ (uint32)(word >> 32)) + 0x9e3779b9u);
-}
-
-DEVICE uint32 hash(const uint32 *keys, uint64 pair) {
-    uint32 h = (uint32)pair ^ keys[0];
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(pair >> 32);
-    h *= 0x846ca68bu;
-    return h ^ h >> 16;
-}
 
 // Of the first of eight neighbouring elements. The others follow it: runs are of a multiple of eight elements.
 DEVICE uint64 global_index(const Tensor &t, uint64 element) {
@@ -104,24 +23,20 @@ DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     return t.first_index + element / t.run * t.stride + element % t.run;
 }
 
-// Round eight neighbouring elements to bf16, up or down by chance.
+// Round eight neighbouring elements to bf16, up or down by chance: the upper halves of `x` are to be stored.
 DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 element, float x[8]) {
     const uint64 first = global_index(t, element);
-    uint32 draws[8];
-    if ((first & 1) == 0) {
+    uint32 draws[8] = {};
+    if ((first & 7) == 0) {
+        const uint32 h = hash(keys, first >> 3);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            const uint32 h = hash(keys, (first + i) >> 1);
-            draws[i] = h & 0xffff;
-            draws[i + 1] = h >> 16;
-        }
+        for (int i = 0; i < 8; ++i) draws[i] = h * multiplier(i) >> 16;
     } else {
-        draws[0] = hash(keys, first >> 1) >> 16;
+#pragma unroll 1
+        for (uint64 index = first; index < first + 8; ++index) {  // seldom: one after another, so that it is little code
 #pragma unroll
-        for (int i = 1; i < 8; i += 2) {
-            const uint32 h = hash(keys, (first + i) >> 1);
-            draws[i] = h & 0xffff;
-            if (i < 7) draws[i + 1] = h >> 16;
+            for (int i = 0; i < 7; ++i) draws[i] = draws[i + 1];
+            draws[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
         }
     }
     float largest = larger_magnitude(x[0], x[1]);
@@ -130,13 +45,13 @@ DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 ele
     constexpr uint32 LAST = 0x7f7f0000;  // the largest bf16, beyond which a sum may carry into infinity
     if (float_bits(largest) <= LAST) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = bits_float((float_bits(x[i]) + draws[i]) & 0xffff0000u);
+        for (int i = 0; i < 8; ++i) x[i] = bits_float(float_bits(x[i]) + draws[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const uint32 bits = float_bits(x[i]), magnitude = bits & 0x7fffffff;
-            if (magnitude <= LAST) x[i] = bits_float((bits + draws[i]) & 0xffff0000u);
-            else if (magnitude <= 0x7f800000) x[i] = bits_float(bits & 0xffff0000u);
+            if (magnitude <= LAST) x[i] = bits_float(bits + draws[i]);
+            else if (magnitude > 0x7f800000) x[i] = bits_float(0x7fff0000);
         }
     }
 }
@@ -231,6 +146,10 @@ struct Floats {
             }
         }
     }
+    MEMBER void truncate(const float x[8]) {  // to bf16
+#pragma unroll
+        for (int i = 0; i < 4; ++i) raw.word[i] = permute(float_bits(x[2 * i]), float_bits(x[2 * i + 1]), 0x7632);
+    }
     MEMBER void encode(const float x[8]) {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
@@ -243,24 +162,8 @@ struct Floats {
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 
-static constexpr int CELLS[3] = {CELLS_0, CELLS_1, CELLS_2};
-static constexpr int BASES[3] = {BASE_0, BASE_1, BASE_2};
-static constexpr int SHIFTS[3] = {SHIFT_0, SHIFT_1, SHIFT_2};
-
-DEVICE constexpr int values_of(int slot) { return !has_codes(slot) ? 0 : FORMATS[slot] == STATE_4BIT ? 16 : 256; }
-DEVICE constexpr int values_before(int slot) {
-    return (slot > 0 ? values_of(0) : 0) + (slot > 1 ? values_of(1) : 0) + (slot > 2 ? values_of(2) : 0);
-}
-DEVICE constexpr int cells_before(int slot) {
-    return (slot > 0 ? CELLS_0 : 0) + (slot > 1 ? CELLS_1 : 0) + (slot > 2 ? CELLS_2 : 0);
-}
-
-// The tables, in shared memory: values of the codes of each state, then its cells.
+// The tables, in shared memory.
 static constexpr int TABLE_WORDS = CODES ? values_before(STATES) + cells_before(STATES) : 1;
-
-DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
-    return table + values_before(STATES) + cells_before(slot);
-}
 
 // Codes are looked up by magnitude. The upper bits of y = |x| / scale name a cell, into which at most one boundary
 // between two codes falls. A cell's word holds, in its highest byte, the rank of the cell's smallest element; below,
@@ -313,13 +216,19 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale
             x[2 * i + 1] = from_half(halves >> 16) * scale;
         }
     } else {
-        constexpr int BITS = FORMATS[SLOT] == STATE_4BIT ? 4 : 8;
         const float sixteenth = scale * 0.0625f;
+        const uint32 *values = table + values_before(SLOT);
+        if constexpr (FORMATS[SLOT] == STATE_8BIT) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint32 code = raw.word[i * BITS / 32] >> (i * BITS % 32) & (values_of(SLOT) - 1);
-            if constexpr (FORMATS[SLOT] == STATE_4BIT && !is_signed(SLOT)) x[i] = fmaf((float)code, sixteenth, sixteenth);
-            else x[i] = bits_float(table[values_before(SLOT) + code]) * scale;
+            for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(raw.word[i / 4], i % 4)]) * scale;
+        } else {
+            const uint32 even = raw.word[0] & 0x0f0f0f0f, odd = raw.word[0] >> 4 & 0x0f0f0f0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32 code = byte_of(i & 1 ? odd : even, i / 2);
+                if constexpr (is_signed(SLOT)) x[i] = bits_float(values[code]) * scale;
+                else x[i] = fmaf((float)code, sixteenth, sixteenth);
+            }
         }
     }
 }
@@ -375,15 +284,17 @@ struct Place {  // of a lane's eight elements
     bool vector;
 };
 
-DEVICE Place locate_lane(const Tensor &t, long long tile, int lane) {
-    uint64 row = 0, tile_in_row = tile - t.first_tile;
-    if (t.tiles_a_row != 0) row = tile_in_row / t.tiles_a_row, tile_in_row %= t.tiles_a_row;
-    const uint64 cols = t.cols, col = tile_in_row * TILE + lane * 8;
-    Place place;
-    place.element = row * cols + col;
-    place.half_byte = row * ((cols + 1) / 2) + col / 2;
-    place.of_128 = row * ((cols + 127) / 128) + col / 128;
-    place.of_256 = row * ((cols + 255) / 256) + col / 256;
+DEVICE Place locate_lane(const Tensor &t, uint32 tile, int lane) {
+    uint32 row = 0, tile_in_row = tile - (uint32)t.first_tile;
+    if (t.tiles_a_row != 0) row = tile_in_row / (uint32)t.tiles_a_row, tile_in_row %= (uint32)t.tiles_a_row;
+    const uint64 cols = t.cols, col = (uint64)tile_in_row * TILE + lane * 8;
+    Place place = {col, col / 2, col / 128, col / 256};
+    if (t.tiles_a_row != 0) {
+        place.element += row * cols;
+        place.half_byte += row * ((cols + 1) / 2);
+        place.of_128 += row * ((cols + 127) / 128);
+        place.of_256 += row * ((cols + 255) / 256);
+    }
     place.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
     place.vector = t.aligned && place.count == 8;
     return place;
@@ -401,6 +312,14 @@ struct State {
     static MEMBER uint64 code_at(const Place &at) { return FORMAT == STATE_4BIT ? at.half_byte : at.element; }
     static MEMBER uint64 scale_at(const Place &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
 
+    static MEMBER void prefetch_values(const Tensor &t, uint64 element, uint32 elements) {
+        constexpr int BITS = has_scale(SLOT) ? 8 / CODES_A_BYTE : 8 * Floats<FORMAT == STATE_BF16 ? BF16 : FP32>::BYTES;
+        prefetch((const char *)t.state[SLOT] + element * BITS / 8, elements * BITS / 8);
+        if constexpr (has_scale(SLOT)) {  // from a multiple of 16 bytes to one; the few bytes left out come unasked
+            const uint64 first = element / block_of(SLOT), last = (element + elements) / block_of(SLOT);
+            prefetch(t.scale[SLOT] + first / 4 * 4, (last / 4 - first / 4) * 16);
+        }
+    }
     template <bool VECTOR>
     MEMBER void load(const Tensor &t, const Place &at) {
         if constexpr (has_scale(SLOT)) {
@@ -425,9 +344,12 @@ struct State {
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
         } else {
-            if constexpr (FORMAT == STATE_BF16 && !is_signed(SLOT))
+            if constexpr (FORMAT == STATE_BF16 && !is_signed(SLOT)) {
                 round_stochastically(t, k.keys[SLOT + 1], at.element, x);
-            values.encode(x);
+                values.truncate(x);
+            } else {
+                values.encode(x);
+            }
         }
     }
     template <bool VECTOR>
@@ -469,8 +391,6 @@ DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
     }
 }
 
-DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
-
 // A lane's part of a tile, as it is stored.
 struct Work {
     Floats<GRAD> grad;
@@ -506,7 +426,20 @@ DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
     }
 }
 
-DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long tile, int lane, const uint32 *table) {
+// Have the L2 cache fetch what a block will work on next: neighbouring tiles, if they are whole ones of one row.
+DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
+    const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE, end = element + (uint64)count * TILE;
+    if (!t.aligned || t.tiles_a_row != 0 || end > t.cols) return;
+    const uint32 elements = count * TILE;
+    prefetch((const char *)t.grad + element * Floats<GRAD>::BYTES, elements * Floats<GRAD>::BYTES);
+    prefetch((const char *)t.param + element * Floats<PARAM>::BYTES, elements * Floats<PARAM>::BYTES);
+    if constexpr (ROUNDING == CORRECTED) prefetch(t.correction + element, elements);
+    if constexpr (STATES > 0) State<0>::prefetch_values(t, element, elements);
+    if constexpr (STATES > 1) State<1>::prefetch_values(t, element, elements);
+    if constexpr (STATES > 2) State<2>::prefetch_values(t, element, elements);
+}
+
+DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 tile, int lane, const uint32 *table) {
     const Place at = locate_lane(t, tile, lane);
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
@@ -527,9 +460,13 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long
         update_element(c, SCALED ? g[i] * factor : g[i], w[i], s);
         x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
     }
-    if constexpr (ROUNDING == STOCHASTIC) round_stochastically(t, k.keys[0], at.element, w);
     if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
-    work.param.encode(w);
+    if constexpr (ROUNDING == STOCHASTIC) {
+        round_stochastically(t, k.keys[0], at.element, w);
+        work.param.truncate(w);
+    } else {
+        work.param.encode(w);
+    }
     if constexpr (STATES > 0) work.s0.encode(t, k, at, lane, table, x0);
     if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
     if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
@@ -539,11 +476,11 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, long long
 }
 
 // The tensor that a tile lies in: the last that begins there or before.
-DEVICE int tensor_of(const Tensor *tensors, const int *locate, long long tile) {
+DEVICE int tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
     int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (tensors[middle].first_tile <= tile) low = middle;
+        if ((uint32)tensors[middle].first_tile <= tile) low = middle;
         else high = middle - 1;
     }
     return low;
@@ -558,45 +495,35 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const Tensor &tensor = tensors[i];
-    const Group &group = groups[tensor.group];
-    Scalars &out = scalars[i];
     if (control && control[1] != 0.0f) return;
-    const float counted = *tensor.step + 1.0f;
-    *tensor.step = counted;
-    double lr = group.lr;
-    if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
-    const double *h = group.h;
-    const double t = counted;
-    double c[8] = {};
-    HYPER
-    { PREPARE }
-    for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
-    if constexpr (DRAWS) {
-        for (int slot = 0; slot <= STATES; ++slot) {
-            const uint64 words[3] = {group.seed, (uint64)counted, tensor.key + slot};
-            uint32 k0 = 0x243f6a88u, k1 = 0x85a308d3u;
-            for (int j = 0; j < 3; ++j) k0 = mix(k0, words[j]), k1 = mix(k1, words[j]);
-            out.keys[slot][0] = k0, out.keys[slot][1] = k1;
-        }
-    }
+    prepare_tensor(tensor, groups[tensor.group], scalars[i]);
 }
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
 // `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
-     const uint32 *__restrict__ source, long long tiles, const float *__restrict__ control) {
+     const uint32 *__restrict__ source, uint32 tiles, const float *__restrict__ control) {
+    constexpr int WARPS = THREADS / 32;
     __shared__ uint32 table[TABLE_WORDS];
+    __shared__ uint32 taken;
     if (control && control[1] != 0.0f) return;
     if constexpr (CODES) {
         for (int i = threadIdx.x; i < TABLE_WORDS; i += THREADS) table[i] = source[i];
-        __syncthreads();
     }
+    if (threadIdx.x == 0) taken = 0;
+    __syncthreads();
     const float factor = SCALED ? control[0] : 1.0f;
     const int lane = threadIdx.x % 32;
-    const long long warps = (long long)gridDim.x * (THREADS / 32);
-    long long tile = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    for (; tile < tiles; tile += warps) {
+    // Of every gridDim.x * WARPS neighbouring tiles a block has WARPS neighbouring ones. A warp takes the next that none
+    // of its block has taken: if each had its own, the scheduler's favourites would be done long before the others.
+    for (;;) {
+        const uint32 n = take_next(&taken, lane);
+        const uint32 first = (n / WARPS * gridDim.x + blockIdx.x) * WARPS, tile = first + n % WARPS;
+        if (tile >= tiles) return;
+        const uint32 ahead = first + gridDim.x * WARPS;
+        if (n % WARPS == 0 && lane == 0 && ahead < tiles)
+            prefetch_tiles(constant_load(tensors + tensor_of(tensors, locate, ahead)), ahead, WARPS);
         const int i = tensor_of(tensors, locate, tile);
         step_tile(constant_load(tensors + i), constant_load(scalars + i), factor, tile, lane, table);
     }

@@ -30,7 +30,7 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row that a warp works on
 LOCATE = 256  # tiles an entry of `locate`
-THREADS, BLOCKS_PER_SM = 256, 4  # 64 registers a thread; measured, see the log
+THREADS = 1024  # of a block, one a multiprocessor: 64 registers each; measured, see the log
 MAX_HYPER, MAX_STATES = 8, 3
 
 # Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
@@ -57,7 +57,7 @@ TENSOR = (
         "run",
         "stride",
     ),
-    *("group", "unused"),
+    *("group", "numel"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
 GROUP_WORDS = 4 + MAX_HYPER
@@ -147,11 +147,12 @@ class Variant:
                 values.append(table.values)
                 cells.append(_kernel_cells(table, signed))
             elif format == "4bit":
-                values.append(np.zeros(16, np.float32))
+                values.append(np.arange(1, 17, dtype=np.float32) / 16)
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
-    def source(self, primitives: str | None = None) -> str:
-        """The CUDA C++ to compile; `primitives` takes the place of ptx.cuh."""
+    def source(self, primitives: str = "ptx.cuh", kernel: str = "fused_step.cu") -> str:
+        """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or a
+        text of lines), what all kernels share, and the kernel."""
         defines: dict[str, object] = {
             "PARAM": DTYPES[self.param],
             "GRAD": DTYPES[self.grad],
@@ -160,7 +161,6 @@ class Variant:
             "ROUNDING": self.rounding.upper(),
             "SCALED": int(self.scaled),
             "THREADS": THREADS,
-            "BLOCKS_PER_SM": BLOCKS_PER_SM,
             "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
             "PREPARE": " ".join(self.rule.prepare.split()),
             "UPDATE": " ".join(self.rule.update.split()),
@@ -172,7 +172,8 @@ class Variant:
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         lines = [f"#define {name} {value}" for name, value in defines.items()]
-        return "\n".join([*lines, primitives or _file("ptx.cuh"), _file("fused_step.cu")])
+        own = primitives if "\n" in primitives else _file(primitives)
+        return "\n".join([*lines, own, _file("fused_step.h"), _file(kernel)])
 
 
 def is_available() -> bool:
@@ -205,8 +206,7 @@ class FusedStep:
         with torch.cuda.device(device):
             module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
             self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._resident = multiprocessors * BLOCKS_PER_SM
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         words = torch.from_numpy(variant.table_words().view(np.int32))
         self._tables = words.to(device)
 
@@ -238,15 +238,10 @@ class FusedStep:
             return
         self._step(
             stream,
-            self._blocks(tiles),
+            min(-(-tiles // (THREADS // 32)), self._multiprocessors),
             THREADS,
             *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
         )
-
-    def _blocks(self, tiles: int) -> int:
-        """A warp a tile; where blocks begin with copying tables, as many as run at once."""
-        blocks = -(-tiles // (THREADS // 32))
-        return min(blocks, self._resident if self.variant.uses_codes else 2**31 - 1)
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream

@@ -1,23 +1,21 @@
 """CUDA C++ compiled at first use by NVRTC, kept on disk, and launched on torch's current stream.
 
 Both NVRTC and ``cuda.bindings`` come with torch's CUDA builds: nothing is compiled when lowbit is installed, and no
-compiler is needed. A compiled kernel is kept under its source, the compiler's version and the GPU's architecture in
-``$LOWBIT_CACHE_DIR``, else ``$XDG_CACHE_HOME/lowbit``, else ``~/.cache/lowbit``.
+compiler is needed. A compiled kernel is kept (`disk_cache`) under its source, the compiler's version and the GPU's
+architecture.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import os
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from lowbit_kernels import disk_cache
 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a block may have without asking
 OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
@@ -120,42 +118,14 @@ def compiled(source: str, arch: str) -> bytes:
 
     error, major, minor = nvrtc.nvrtcVersion()
     _check(error)
-    key = "\0".join((source, arch, f"{major}.{minor}", *OPTIONS))
-    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    path = disk_cache.cached_path(".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
     try:
         return path.read_bytes()
     except OSError:
         pass
     cubin = _compile(source, arch)
-    _keep(path, cubin)
+    disk_cache.keep(path, cubin)
     return cubin
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "lowbit"
-    try:
-        return Path.home() / ".cache" / "lowbit"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "lowbit"
-
-
-def _keep(path: Path, cubin: bytes) -> None:
-    """Write it whole or not at all, whoever else does; a folder that can't be written to is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
 
 
 def _compile(source: str, arch: str) -> bytes:

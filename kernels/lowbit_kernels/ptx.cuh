@@ -111,6 +111,8 @@ DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selecto
     return result;
 }
 
+DEVICE unsigned int byte_of(unsigned int word, int i) { return permute(word, 0, 0x4440 | i); }
+
 // Read or written once and not again in this step: first to leave the caches.
 DEVICE uint4 stream_load(const uint4 *p) { return __ldcs(p); }
 DEVICE uint2 stream_load(const uint2 *p) { return __ldcs(p); }
@@ -118,6 +120,21 @@ DEVICE unsigned int stream_load(const unsigned int *p) { return __ldcs(p); }
 DEVICE void stream_store(uint4 *p, uint4 x) { __stcs(p, x); }
 DEVICE void stream_store(uint2 *p, uint2 x) { __stcs(p, x); }
 DEVICE void stream_store(unsigned int *p, unsigned int x) { __stcs(p, x); }
+
+// Into the L2 cache (sm_90 and newer): a multiple of 16 bytes from an address that is one.
+DEVICE void prefetch(const void *p, unsigned int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
+#endif
+}
+
+// A number for the warp, from a counter in shared memory.
+DEVICE unsigned int take_next(unsigned int *counter, int lane) {
+    unsigned int n = 0;
+    if (lane == 0)
+        asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(n) : "r"((unsigned int)__cvta_generic_to_shared(counter)));
+    return __shfl_sync(0xffffffff, n, 0);
+}
 
 // What another block wrote before it released it.
 DEVICE unsigned int load_acquire(const unsigned int *p) {

@@ -198,8 +198,9 @@ class AdamW(AdamBase):
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes no weight, state or step counter.
             The same in all groups.
         seed: of the random draws.
-        fused: of parameters on a GPU: None takes a CUDA kernel where it applies, False never, True always: where it
-            can't, an error.
+        fused: of parameters on an NVIDIA GPU or a CPU: None takes a compiled kernel where it applies, False never,
+            True always: where it can't, an error. The kernel for a CPU needs a C++ compiler on the machine, at first
+            use; see `lowbit.optim.CommonOptions`.
         foreach, capturable: accepted for compatibility, and without effect: see `lowbit.optim.CommonOptions` for what
             a CUDA graph takes.
         differentiable: True is refused.

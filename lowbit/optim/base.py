@@ -62,7 +62,7 @@ __all__ = [
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments`, `scalars` and `update`, and `rule` and `hyper` for CUDA."""
+    """See the module. Subclasses give `moments`, `scalars` and `update`, and `rule` and `hyper` for the kernels."""
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
@@ -117,7 +117,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def rule(self, group: dict[str, Any]) -> Rule | None:
-        """The same step as C++ text for the CUDA kernel; None: there is none, and `update` runs on GPUs too."""
+        """The same step as C++ text for the kernels; None: there is none, and `update` runs everywhere."""
         return None
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -171,12 +171,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._plan
-        if plan is not None and plan.holds():
-            jobs = plan.jobs()
-        else:
-            jobs = collect(self.param_groups)
-            plan = self._plan = self._plan_for(jobs)
+        plan = self._plan if self._plan is not None and self._plan.holds() else None
+        jobs = collect(self.param_groups) if plan is None else plan.jobs()
         options = self.param_groups[0]
         scale = grad_scale(
             jobs,
@@ -185,6 +181,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
         )
+        if plan is None:
+            if scale.skip is not None and scale.skip.device.type == "cpu" and bool(scale.skip):
+                return (
+                    loss  # without even making states; a GPU's answer would have to be waited for
+                )
+            plan = self._plan = self._plan_for(jobs)
         left = jobs if plan is None else plan.run(scale)
         if left:  # finding out whether to skip waits for the device
             self._step_eagerly(left, scale)
@@ -193,8 +195,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _plan_for(self, jobs: list[Job]) -> FusedSteps | None:
-        """What the CUDA kernel does of these; None on other devices, where nothing of it need be imported."""
-        if not any(job.on_cuda for job in jobs):
+        """What a kernel does of these; None where there is none, and nothing of it need be imported."""
+        if not any(job.may_fuse for job in jobs):
             return None
         from lowbit.optim.fused import FusedSteps
 

@@ -5,7 +5,7 @@ rows as its states have (`lowbit.tensor.codebook_tensor`); where no state is in 
 parameter is taken some rows at a time, so that what is decoded stays in the processor's cache. On a CPU, where an
 operation costs as much as a thousand elements, the rows of many small parameters are gathered into one piece, and
 what was computed is scattered back. All of it is elementwise or within a row: how rows are cut or gathered changes
-no bit.
+no bit. A weight that has no high-precision values, but rounds (`LowbitTensor.update_`), is decoded piece by piece too.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Kind:
     """What the parts of one piece have in common."""
 
     cols: int
+    widest: int
+    """Elements of a row over all shards: pieces are cut by it where ranks round rows together."""
     corrected: bool
     states: tuple[tuple[str, CodebookTensor | None, int], ...]
     """Names, each with a tensor that knows how its codes are read, or None for plain memory; and how many of its
@@ -87,7 +89,7 @@ class Step:
                 by_kind.setdefault(key, (kind, []))[1].append(part)
         limit = PIECE_CPU if self.on_cpu else PIECE_OTHER
         for kind, parts in by_kind.values():
-            rows = max(1, limit // kind.cols)
+            rows = max(1, limit // kind.widest)
             for piece in _pieces(parts, rows, gather=self.gathers):
                 self._update(kind, piece)
         for target, values in self.unfinished:
@@ -96,38 +98,55 @@ class Step:
     def _part(self, place: int) -> tuple[Any, Kind, Part] | None:
         """The parameter's tensors as rows, and what they can be gathered by; None where it has no elements."""
         param = self.job.params[place]
-        own: Any = states.local(param)
-        is_low = isinstance(own, LowbitTensor)
-        weight = own.master() if is_low else own
+        rounds = states.rounds_itself(param)
+        weight = states.memory(param)
         if weight.numel() == 0:
             return None
         state = self.optimizer.state[param]
         stored: list[Any] = [states.local(state[name]) for name in self.signs]
         formats = tuple(t.format if isinstance(t, CodebookTensor) else t.dtype for t in stored)
-        key, kind = self._kind(weight.shape, formats, stored)
+        key, kind = self._kind(param, weight, formats, stored, rounds)
         rows = weight.numel() // kind.cols
         tensors = [self.job.grads[place], weight]
         if kind.corrected:
             tensors.append(states.local(state["weight_correction"]))
         for t in stored:
             tensors.extend((t.codes, t.scale) if isinstance(t, CodebookTensor) else (t,))
-        seen = [t if t.ndim == 2 and t.shape[0] == rows else t.reshape(rows, -1) for t in tensors]
-        if seen[1] is not weight and not weight.is_contiguous():
+        if rounds and weight.shape[0] != rows:
+            tensors[1] = weight.view(rows, -1, weight.shape[-1])
+        seen = [
+            t
+            if (t.ndim == 2 or isinstance(t, LowbitTensor)) and t.shape[0] == rows
+            else t.reshape(rows, -1)
+            for t in tensors
+        ]
+        if (
+            rounds
+        ):  # by itself, in the order of the parameters, since ranks may have to do it together
+            key = (place, *key)
+        elif seen[1] is not weight and not weight.is_contiguous():
             self.unfinished.append((weight, seen[1]))
-        if is_low and all(t is not weight for t in own.inner_tensors().values()):
-            self.unfinished.append((own, weight))
         return key, kind, Part(place, seen, rows)
 
-    def _kind(self, shape: torch.Size, formats: tuple[Any, ...], stored: list[Any]) -> Any:
+    def _kind(
+        self,
+        param: Tensor,
+        weight: Tensor,
+        formats: tuple[Any, ...],
+        stored: list[Any],
+        rounds: bool,
+    ) -> tuple[Any, Kind]:
         """What to gather by, and the kind; found once for parameters of one shape."""
-        if (shape, formats) not in self.kinds:
+        at = (weight.shape, param.shape, formats, rounds)
+        if at not in self.kinds:
             coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
-            widths = [t.cols_of(shape) if t is not None else 0 for t in coded]
-            cols = max(widths, default=0) or 1
+            widths = [t.cols_of(weight.shape) if t is not None else 0 for t in coded]
+            cols = max(widths, default=0) or (weight.shape[-1] if rounds else 1)
             each = zip(self.signs, coded, (cols // (w or cols) for w in widths), strict=True)
-            corrected = states.has_correction(self.group, self.job.params[0])
-            self.kinds[shape, formats] = (cols, formats), Kind(cols, corrected, tuple(each))
-        return self.kinds[shape, formats]
+            corrected = states.has_correction(self.group, param)
+            widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
+            self.kinds[at] = (cols, formats), Kind(cols, widest, corrected, tuple(each))
+        return self.kinds[at]
 
     def _update(self, kind: Kind, piece: list[Part]) -> None:
         old = [_gather(list(same)) for same in zip(*(p.tensors for p in piece), strict=True)]
@@ -236,11 +255,15 @@ def _shorter(t: Tensor, within: int) -> Tensor:
 
 
 def _gather(same: list[Tensor]) -> Tensor:
+    if isinstance(same[0], LowbitTensor):
+        return same[0].master().flatten(1)
     return same[0] if len(same) == 1 else torch.cat(same)
 
 
 def _scatter(values: Tensor, targets: list[Tensor]) -> None:
-    if len(targets) > 1:
+    if isinstance(targets[0], LowbitTensor):
+        targets[0].update_(values.view(targets[0].shape))
+    elif len(targets) > 1:
         width = targets[0].shape[1]
         sizes = [t.shape[0] for t in targets]
         torch.split_with_sizes_copy(values.view(-1, width), sizes, out=targets)

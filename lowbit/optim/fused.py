@@ -1,17 +1,20 @@
-"""The CUDA step of an optimizer: the table of pointers that a launch of the kernel reads.
+"""The compiled step of an optimizer: the table of pointers that a launch of a kernel reads, on a GPU or a CPU.
 
 All parameters with the same algorithm, dtypes, state format and rounding are updated by one launch. What doesn't
 change between steps is worked out once (`FusedSteps`). Each step looks whether it still holds (the same parameters
 have gradients, nothing has moved), collects the addresses of the gradients, and copies the table to the device if
-anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back.
+anything in it has changed: a pinned, asynchronous copy of some kilobytes. Nothing is read back. On a CPU
+the table is read where it is.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,20 +25,24 @@ from lowbit.optim import state as states
 from lowbit.optim.clip import GradScale
 from lowbit.optim.job import Job, local_grad
 from lowbit.optim.kernel import compiled, options_of, scaled, variant_of
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
+from lowbit_kernels.fused_step_cpu import FusedStepCpu
+
+_GRAD, _DTYPE, _LAYOUT = map(operator.attrgetter, ("grad", "dtype", "layout"))
+_IS_DENSE = Tensor.is_contiguous
 
 
 class _Item(NamedTuple):
     """A parameter of a launch."""
 
     param: Tensor
-    own: Tensor  # its local part, or the parameter itself
+    own: Tensor  # what the step writes to: the parameter itself, or see `states.memory`
     group: int  # index in param_groups
     place: int  # in the optimizer
     state: dict[str, Any]
-    tensors: tuple[Tensor, ...]  # of the state, as they were
     address: int
 
 
@@ -49,13 +56,20 @@ class _Launch:
     locate: Tensor
     scalars: Tensor
     words: np.ndarray
-    table: Tensor  # the same on the device
+    table: Tensor  # the same on the device; on a CPU, the same memory
     others: np.ndarray  # bits of every address of an item but the gradient's, or-ed
+    inside: list[
+        Tensor
+    ]  # weights within low-bit tensors, which tell by its version what they know of one
+    params: list[Tensor]
+    places: list[int]
+    addresses: list[int]
+    wrapped: bool  # some parameter is a DTensor, or has its weight inside
     grads: list[Tensor] = field(default_factory=list)  # of the step at hand
     uploaded: np.ndarray | None = None
-    kernels: dict[bool, FusedStep] = field(default_factory=dict)
+    kernels: dict[bool, FusedStep | FusedStepCpu] = field(default_factory=dict)
 
-    def kernel(self, is_scaled: bool) -> FusedStep:
+    def kernel(self, is_scaled: bool) -> FusedStep | FusedStepCpu:
         """The one for gradients that are scaled, or as they are. Kept here, since to hash a variant takes long."""
         if is_scaled not in self.kernels:
             variant = scaled(self.variant) if is_scaled else self.variant
@@ -87,11 +101,12 @@ class FusedSteps:
         grads: dict[int, Tensor] = {}
         numbers = {id(group): i for i, group in enumerate(optimizer.param_groups)}
         for job in jobs:
+            for param in job.params:
+                optimizer._ensure_state(job.group, param)
             rest = job
-            if job.on_cuda:
+            if job.may_fuse:
                 rest = Job(job.group)
                 for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
-                    optimizer._ensure_state(job.group, param)
                     variant = variant_of(optimizer, job.group, param, grad)
                     if variant is None:
                         rest.add(param, index, grad)
@@ -107,6 +122,9 @@ class FusedSteps:
             launch = self._launch(variant, items)
             launch.grads = [_dense(grads[item.place]) for item in items]
             self.launches.append(launch)
+        self._states = list(optimizer.state.values())
+        self._owners = [item.state for launch in self.launches for item in launch.items]
+        self._tensors = list(chain.from_iterable(map(dict.values, self._owners)))
         self._params = [list(map(id, group["params"])) for group in optimizer.param_groups]
         self._options = [options_of(optimizer, group) for group in optimizer.param_groups]
         with_gradient = {id(param) for job in jobs for param in job.params}
@@ -118,8 +136,8 @@ class FusedSteps:
     # ---- the table ------------------------------------------------------------------------------------------
 
     def _item(self, group: int, param: Tensor, index: int) -> _Item:
-        own, state = states.local(param), self.optimizer.state[param]
-        return _Item(param, own, group, index, state, tuple(state.values()), own.data_ptr())
+        own, state = states.memory(param), self.optimizer.state[param]
+        return _Item(param, own, group, index, state, own.data_ptr())
 
     def _launch(self, variant: Variant, items: list[_Item]) -> _Launch:
         device = items[0].own.device
@@ -147,8 +165,13 @@ class FusedSteps:
             locate=_copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
-            table=torch.empty(len(words), dtype=torch.int64, device=device),
+            table=torch.from_numpy(words) if device.type == "cpu" else _empty(words, device),
             others=others,
+            inside=[i.own for i in items if isinstance(states.local(i.param), LowbitTensor)],
+            params=[item.param for item in items],
+            places=[item.place for item in items],
+            addresses=[item.address for item in items],
+            wrapped=any(item.own is not item.param for item in items),
         )
 
     def _fill(self, row: np.ndarray, item: _Item, draws: bool) -> int:
@@ -161,7 +184,7 @@ class FusedSteps:
             part = states.local(item.state[name])
             if isinstance(part, CodebookTensor):
                 addresses[f"state_{slot}"] = part.codes.data_ptr()
-                row[COLUMN[f"scale_{slot}"]] = part.scale.data_ptr()
+                addresses[f"scale_{slot}"] = part.scale.data_ptr()
                 cols = part.cols_of(item.own.shape)
             else:
                 addresses[f"state_{slot}"] = part.data_ptr()
@@ -174,7 +197,7 @@ class FusedSteps:
         if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
             cols = numel
         row[COLUMN["step"]] = item.state["step"].data_ptr()
-        row[COLUMN["cols"]] = cols
+        row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
         row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
         row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
         if draws:
@@ -206,19 +229,23 @@ class FusedSteps:
         return True
 
     def _nothing_moved(self) -> bool:
-        all_state = self.optimizer.state
+        """Whether states, weights and gradients are as they were. This is most of what the host does in a step:
+        loops in Python would take three times as long."""
+        if not _are(self.optimizer.state.values(), self._states):
+            return False
+        if not _are(chain.from_iterable(map(dict.values, self._owners)), self._tensors):
+            return False
         for launch in self.launches:
-            dtype = launch.variant.grad
-            for param, own, _, _, state, tensors, address in launch.items:
-                if (own if own is param else states.local(param)).data_ptr() != address:
-                    return False
-                if all_state[param] is not state:
-                    return False
-                if not all(map(operator.is_, state.values(), tensors)):
-                    return False
-                grad = param.grad
-                if grad is None or grad.dtype is not dtype or grad.layout is not torch.strided:
-                    return False
+            own = list(map(states.memory, launch.params)) if launch.wrapped else launch.params
+            if list(map(Tensor.data_ptr, own)) != launch.addresses:
+                return False
+            grads = list(map(_GRAD, launch.params))
+            if type(None) in set(map(type, grads)):
+                return False
+            if set(map(_DTYPE, grads)) != {launch.variant.grad}:
+                return False
+            if set(map(_LAYOUT, grads)) != {torch.strided}:
+                return False
         return True
 
     def _take_gradients(self) -> None:
@@ -226,10 +253,11 @@ class FusedSteps:
         # kernel takes may differ between ranks.
         moved = {place: local_grad(param) for place, param in self._sharded}
         for launch in self.launches:
-            launch.grads = [
-                _dense(item.param.grad if item.own is item.param else moved[item.place])  # type: ignore[arg-type]
-                for item in launch.items
-            ]
+            grads = list(map(_GRAD, launch.params))
+            if launch.wrapped:
+                each = zip(launch.places, grads, strict=True)
+                grads = [moved.get(place, grad) for place, grad in each]
+            launch.grads = grads if all(map(_IS_DENSE, grads)) else list(map(_dense, grads))
         for job in self._rest:
             job.grads = [
                 moved[place] if place in moved else local_grad(param)
@@ -240,8 +268,7 @@ class FusedSteps:
         """All that there is to do, with the gradients at hand."""
         found = list(self._rest)
         for launch in self.launches:
-            params, indices = [i.param for i in launch.items], [i.place for i in launch.items]
-            found.append(Job({}, params, indices, launch.grads))
+            found.append(Job({}, launch.params, launch.places, launch.grads))
         return found
 
     def run(self, scale: GradScale) -> list[Job]:
@@ -262,13 +289,15 @@ class FusedSteps:
                     tiles=launch.tiles,
                     control=control,
                 )
+            if launch.inside:
+                torch.autograd.graph.increment_version(launch.inside)
             launch.grads = []  # let them be freed
         return self._rest
 
     def _refresh(self, launch: _Launch) -> None:
         """Write what may have changed into the words of a launch."""
         rows, groups = launch.tensor_words(), launch.group_words()
-        addresses = np.array([grad.data_ptr() for grad in launch.grads], np.int64)
+        addresses = np.array(list(map(Tensor.data_ptr, launch.grads)), np.int64)
         rows[:, COLUMN["grad"]] = addresses
         rows[:, COLUMN["aligned"]] = ((addresses | launch.others) & 15) == 0
         for words, group in zip(groups, self.optimizer.param_groups, strict=True):
@@ -284,6 +313,8 @@ class FusedSteps:
 
     def _upload(self, launch: _Launch) -> Tensor:
         """The table on the device, as it is now."""
+        if launch.table.device.type == "cpu":
+            return launch.table
         if launch.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # a graph reads its own copy whenever it is replayed: later steps must not write to it
             source = _pinned(launch.words, launch.table.device)
@@ -304,6 +335,10 @@ def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def _empty(like: np.ndarray, device: torch.device) -> Tensor:
+    return torch.empty(len(like), dtype=torch.int64, device=device)
+
+
 def _copied(values: np.ndarray, device: torch.device) -> Tensor:
     return _pinned(values, device).to(device, non_blocking=True)
 
@@ -313,6 +348,12 @@ def _current(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def _are(found: Iterable[object], kept: list[Any]) -> bool:
+    """Whether these are the very objects."""
+    now = list(found)
+    return len(now) == len(kept) and all(map(operator.is_, now, kept))
 
 
 def _place(pair: tuple[int, Tensor]) -> int:

@@ -22,8 +22,10 @@ class Job:
     """This rank's part, placed as the parameter is."""
 
     @property
-    def on_cuda(self) -> bool:
-        return self.grads[0].device.type == "cuda"
+    def may_fuse(self) -> bool:
+        """Whether a kernel may take it, as far as its device and the user say. Asked for elsewhere it is refused."""
+        wanted = self.group["fused"]
+        return self.grads[0].device.type in ("cuda", "cpu") if wanted is None else wanted
 
     def add(self, param: Tensor, index: int, grad: Tensor) -> None:
         self.params.append(param)

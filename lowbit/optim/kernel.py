@@ -13,8 +13,9 @@ from lowbit.codebook import Codebook
 from lowbit.optim import state as states
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
-from lowbit_kernels import fused_step
+from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import FusedStep, Table, Variant
+from lowbit_kernels.fused_step_cpu import FusedStepCpu
 
 
 def variant_of(
@@ -27,15 +28,18 @@ def variant_of(
     """
     reason = _obstacle(optimizer, group, param, grad)
     if reason is None:
-        own, state = states.local(param), optimizer.state[param]
+        own, state = states.memory(param), optimizer.state[param]
         signs = optimizer.state_names(group)
         formats = tuple(str(_format(states.local(state[name]))) for name in signs)
         rounding = _rounding(group, own.dtype)
         rule = optimizer.rule(group)
-        return _variant(rule, own.dtype, grad.dtype, formats, tuple(signs.values()), rounding)
+        found = _variant(rule, own.dtype, grad.dtype, formats, tuple(signs.values()), rounding)
+        reason = compile_obstacle(found, own.device)
+        if reason is None:
+            return found
     if group["fused"]:
         raise RuntimeError(
-            f"fused=True, but the CUDA step does not take a parameter of shape {tuple(param.shape)}: {reason}; "
+            f"fused=True, but no kernel takes a parameter of shape {tuple(param.shape)}: {reason}; "
             "leave fused out to have it updated by PyTorch operations"
         )
     return None
@@ -48,9 +52,9 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @functools.cache
-def compiled(variant: Variant, device: torch.device) -> FusedStep:
-    """The kernel, one for a variant and device."""
-    return FusedStep(variant, device)
+def compiled(variant: Variant, device: torch.device) -> FusedStep | FusedStepCpu:
+    """The kernel, one for a variant and device. Raises RuntimeError where it can't be compiled."""
+    return FusedStepCpu(variant) if device.type == "cpu" else FusedStep(variant, device)
 
 
 def scaled(variant: Variant) -> Variant:
@@ -80,13 +84,15 @@ def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
 
 def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
     """Why the kernel does not take this parameter; None if it does."""
-    own = states.local(param)
+    own = states.memory(param)
     if group["fused"] is False:
         return "fused=False"
     if optimizer.rule(group) is None:
-        return f"{type(optimizer).__name__} has no CUDA rule for it"
+        return f"{type(optimizer).__name__} has no kernel"
     if isinstance(own, LowbitTensor):
         return f"it is a {type(own).__name__}"
+    if own.dtype != param.dtype:
+        return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
     for name, dtype in (("its", own.dtype), ("its gradient's", grad.dtype)):
         if dtype not in fused_step.DTYPES:
             return f"{name} dtype is {dtype}"
@@ -100,13 +106,24 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
         return "its states have rows of several lengths"
     draws = _rounding(group, own.dtype) == "stochastic" or "bf16" in formats
     _, run, stride = states.global_index(param) if draws else (0, 1, 1)
-    if run != stride and run % 8:
+    if run != stride and run % 8 and own.device.type == "cuda":
         return f"a row of its shard has {run} elements, which 8 doesn't divide"
     return device_obstacle(own.device, "float8" in formats)
 
 
 def device_obstacle(device: torch.device, float8: bool) -> str | None:
-    """Why the kernel does not run on a device, with float8 states or others; None if it does."""
+    """Why no kernel runs on a device, with float8 states or others; None if one does."""
+    if device.type == "cpu":
+        if host_compiler.compiler():
+            return None
+        _warn_once(
+            "lowbit's optimizer step on a CPU is compiled at first use, and no C++ compiler was found: optimizers run "
+            "by PyTorch operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; "
+            "fused=False asks for PyTorch operations"
+        )
+        return "no C++ compiler was found (g++ or clang++ on the path, or one named in $CXX)"
+    if device.type != "cuda":
+        return f"there is none for {device.type}"
     if torch.version.cuda is None:
         return "the GPU is not NVIDIA's"
     if not fused_step.is_available():
@@ -118,6 +135,25 @@ def device_obstacle(device: torch.device, float8: bool) -> str | None:
     needed = (8, 9) if float8 else (8, 0)
     if torch.cuda.get_device_capability(device) < needed:
         return f"the GPU's compute capability is below {needed[0]}.{needed[1]}"
+    return None
+
+
+@functools.cache
+def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
+    """Why this machine's compiler does not make the kernel for a CPU, which nobody can know beforehand; None if it
+    does, or none is needed."""
+    if device.type != "cpu":
+        return None
+    try:
+        compiled(variant, device)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        first = next((line for line in lines[1:] if "error" in line), "")
+        _warn_once(
+            f"lowbit's optimizer step for this CPU could not be compiled, and runs by PyTorch operations, several "
+            f"times slower: {lines[0]} {first}".rstrip()
+        )
+        return f"it could not be compiled: {lines[0]} {first}".rstrip()
     return None
 
 

@@ -28,6 +28,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def memory(param: Tensor) -> Tensor:
+    """What a step writes to: this rank's part of `param`, and of a weight kept in high precision behind low-bit
+    products, that weight."""
+    own = local(param)
+    inner = own.updated_in_place() if isinstance(own, LowbitTensor) else None
+    return own if inner is None else inner
+
+
 def like_param(param: Tensor, state: Tensor) -> Tensor:
     """`state`, shaped like the local part of `param`, as a DTensor where `param` is one."""
     if not isinstance(param, DTensor):
@@ -67,9 +75,17 @@ def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
     return like_param(param, zeros)
 
 
+def rounds_itself(param: Tensor) -> bool:
+    """Whether a parameter takes updates in float32 and rounds them (`LowbitTensor.update_`), as int8 weights do."""
+    part = local(param)
+    return isinstance(part, LowbitTensor) and part.updated_in_place() is None
+
+
 def has_correction(group: dict[str, Any], param: Tensor) -> bool:
     """Whether a parameter of this group has the state "weight_correction"."""
-    return group["weight_correction"] is not None and param.dtype == torch.bfloat16
+    if group["weight_correction"] is None or param.dtype != torch.bfloat16:
+        return False
+    return not rounds_itself(param)
 
 
 def new_correction(param: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ K, and every blocked dimension, is padded to a whole number of blocks; `shape` i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ class AffineTensor(LowbitTensor):
     It is frozen: `requires_grad_()` leaves `requires_grad` False. Gradients flow through its linear to the input.
     """
 
-    tensor_attrs = ("codes", "scale", "zero_point")
-    meta_attrs = ("spec", "activation", "transposed")
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("spec", "activation", "transposed")
 
     codes: Tensor
     scale: Tensor

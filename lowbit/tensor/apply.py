@@ -1,29 +1,31 @@
 """Walk a model, choose a scheme for each weight, replace it, and report what was done and what was not.
 
-Shared by `lowbit.quantize_`, `lowbit.qat.prepare_` and `lowbit.qat.convert_`. Everything is checked before the
-first weight is replaced, so a model that is refused is as it was. A tensor that several modules share is converted
+Shared by `lowbit.quantize_`, `lowbit.qat` and `lowbit.train`. Everything is checked before the first weight is
+replaced, so a model that is refused is as it was. A tensor that several modules share is converted
 once and stays shared.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.granularity import PerBlock
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]
+AnyScheme = Scheme | TrainingScheme
 Schemes = Scheme | Mapping[str, Scheme | None]
+TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
+AnySchemes = Schemes | TrainingSchemes
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Target:
     """A weight to convert: where it lives (`owners`: module, attribute, its name there) and by which scheme."""
 
     weight: Tensor
-    scheme: Scheme
+    scheme: Any
+    """An `AnyScheme`."""
     owners: tuple[tuple[nn.Module, str, str], ...]
 
 
@@ -82,13 +85,28 @@ def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _check_schemes(schemes: Schemes) -> None:
+_ACCEPTED: dict[type, tuple[str, str, str]] = {
+    Scheme: (
+        "a Scheme, e.g. lowbit.Int4WeightOnly(group_size=128)",
+        "Scheme",
+        "{'lm_head': None, '*': lowbit.Int8WeightOnly()}",
+    ),
+    TrainingScheme: (
+        "a training scheme, e.g. lowbit.train.Int8MixedPrecision()",
+        "training scheme",
+        "{'lm_head': None, '*': lowbit.train.Int8MixedPrecision()}",
+    ),
+}
+
+
+def _check_schemes(schemes: AnySchemes, kind: type) -> None:
     values = schemes.values() if isinstance(schemes, Mapping) else [schemes]
     for scheme in values:
-        if not (isinstance(scheme, Scheme) or (scheme is None and isinstance(schemes, Mapping))):
+        if not (isinstance(scheme, kind) or (scheme is None and isinstance(schemes, Mapping))):
+            one, name, patterns = _ACCEPTED[kind]
             raise TypeError(
-                f"unknown scheme {scheme!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(group_size=128), or a "
-                "dict of name patterns to a Scheme or None, e.g. {'lm_head': None, '*': lowbit.Int8WeightOnly()}"
+                f"unknown scheme {scheme!r}; accepted: {one}, or a dict of name patterns to a {name} or None, e.g. "
+                f"{patterns}"
             )
     for pattern in schemes if isinstance(schemes, Mapping) else ():
         if not isinstance(pattern, str):
@@ -100,10 +118,8 @@ def _check_schemes(schemes: Schemes) -> None:
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
 
 
-def _pattern_for(schemes: Schemes, names: tuple[str, str]) -> str | None:
+def _pattern_for(schemes: Mapping[str, Any], names: tuple[str, str]) -> str | None:
     """The first pattern that matches the module's or the weight's name."""
-    if isinstance(schemes, Scheme):
-        return None
     return next((p for p in schemes if any(_matches(p, name) for name in names)), None)
 
 
@@ -133,10 +149,8 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _refusal(module: nn.Module, weight: Tensor) -> str | None:
     """Why a weight of a selected module is left alone, or None."""
-    if isinstance(weight, FakeQuantizedTensor):
-        return "prepared for QAT already; lowbit.qat.convert_(model) converts it"
     if isinstance(weight, LowbitTensor):
-        return f"already a {type(weight).__name__}"
+        return weight.already or f"already a {type(weight).__name__}"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "its max_norm rewrites rows at every lookup"
     if type(module).__module__.startswith("torch.nn") and not isinstance(
@@ -148,34 +162,22 @@ def _refusal(module: nn.Module, weight: Tensor) -> str | None:
     return None
 
 
-def _refusal_of_rows(scheme: Scheme) -> str | None:
-    """Why an embedding, which looks single rows up, is left alone under this scheme, or None."""
-    granularity = scheme.weight.granularity
-    if (
-        isinstance(granularity, PerBlock)
-        and len(granularity.shape) > 1
-        and granularity.shape[0] > 1
-    ):
-        return f"its rows would share scales in blocks of {granularity.shape[0]}, and are looked up singly"
-    return None
-
-
 def find_targets(
-    model: nn.Module, schemes: Schemes, filter_fn: Filter | None
+    model: nn.Module, schemes: AnySchemes, filter_fn: Filter | None, kind: type = Scheme
 ) -> tuple[list[Target], Report]:
-    """The weights to convert, all of them checked, and a report of the ones left alone.
+    """The weights to convert, all of them checked, and a report of the ones left alone. `kind`: of schemes.
 
     Raises:
         TypeError: not a scheme. ValueError: a pattern that matches nothing; nothing to convert; an integer, complex,
         NaN or infinite weight; tied weights with different schemes; a model already sharded.
     """
-    _check_schemes(schemes)
+    _check_schemes(schemes, kind)
     filter_fn = filter_fn or is_linear
     owners = find_owners(model)
     report = Report()
     used: set[str] = set()
     targets: dict[int, Target] = {}
-    chosen: dict[int, tuple[str, Scheme | None]] = {}
+    chosen: dict[int, tuple[str, AnyScheme | None]] = {}
     for prefix, module in model.named_modules():
         selected = filter_fn(module, prefix)
         if not selected and not isinstance(module, nn.Linear | nn.Embedding):
@@ -189,18 +191,18 @@ def find_targets(
         for name, param in weights:
             fqn = f"{prefix}.{name}" if prefix else name
             note = _refusal(module, param) if selected else "not selected by the filter"
-            scheme = schemes if isinstance(schemes, Scheme) else None
-            if note is None and not isinstance(schemes, Scheme):
+            scheme = None if isinstance(schemes, Mapping) else schemes
+            if note is None and isinstance(schemes, Mapping):
                 pattern = _pattern_for(schemes, (prefix, fqn))
                 if pattern is not None:
                     used.add(pattern)
                     scheme = schemes[pattern]
                     _check_ties(chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
-            if note is None and scheme is not None and isinstance(module, nn.Embedding):
-                note = _refusal_of_rows(scheme)
+            shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
+            if note is None and scheme is not None and shape:
+                note = scheme.obstacle(shape, looked_up=isinstance(module, nn.Embedding))
             if note is not None or scheme is None:
                 note = note or "no scheme for this name"
-                shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
                 report.entries.append(Entry(fqn, shape, False, note))
             elif id(param) not in targets:
                 targets[id(param)] = Target(param, scheme, tuple(owners[id(param)]))
@@ -210,7 +212,7 @@ def find_targets(
     return list(targets.values()), report
 
 
-def _check_ties(first: tuple[str, Scheme | None], other: tuple[str, Scheme | None]) -> None:
+def _check_ties(first: tuple[str, AnyScheme | None], other: tuple[str, AnyScheme | None]) -> None:
     if first[1] != other[1]:
         raise ValueError(
             f"{first[0]} and {other[0]} are one tied weight, but the patterns give them {first[1]} and {other[1]}; "
@@ -220,7 +222,7 @@ def _check_ties(first: tuple[str, Scheme | None], other: tuple[str, Scheme | Non
 
 def _check_targets(
     model: nn.Module,
-    schemes: Schemes,
+    schemes: AnySchemes,
     targets: Mapping[int, Target],
     used: set[str],
     report: Report,
@@ -237,7 +239,7 @@ def _check_targets(
             )
         check_weight(target.weight, fqn)
         try:
-            target.scheme.weight.padded_shape(target.weight.shape)
+            target.scheme.check(target.weight)
         except ValueError as error:
             raise ValueError(f"{fqn}: {error}") from error
     unused = [p for p in schemes if p not in used] if isinstance(schemes, Mapping) else []
@@ -255,9 +257,14 @@ def _check_targets(
 
 
 def replace_weights(
-    targets: list[Target], report: Report, make: Callable[[Target], Tensor], trainable: bool
+    targets: list[Target],
+    report: Report,
+    make: Callable[[Target], Tensor],
+    trainable: bool,
+    note: str | None = None,
 ) -> Report:
-    """Replace each target by `make(target)` in every module that holds it, and complete the report.
+    """Replace each target by `make(target)` in every module that holds it, and complete the report, with `note`
+    or what the scheme has to say.
 
     Empties `targets` on the way, so that each old weight's memory is free before the next one's turn.
     """
@@ -268,18 +275,7 @@ def replace_weights(
         for module, name, _ in target.owners:
             module.register_parameter(name, new)
         first, *others = (fqn for _, _, fqn in target.owners)
-        report.entries.append(Entry(first, tuple(new.shape), True, _describe(target, new)))
+        about = note or target.scheme.describe(new.shape)
+        report.entries.append(Entry(first, tuple(new.shape), True, about))
         report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]
     return report
-
-
-def _describe(target: Target, new: Tensor) -> str:
-    spec, activation = target.scheme.weight, target.scheme.activation
-    note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
-    if activation is not None:
-        note += f"; activation {activation.format}, {activation.granularity}"
-    padded = spec.padded_shape(new.shape)
-    if padded != tuple(new.shape):
-        growth = math.prod(padded) / max(new.numel(), 1)
-        note += f"; padded to {'x'.join(map(str, padded))}, {growth:.2f} times the weights"
-    return note

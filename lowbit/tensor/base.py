@@ -37,6 +37,8 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ()
     meta_attrs: ClassVar[tuple[str, ...]] = ()
+    already: ClassVar[str] = ""
+    """Why a weight of this class is not converted once more, if there is more to say than what it is."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -125,6 +127,14 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
         return self.dequantize()
 
+    def update_(self, values: Tensor) -> None:
+        """Take the values that an optimizer made of `master()`. Where they are rounded, stochastically."""
+        self.copy_(values)
+
+    def updated_in_place(self) -> Tensor | None:
+        """`master()` where that is memory of its own, which an optimizer may write to; else None."""
+        return None
+
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""
         return sum(t.nbytes for t in self.inner_tensors().values())
@@ -135,6 +145,14 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         raise self._unsupported("copying high-precision values into it")
+
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whether the inner tensors of both mean the same, so that one's can be copied to the other's."""
+        return (
+            isinstance(other, LowbitTensor)
+            and type(self) is type(other)
+            and self.meta() == other.meta()
+        )
 
     def _row_attrs(self) -> tuple[str, ...]:
         """The inner tensors whose dimension 0 runs along this tensor's; the others belong to all rows."""

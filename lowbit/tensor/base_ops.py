@@ -46,7 +46,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 
 @_like(aten.copy_.default)
-def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     dst, src = args[0], args[1]
     if not isinstance(dst, LowbitTensor):
         return dst.copy_(
@@ -56,7 +56,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     if not isinstance(src, LowbitTensor):
         source = dst._encode(src)
-    elif type(src) is type(dst) and src.meta() == dst.meta():
+    elif dst._is_stored_like(src):
         source = {**src.inner_tensors()}
     else:
         raise ValueError(
@@ -164,13 +164,13 @@ def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @_like(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensors = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
     first = tensors[0]
     if not isinstance(first, LowbitTensor):
         first = next(t for t in tensors if isinstance(t, LowbitTensor))
-    if any(type(t) is not type(first) or t.meta() != first.meta() for t in tensors):
+    if not all(first._is_stored_like(t) for t in tensors):
         raise first._unsupported("cat with tensors that are stored differently")
     return first._cat(tensors, dim)
 

@@ -8,7 +8,7 @@ the clamp range. To everything else (optimizers, norms, initialisers) it is the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,44 +17,21 @@ from torch.utils._pytree import tree_map
 
 from lowbit.affine import within_range
 from lowbit.scheme import Float8, Scheme, crop
-from lowbit.tensor.affine_tensor import check_weight
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.trainable import GatheredForm, Master, TrainableTensor
 
 
-class _Master(torch.autograd.Function):
-    """The inner weight as a plain tensor, its gradient passed to the FakeQuantizedTensor."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: FakeQuantizedTensor) -> Tensor:
-        return weight.weight.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-class FakeQuantizedTensor(LowbitTensor):
+class FakeQuantizedTensor(TrainableTensor):
     """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
 
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
-    meta_attrs = ("scheme",)
+    already = "prepared for QAT already; lowbit.qat.convert_(model) converts it"
 
-    weight: Tensor
     scheme: Scheme
-
-    def __new__(cls, weight: Tensor, scheme: Scheme) -> Self:
-        """Wrap `weight` [..., N, K], sharing its memory if it is contiguous.
-
-        Raises ValueError as `AffineTensor.from_float` does.
-        """
-        check_weight(weight)
-        weight = weight.detach().contiguous()
-        return cls.from_inner({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
 
     def fake_quantized(self) -> Tensor:
         """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
-        return self.scheme.weight.fake_quantize(_Master.apply(self), self.weight.dtype)
+        return self.scheme.weight.fake_quantize(Master.apply(self), self.weight.dtype)
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -63,33 +40,6 @@ class FakeQuantizedTensor(LowbitTensor):
         return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
             self.dtype
         )
-
-    def master(self) -> Tensor:
-        """The high-precision weight itself: update it in place."""
-        return self.weight
-
-    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        return {"weight": (tuple(shape), self.weight.dtype)}
-
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        return {"weight": values}
-
-    def _slice(self, dim: int, start: int, end: int) -> Self:
-        shape = list(self.shape)
-        shape[dim] = end - start
-        return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
-
-    def _view(self, shape: tuple[int, ...]) -> Self | None:
-        if len(shape) < 2 or shape[-1] != self.shape[-1]:
-            return None
-        return self._map(lambda t: t.view(shape), shape=shape)
-
-    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
-        joined = torch.cat([t.weight for t in tensors], dim)
-        return self._with({"weight": joined}, joined.shape)
-
-    def meta_to_json(self) -> dict[str, Any]:
-        return {"scheme": self.scheme.to_dict()}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
@@ -103,7 +53,7 @@ class FakeQuantizedTensor(LowbitTensor):
         spec = self.scheme.weight
         if spec.shares_rows:
             return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
-        rows = F.embedding(indices, _Master.apply(self), *args, **kwargs)
+        rows = F.embedding(indices, Master.apply(self), *args, **kwargs)
         return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
 
     def _wire(self) -> LowbitTensor:
@@ -114,24 +64,6 @@ class FakeQuantizedTensor(LowbitTensor):
         codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        product = _PRODUCTS.get(func)
-        if product is not None:
-            return product(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.startswith(_ON_LISTS):
-            return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-_ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
-"""What torch's optimizers and weight averages do to many weights at once happens to the high-precision ones."""
 
 
 class _FromCodes(torch.autograd.Function):
@@ -154,11 +86,11 @@ class _FromCodes(torch.autograd.Function):
         return torch.where(inside, grads[0], 0.0)
 
 
-class GatheredWeight(FakeQuantizedTensor):
+class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     """What FSDP2 gathers a FakeQuantizedTensor to: codes short of the clamp, from which products and gradients
-    come out the same to the bit. It has no high-precision weight; the optimizer works on the shards, which do."""
+    come out the same to the bit."""
 
-    tensor_attrs = ("codes", "scale", "zero_point")
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
 
     codes: Tensor
     scale: Tensor
@@ -171,11 +103,6 @@ class GatheredWeight(FakeQuantizedTensor):
         with torch.no_grad():
             return self.fake_quantized().to(self.dtype)
 
-    def master(self) -> Tensor:
-        raise self._unsupported(
-            "master(): only the sharded parameter has the high-precision weight"
-        )
-
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         spec = self.scheme.weight
         blocks = spec.blocks(shape)
@@ -183,14 +110,8 @@ class GatheredWeight(FakeQuantizedTensor):
         shapes["codes"] = (spec.padded_shape(shape), self.codes.dtype)
         return shapes
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        raise self._unsupported("copying values into it: write to the sharded parameter")
-
     def _embedding(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
-
-    def _wire(self) -> LowbitTensor:
-        return self
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -225,54 +146,8 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return F.multi_head_attention_forward(*map(as_seen, args), **tree_map(as_seen, kwargs))
 
 
-_PRODUCTS: dict[Any, Any] = {
+FakeQuantizedTensor.products = {
     F.linear: _linear,
     F.embedding: _embedding,
     F.multi_head_attention_forward: _attention,
 }
-
-
-@FakeQuantizedTensor.implements(
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default
-)
-def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Optimizer states and gradients of a trainable weight are plain tensors.
-
-    Only `empty_like` makes another QAT weight: by it, `Module.to_empty` gives a model on meta its memory.
-    """
-    return func(args[0].weight, *args[1:], **{"dtype": args[0].dtype, **kwargs})
-
-
-@FakeQuantizedTensor.implements(
-    *(
-        aten.zero_.default,
-        aten.fill_.Scalar,
-        aten.normal_.default,
-        aten.uniform_.default,
-        aten.clamp_.default,
-    ),
-    *(aten.add_.Tensor, aten.add_.Scalar, aten.sub_.Tensor, aten.mul_.Tensor, aten.mul_.Scalar),
-    *(aten.div_.Tensor, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default),
-    *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.erfinv_.default),
-    *(
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.mul.Tensor,
-        aten.mul.Scalar,
-        aten.div.Tensor,
-        aten.neg.default,
-    ),
-    *(aten.abs.default, aten.pow.Tensor_Scalar, aten.isfinite.default, aten.isnan.default),
-    *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.where.self),
-    *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
-    aten.linalg_vector_norm.default,
-)
-def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an optimizer, an initialiser or a norm does happens to the high-precision weight."""
-    result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
-    changes_weight = func._schema.is_mutable and isinstance(args[0], FakeQuantizedTensor)
-    return args[0] if changes_weight else result
-
-
-def _unwrap(x: Any) -> Any:
-    return x.weight if isinstance(x, FakeQuantizedTensor) else x

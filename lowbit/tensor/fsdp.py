@@ -104,5 +104,8 @@ class FSDPHooks:
         target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in inner.items():
             if names is None or name not in names:  # what was gathered as it is lies in place
-                getattr(target, name).copy_(t)
+                held = getattr(target, name)
+                # the same values as in forward: what autograd saved of it is not stale
+                with torch.autograd._unsafe_preserve_version_counter(held):
+                    held.copy_(t)
         return None

@@ -11,6 +11,10 @@ with bfloat16 weights and activations; what differs is what the optimizer update
     bf16-nearest, bf16-stochastic, bf16-corrected   bfloat16 weights and nothing else, AdamW's states in float32;
                                                     the new weight rounded to nearest, stochastically, or with the
                                                     bits below bfloat16 kept in one more byte
+    int8-products, float8-products                  as fp32, and the products of the blocks' linear layers, forward
+                                                    and backward, in 8 bits (`lowbit.train`)
+    int8-weights                                    the blocks' weights are int8 and nothing else
+    bitnet                                          as fp32, the blocks' weights ternary in every product
 
 Runs of one seed begin with the same weights and see the same batches, so their difference is taken seed by seed.
 

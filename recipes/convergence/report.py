@@ -11,7 +11,10 @@ from recipes.convergence.runs import REFERENCE
 from recipes.quickstart.config import UserError
 from recipes.quickstart.folder import write_text
 
-COLOURS = ("#2b2f36", "#1f6fb4", "#2e8b57", "#d9822b", "#c0392b", "#8a4fbf", "#b8860b")
+COLOURS = (
+    *("#2b2f36", "#1f6fb4", "#2e8b57", "#d9822b", "#c0392b", "#8a4fbf", "#b8860b"),
+    *("#17a2a2", "#e377c2", "#6b7f3a", "#7f5a3a"),
+)
 
 
 def write(records: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -69,7 +72,7 @@ def text(records: list[dict[str, Any]]) -> str:
     seconds = statistics.median(r["seconds"] for r in records)
     model, tokens = settings["model"], settings["batch_size"] * settings["model"]["context"]
     lines = [
-        "# Convergence: low-bit states, and bfloat16 weights without a master copy",
+        "# Convergence: low-bit states, weights and products",
         "",
         *[f"- `{command}`" for command in sorted({r["command"] for r in records})],
         f"- {'; '.join(machines)}; {seconds:.0f} s a run",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import lowbit
 from recipes.convergence.runs import Run
 from recipes.llama import Llama
 from recipes.quickstart.config import QuickstartConfig
@@ -33,14 +34,16 @@ LOOK_EVERY = 25
 class Weights:
     """What the optimizer updates: `trained`, the bfloat16 parameters of `model` themselves, or float32 ones."""
 
-    def __init__(self, model: Llama, dtype: torch.dtype) -> None:
-        """`model` is in float32, as it was drawn, and is bfloat16 afterwards."""
+    def __init__(self, model: Llama, run: Run) -> None:
+        """`model` is in float32, as it was drawn, and is bfloat16 afterwards, prepared as the run says."""
         drawn = [p.detach().clone() for p in model.parameters()]
         model.to(torch.bfloat16)
+        if run.scheme is not None:
+            lowbit.train.prepare_(model.blocks, run.scheme)
         self.computing = list(model.parameters())
         self.trained = self.computing
-        if dtype != torch.bfloat16:
-            self.trained = [nn.Parameter(tensor.to(dtype)) for tensor in drawn]
+        if run.weights != torch.bfloat16:
+            self.trained = [nn.Parameter(tensor.to(run.weights)) for tensor in drawn]
 
     def take_gradients(self) -> None:
         """Give the trained weights the gradients of those that compute."""
@@ -71,7 +74,7 @@ def train_run(
     began = time.perf_counter()
     torch.manual_seed(config.seed)
     model = Llama(config.model).to(device)
-    weights = Weights(model, run.weights)
+    weights = Weights(model, run)
     optimizer = run.make(
         parameter_groups(weights.trained),
         lr=config.lr,

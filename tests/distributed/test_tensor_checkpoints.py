@@ -23,9 +23,7 @@ STATES = [case for case in CASES if not case.is_weight]
 
 
 # A rank without rows loads nothing: it would keep the scale it had, where one scale belongs to all rows.
-LOADED = [
-    (case, rows) for case in WEIGHTS for rows in ROWS if rows > 1 or "tensor" not in case.name
-]
+LOADED = [(case, rows) for case in WEIGHTS for rows in ROWS if rows > 1 or not case.shares_rows]
 
 
 def filled(case, rows, seed):

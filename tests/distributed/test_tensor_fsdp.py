@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly
-from lowbit.tensor import LowbitTensor
+from lowbit.tensor import Int8WeightTensor, LowbitTensor
 from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, named, same, same_bits, values
 
@@ -126,6 +126,7 @@ def check_bytes_on_the_wire(rank, world_size):
     """Frozen weights travel as stored, QAT weights as codes; unevenly sharded ones with at most padding on top."""
     most = {"int4-g32": 0.85, "int8-row": 1.1, "int3-g48": 0.75, "e4m3-row": 1.1}  # fp32 scales
     most |= {"qat-int4-g32": 1.5, "qat-int8dyn-int4-g32": 1.5, "qat-e4m3-row": 1.1}  # 128 codes
+    most |= {"train-int8-weight": 1.1, "train-bitnet": 0.26, "ternary": 0.26}
     for name, limit in most.items():
         (case,) = named(name)
         for rows in (64, 33):
@@ -170,9 +171,12 @@ def check_training(rank, world_size):
             for name, expected in whole.named_parameters():
                 found = model.get_parameter(name).full_tensor().detach()
                 assert type(found) is type(expected.detach()), (case.name, rows, name)
-                if isinstance(found, FakeQuantizedTensor):
+                if isinstance(found, LowbitTensor):
                     found, expected = found.master(), expected.detach().master()
-                assert torch.allclose(found, expected, atol=2e-5), (case.name, rows, name)
+                off = (found - expected).abs() > 2e-5 + 1e-5 * expected.abs()
+                # an int8 weight is off by a whole code where a draw is next to what it decides on
+                most = 0.02 if case.kind is Int8WeightTensor else 0
+                assert off.float().mean() <= most, (case.name, rows, name)
     return True
 
 

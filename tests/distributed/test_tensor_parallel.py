@@ -58,7 +58,7 @@ def check_parallel_block(rank, world_size):
             for name, expected in outcome(whole).items():
                 error = relative_error(found[name], expected)
                 # an activation quantized in parts has scales of its own in each
-                limit = 0.02 if case.how.activation is not None else 1e-5
+                limit = 0.02 if case.activation is not None else 1e-5
                 assert error < limit, (case.name, name, error)
     return True
 

@@ -104,6 +104,19 @@ DEVICE unsigned int warp_max(unsigned int x) {
     return largest;
 }
 
+DEVICE unsigned int take_next(unsigned int *counter, int lane) {
+    using namespace emulation;
+    const unsigned int first = current / 32 * 32;
+    if (lane == 0) fibers[current].given = (*counter)++;
+    meet(first, first + 32);
+    const unsigned int n = fibers[first].given;
+    meet(first, first + 32);
+    return n;
+}
+DEVICE void prefetch(const void *p, unsigned int bytes) {
+    if (((uintptr_t)p | bytes) % 16) __builtin_trap();
+}
+
 static inline int __syncthreads_or(int x) {
     using namespace emulation;
     fibers[current].given = x;
@@ -154,6 +167,8 @@ DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selecto
     }
     return result;
 }
+
+DEVICE unsigned int byte_of(unsigned int word, int i) { return word >> 8 * i & 0xff; }
 
 DEVICE unsigned int to_bf16(float x) {
     const unsigned int bits = float_bits(x);

@@ -83,7 +83,7 @@ class EmulatedStep(FusedStep):
         library = _library(source)
         self._prepare = self._call(library.emulated_prepare)
         self._step = self._call(library.emulated_step)
-        self._resident = 2
+        self._multiprocessors = 2
         self._tables = torch.from_numpy(variant.table_words().view("int32"))
 
     def _call(self, function):

@@ -1,4 +1,5 @@
-"""The CUDA step, on a GPU or emulated on a CPU (tests/kernels/emulator.py), against the step in PyTorch operations."""
+"""The compiled step against the step in PyTorch operations: the CPU's kernel, and the CUDA one, on a GPU or emulated
+on a CPU (tests/kernels/emulator.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit import optim
-from lowbit.optim import fused, kernel
-from lowbit.optim.job import Job
+from lowbit import Int8MixedPrecision, MixedPrecisionTensor, optim
+from lowbit_kernels import host_compiler
 from tests.kernels import emulator
+from tests.optim.counted import count, emulate, launched
 from tests.optim.problems import FORMATS, rand, relative
 
 SHAPES = [(64, 256), (33, 300), (5, 7, 130), (1,), (0, 4), (300,), (40, 101), (3, 1000), (128, 64)]
@@ -32,35 +33,21 @@ ALGORITHMS = {
 
 @pytest.fixture(
     params=[
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not host_compiler.compiler(), reason="no compiler")
+        ),
         pytest.param("emulated", marks=pytest.mark.skipif(not emulator.COMPILER, reason="no g++")),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
 def device(request, monkeypatch):
-    """Where the kernel runs. `emulator.EmulatedStep.launches`, or `Counted.launches`, holds what ran."""
+    """Where the kernel runs. `emulator.EmulatedStep.launches` holds what ran."""
     if request.param == "emulated":
-        monkeypatch.setattr(Job, "on_cuda", property(lambda job: job.group["fused"] is not False))
-        monkeypatch.setattr(kernel, "device_obstacle", lambda device, float8: None)
-        step = emulator.EmulatedStep
+        emulate(monkeypatch)
     else:
-        step = Counted
-    step.launches.clear()
-    monkeypatch.setattr(fused, "compiled", functools.cache(step))
-    return torch.device("cpu" if request.param == "emulated" else "cuda", 0)
-
-
-class Counted(kernel.FusedStep):
-    """Counts its launches in a list that the emulator's shares, so that tests look in one place."""
-
-    launches = emulator.EmulatedStep.launches
-
-    def __call__(self, *args, **kwargs):
-        super().__call__(*args, **kwargs)
-        self.launches.append(self.variant)
-
-
-def launched():
-    return len(emulator.EmulatedStep.launches)
+        count(monkeypatch)
+    emulator.EmulatedStep.launches.clear()
+    return torch.device("cuda" if request.param == "cuda" else "cpu", 0)
 
 
 def parameters(device, shapes=SHAPES, dtype=torch.float32):
@@ -106,7 +93,7 @@ def check_alike(made, weight_bound, state_bound):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_as_the_step_in_pytorch(device, name, state):
     if device.type == "cpu" and name not in ("AdamW", "Lion") and state not in ("8bit", "fp32"):
-        pytest.skip("the emulator compiles a kernel for each: the others run on a GPU")
+        pytest.skip("a kernel is compiled for each: the others run on a GPU")
     cls, options = ALGORITHMS[name]
     made = pair(device, functools.partial(cls, state=state, **options))
     for params, optimizer in made:
@@ -223,6 +210,20 @@ def test_gradients_come_and_go(device):
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
+@pytest.mark.parametrize("state", ["8bit", "4bit"])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+def test_more_tiles_than_warps(device, state, offset):
+    """Blocks come back for more rounds of tiles, which the L2 cache is asked for ahead where they are whole."""
+    rows = 200 if device.type == "cpu" else 40_000  # of one tile each
+    made = []
+    for fused in (None, False):
+        whole = rand(rows * 256 + offset, dtype=torch.bfloat16).to(device)[offset:]
+        params = [nn.Parameter(whole.view(rows, 256))]
+        made.append((params, optim.AdamW(params, state=state, fused=fused)))
+        run_steps(made[-1][1], params, 2)
+    check_alike(made, 1e-2, 1e-2)  # bf16 gradients make more ties
+
+
 def test_options_are_read_at_every_step(device):
     """lr as a number and as a tensor, betas and weight decay: none compiles anything, all take effect."""
     kernels = set()
@@ -277,6 +278,8 @@ def test_skipping_asks_the_device_only(device, monkeypatch):
 
     params = parameters(device, [(64, 256), (300,)])
     optimizer = optim.AdamW8bit(params, skip_nonfinite=True, max_grad_norm=1.0)
+    if device.type == "cpu":  # only before the first step may the host look
+        run_steps(optimizer, params, 1)
     set_grads(params, 0)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "__bool__", looked_at)
@@ -376,3 +379,22 @@ def test_training_goes_down(device):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0] and launched() == 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_behind_low_bit_products_are_written_to_directly(device, dtype):
+    shapes = [(64, 256), (33, 300)]
+    made = pair(device, optim.AdamW8bit, dtype, shapes)
+    params, own = made[0]
+    scheme = Int8MixedPrecision(always=True)
+    low = [nn.Parameter(MixedPrecisionTensor(p.detach(), scheme)) for p in params]
+    made[0] = (low, optim.AdamW8bit(low))
+    for params, optimizer in made:
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+    assert launched() >= 3 and made[0][1]._plan.launches[0].items[0].own is low[0].master()
+    masters = [p.master() for p in low]
+    state = {m: made[0][1].state[p] for m, p in zip(masters, low, strict=True)}
+    own.state.update(state)
+    check_alike([(masters, own), made[1]], 1e-5 if dtype is torch.float32 else 1e-3, 2e-3)

@@ -1,8 +1,6 @@
-"""The code of the CUDA step over sharded parameters: the same bits as over whole ones, however uneven the shards."""
+"""The compiled step over sharded parameters: the same bits as over whole ones, however uneven the shards."""
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 import torch
@@ -11,11 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
-from lowbit.optim import fused, kernel
 from lowbit.optim import state as states
-from lowbit.optim.job import Job
 from tests.distributed.launch import launch
 from tests.kernels import emulator
+from tests.optim.counted import count, emulate
 from tests.optim.problems import rand
 
 pytestmark = pytest.mark.skipif(not emulator.COMPILER, reason="no g++")
@@ -28,10 +25,7 @@ OPTIONS = {
 }
 
 
-def emulate(patch):
-    patch.setattr(Job, "on_cuda", True)
-    patch.setattr(kernel, "device_obstacle", lambda device, float8: None)
-    patch.setattr(fused, "compiled", functools.cache(emulator.EmulatedStep))
+HOW = {"cpu": count, "emulated": emulate}
 
 
 def trained(place, options):
@@ -48,11 +42,11 @@ def trained(place, options):
     return params, optimizer
 
 
-def check_rows(rank, world_size):
+def check_rows(rank, world_size, how):
     mesh = init_device_mesh("cpu", (world_size,))
     for name, options in OPTIONS.items():
         with pytest.MonkeyPatch.context() as patch:
-            emulate(patch)
+            HOW[how](patch)
             emulator.EmulatedStep.launches.clear()
             whole, reference = trained(lambda t: t, options)
             parts, own = trained(lambda t: distribute_tensor(t, mesh, [Shard(0)]), options)
@@ -68,12 +62,12 @@ def check_rows(rank, world_size):
     return True
 
 
-def check_columns(rank, world_size):
+def check_columns(rank, world_size, how):
     """Shards of columns: draws are those of the whole, so without states the weights are, too."""
     mesh = init_device_mesh("cpu", (world_size,))
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        emulate(patch)
+        HOW[how](patch)
         for placement in (Replicate(), Shard(1)):
             weight = rand(64, 320, seed=1).to(torch.bfloat16)
             param = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
@@ -88,9 +82,11 @@ def check_columns(rank, world_size):
     return torch.equal(*results)
 
 
-def test_rows_shared_out_unevenly():
-    assert launch(check_rows, 2) == [True, True]
+@pytest.mark.parametrize("how", HOW)
+def test_rows_shared_out_unevenly(how):
+    assert launch(check_rows, 2, how) == [True, True]
 
 
-def test_columns_shared_out():
-    assert launch(check_columns, 2) == [True, True]
+@pytest.mark.parametrize("how", HOW)
+def test_columns_shared_out(how):
+    assert launch(check_columns, 2, how) == [True, True]

@@ -84,7 +84,7 @@ def test_the_model_is_the_quick_starts() -> None:
 def test_float32_weights_are_updated_and_the_model_computes_with_their_rounding() -> None:
     model = Llama(CONFIG.model)
     drawn = [p.detach().clone() for p in model.parameters()]
-    weights = Weights(model, torch.float32)
+    weights = Weights(model, RUNS["fp32"])
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert model.head.weight is model.embedding.weight
     for own, first, computing in zip(weights.trained, drawn, weights.computing, strict=True):
@@ -104,7 +104,7 @@ def test_float32_weights_are_updated_and_the_model_computes_with_their_rounding(
 
 def test_bfloat16_weights_are_the_models_own() -> None:
     model = Llama(CONFIG.model)
-    weights = Weights(model, torch.bfloat16)
+    weights = Weights(model, RUNS["bf16-nearest"])
     assert all(a is b for a, b in zip(weights.trained, model.parameters(), strict=True))
 
 

@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 from lowbit import (
+    BitNet,
     Float8,
     Float8DynamicActivationFloat8Weight,
+    Float8MixedPrecision,
     Float8WeightOnly,
     Int,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
+    Int8MixedPrecision,
+    Int8Weight,
     Int8WeightOnly,
     IntxWeightOnly,
     PerBlock,
@@ -32,11 +36,16 @@ from lowbit import (
 )
 from lowbit.tensor import (
     AffineTensor,
+    BitNetTensor,
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
+    Int8WeightTensor,
     LowbitTensor,
+    MixedPrecisionTensor,
+    TernaryTensor,
 )
+from lowbit.tensor.trainable import TrainableTensor
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,10 @@ class Case:
         if self.kind is CodebookTensor:
             x = x if self.how["signed"] else x.square()
             return CodebookTensor.from_float(x, **self.how)
-        if self.kind is FakeQuantizedTensor:
-            return FakeQuantizedTensor(x, self.how)
+        if self.kind is TernaryTensor:
+            return TernaryTensor(x)
+        if self.is_trainable:
+            return self.kind(x, self.how)
         return AffineTensor.from_float(x, self.how)
 
     @property
@@ -75,7 +86,43 @@ class Case:
 
     @property
     def is_trainable(self) -> bool:
+        return issubclass(self.kind, TrainableTensor | Int8WeightTensor)
+
+    @property
+    def has_master(self) -> bool:
+        """It keeps a weight in high precision."""
+        return issubclass(self.kind, TrainableTensor)
+
+    @property
+    def is_qat(self) -> bool:
         return self.kind is FakeQuantizedTensor
+
+    @property
+    def is_cast(self) -> bool:
+        """A conversion to another dtype rounds what it stores, a plain weight, and not only what it gives."""
+        return self.kind is MixedPrecisionTensor
+
+    @property
+    def shares_rows(self) -> bool:
+        """All rows of a matrix have one scale, so that they cannot be regrouped."""
+        return "tensor" in self.name or self.kind in (TernaryTensor, BitNetTensor)
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 2 if self.kind is TernaryTensor else self.how.weight.format.bits
+
+    @property
+    def others(self) -> list[Case]:
+        """One case of the same class, if there is one: made otherwise."""
+        return [c for c in CASES if c.kind is self.kind and c.how != self.how][:1]
+
+    @property
+    def activation(self) -> Any:
+        """How a linear quantizes its activation, or None."""
+        if self.kind in (BitNetTensor, TernaryTensor):
+            return Tokens
+        return getattr(self.how, "activation", None)
 
     @property
     def is_transposable(self) -> bool:
@@ -84,6 +131,15 @@ class Case:
     def values_of(self, t: Any) -> Tensor:
         """What slicing must commute with: of a QAT weight the weight itself, whose scales a slice may change."""
         return t.master() if self.is_trainable else t.dequantize()
+
+
+class Tokens:
+    """The int8 activation of BitNet: one scale a token, max|x| / 127."""
+
+    @staticmethod
+    def fake_quantize(x: Tensor) -> Tensor:
+        scale = x.float().abs().amax(-1, keepdim=True) / 127
+        return ((x.float() / scale).round() * scale).to(x.dtype)
 
 
 def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -122,6 +178,17 @@ _FAKE = {
     "qat-int4-block-8x16": Scheme(Spec(Int(4), PerBlock(8, 16))),
     "qat-e4m3-row": Float8WeightOnly(),
 }
+# on a CPU their products run in high precision, so that these can be compared; tests/train has the others
+_MIXED = {
+    "train-int8": Int8MixedPrecision(),
+    "train-float8": Float8MixedPrecision(backward="e5m2", tensorwise=True),
+}
+_WEIGHTS_IN_TRAINING = {
+    "train-int8-weight": (Int8WeightTensor, Int8Weight()),
+    "train-int8-weight-products": (Int8WeightTensor, Int8Weight(True, True, True)),
+    "train-bitnet": (BitNetTensor, BitNet()),
+    "train-bitnet-products": (BitNetTensor, BitNet(True, True)),
+}
 
 CASES = [
     *(Case(name, AffineTensor, how, *steps) for name, (how, *steps) in _WEIGHTS.items()),
@@ -137,6 +204,9 @@ CASES = [
         for signed in (True, False)
     ),
     *(Case(name, FakeQuantizedTensor, how) for name, how in _FAKE.items()),
+    *(Case(name, MixedPrecisionTensor, how) for name, how in _MIXED.items()),
+    *(Case(name, *how) for name, how in _WEIGHTS_IN_TRAINING.items()),
+    Case("ternary", TernaryTensor, None, column_step=4),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -154,6 +224,9 @@ every_case = over(CASES)
 every_weight = over([case for case in CASES if case.is_weight])
 every_frozen_weight = over([c for c in CASES if c.is_weight and not c.is_trainable])
 every_trainable = over([case for case in CASES if case.is_trainable])
+every_master = over([case for case in CASES if case.has_master])
+every_kept_in_any_dtype = over([case for case in CASES if not case.is_cast])
+every_qat = over([case for case in CASES if case.is_qat])
 
 # Shapes that people meet: even, K to be padded, odd and prime, one row, one element, no rows.
 SHAPES = [(24, 96), (24, 100), (7, 101), (1, 33), (1, 1), (0, 96)]

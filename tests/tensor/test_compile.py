@@ -54,6 +54,7 @@ def test_dequantize(case):
         "e5m2-tensor",
         "qat-int3-g48",
         "qat-int8dyn-int4-g32",
+        *("train-int8", "train-int8-weight", "train-bitnet", "ternary"),
     )
 )
 def test_linear_with_a_batch_of_any_size(case):
@@ -82,7 +83,12 @@ def outcome(fn, linear, x):
     return found
 
 
-@over(named("int4-g32", "int8dyn-int8-row", "e4m3-row", "qat-int8dyn-int4-g32"))
+@over(
+    named(
+        *("int4-g32", "int8dyn-int8-row", "e4m3-row", "qat-int8dyn-int4-g32"),
+        *("train-int8-weight", "train-bitnet", "ternary"),
+    )
+)
 def test_a_block_by_inductor(case):
     """A linear and an activation, forward and backward, with a batch of any size."""
     block = nn.Sequential(nn.Linear(100, 24), nn.SiLU())
@@ -95,7 +101,7 @@ def test_a_block_by_inductor(case):
         found, expected = outcome(fn, block[0], x), outcome(block, block[0], x)
         for name in expected:
             error = (found[name] - expected[name]).norm() / expected[name].norm()
-            assert error < (0.02 if case.how.activation else 1e-5), name
+            assert error < (0.02 if case.activation else 1e-5), name
     assert counter.frame_count == 1
 
 

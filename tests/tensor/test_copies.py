@@ -21,6 +21,7 @@ from tests.tensor.cases import (
     CASES,
     SHAPES,
     every_case,
+    every_kept_in_any_dtype,
     every_trainable,
     over,
     same,
@@ -66,7 +67,7 @@ def test_deepcopy_of_a_tensor_and_of_a_parameter(case):
     assert same(twin["a"].detach(), t) and twin["a"].requires_grad == case.is_trainable
 
 
-@every_case
+@every_kept_in_any_dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_to_dtype_changes_the_values_dtype_and_no_stored_bit(case, dtype):
     t = case.make((7, 101))
@@ -132,8 +133,7 @@ def test_copy_from_its_own_kind_copies_the_codes(case):
 def test_copy_refuses_other_kinds_and_shapes_and_leaves_the_target(case):
     t = case.make((8, 96))
     before = t.clone()
-    other = next(c for c in CASES if c.kind is case.kind and c.how != case.how)
-    for stranger in (other, *(c for c in CASES if c.kind is not case.kind)):
+    for stranger in (*case.others, *(c for c in CASES if c.kind is not case.kind)):
         with pytest.raises(ValueError, match=r"stored differently.*dequantize"):
             t.copy_(stranger.make((8, 96)))
     for shape in ((8, 95), (1, 96), (96,)):
@@ -148,8 +148,8 @@ def test_equal_compares_all_that_is_stored(case):
     assert torch.equal(t, t.clone())
     assert not torch.equal(t, case.make((8, 96), seed=1))
     assert not torch.equal(t, t[:0]) and not torch.equal(t, t.bfloat16())
-    other = next(c for c in CASES if c.kind is case.kind and c.how != case.how)
-    assert not torch.equal(t, other.make((8, 96)))
+    for other in case.others:
+        assert not torch.equal(t, other.make((8, 96)))
     stranger = next(c for c in CASES if c.kind is not case.kind).make((8, 96))
     for wrong in (t.dequantize(), stranger):
         with pytest.raises(NotImplementedError, match="dequantize"):

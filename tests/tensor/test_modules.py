@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.tensor.cases import (
-    CASES,
     every_case,
     every_frozen_weight,
-    every_trainable,
+    every_master,
     every_weight,
     same,
     same_bits,
@@ -63,8 +62,9 @@ def test_module_to_dtype(case, swap):
         assert module.table.weight is module.head.weight, "tied weights stay tied"
         assert module.head.weight.requires_grad == case.is_trainable
         assert module(x.bfloat16()).dtype is torch.bfloat16
-        assert same(stored(module.float()), before), "the way there and back loses nothing"
-        assert same(stored(module.double()), before.double())
+        if not case.is_cast:
+            assert same(stored(module.float()), before), "the way there and back loses nothing"
+            assert same(stored(module.double()), before.double())
         assert stored(module.half()).dtype is torch.float16
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
@@ -150,16 +150,16 @@ def test_state_dict_copied_into_a_plain_module(case):
     assert type(plain.weight.detach()) is torch.Tensor
     assert same_bits(plain.weight.detach(), case.values_of(stored(module)))
     x = values((5, 100), 1)
-    if case.how.activation is None and not case.is_trainable:
+    if case.activation is None and not case.is_trainable:
         assert same_bits(plain(x), module(x))
 
 
 @every_weight
 def test_state_dict_of_another_kind_is_refused_with_the_way_out(case):
-    other = next(c for c in CASES if c.kind is case.kind and c.how != case.how)
     module = module_of(case)
-    with pytest.raises(RuntimeError, match=r"stored differently.*assign=True"):
-        module.load_state_dict(module_of(other).state_dict())
+    for other in case.others:
+        with pytest.raises(RuntimeError, match=r"stored differently.*assign=True"):
+            module.load_state_dict(module_of(other).state_dict())
     with pytest.raises(RuntimeError, match="size mismatch"):
         module.head.load_state_dict(module_of(case, shape=(24, 101)).head.state_dict())
     assert same(stored(module), case.make((24, 100)))
@@ -195,7 +195,7 @@ def test_an_adapter_over_a_frozen_weight_trains(case):
     assert same(base.weight.detach(), case.make((24, 100)))
 
 
-@every_trainable
+@every_master
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 def test_torch_optimizers_update_the_master(case, optimizer):
     """A QAT weight steps exactly as its high-precision weight would with the same gradient."""
@@ -215,7 +215,7 @@ def test_torch_optimizers_update_the_master(case, optimizer):
     assert type(weight.detach()) is case.kind
 
 
-@every_trainable
+@every_master
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 def test_steps_that_take_all_tensors_at_once_are_right_or_refused_by_name(case, how):
     weight = nn.Parameter(case.make((24, 100)))
@@ -230,7 +230,7 @@ def test_steps_that_take_all_tensors_at_once_are_right_or_refused_by_name(case, 
     assert torch.allclose(weight.master(), plain.detach(), atol=1e-6)
 
 
-@every_trainable
+@every_master
 def test_initialisers_reach_the_master(case):
     weight = nn.Parameter(case.make((24, 100)))
     for init in (

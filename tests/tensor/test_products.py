@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.tensor import CodebookTensor, FakeQuantizedTensor
+from lowbit.tensor import BitNetTensor, CodebookTensor, FakeQuantizedTensor
 from tests.tensor.cases import (
     CASES,
     every_frozen_weight,
-    every_trainable,
+    every_qat,
     every_weight,
     over,
     same,
@@ -50,7 +50,7 @@ def relative_error(found, reference):
 
 def activation_of(case, x):
     """x as the product sees it."""
-    spec = case.how.activation
+    spec = case.activation
     return x if spec is None or x.numel() == 0 else spec.fake_quantize(x)
 
 
@@ -99,12 +99,17 @@ def test_gradients_of_input_bias_and_trainable_weight(case, tokens, n, k):
     else:
         assert found.pop("weight") is None
     errors = {name: relative_error(grad, reference[name]) for name, grad in found.items()}
-    assert max(errors.values()) < 2e-6, errors
+    # BitNet's backward products in int8 round the gradient
+    limit = 0.02 if case.name == "train-bitnet-products" else 2e-6
+    assert max(errors.values()) < limit, errors
 
 
 def inside_range(weight):
     """Where x / scale + zero_point lies within the format's range, after rounding to the nearest integer."""
-    spec, master = weight.scheme.weight, weight.master()
+    master = weight.master()
+    if not isinstance(weight, FakeQuantizedTensor):
+        return torch.ones_like(master, dtype=torch.bool)
+    spec = weight.scheme.weight
     if not hasattr(spec.format, "signed"):
         return torch.ones_like(master, dtype=torch.bool)  # scaled to the largest float8
     padded = spec.padded_shape(master.shape)
@@ -120,7 +125,7 @@ def inside_range(weight):
     return (codes >= spec.format.quant_min) & (codes <= spec.format.quant_max)
 
 
-@every_trainable
+@every_qat
 def test_a_converted_weight_gives_the_same_output_to_the_bit(case):
     for tokens, n, k in PRODUCTS:
         x, weight, bias = operands(case, tokens, n, k)
@@ -185,7 +190,7 @@ def test_grad_modes(case):
             assert relative_error(x @ weight.t() + bias, expected) < 1e-2
         inside = case.make((24, 100))
         assert same_bits(F.linear(x, inside, bias), expected)
-        assert same_bits(inside[8:].dequantize(), weight[8:].dequantize())
+        assert same_bits(case.values_of(inside[8:]), case.values_of(weight[8:]))
         assert same_bits(case.values_of(inside.clone()), case.values_of(weight))
 
 
@@ -241,7 +246,7 @@ def test_products_that_are_missing_say_so(case):
     weight, x = case.make((24, 96)), values((24, 24), 1)
     for product in (
         lambda: weight @ values((96, 4), 1),
-        lambda: torch.bmm(values((3, 5, 96), 1), case.make((3, 24, 96)).transpose(1, 2)),
+        lambda: torch.baddbmm(values((3, 5, 24)), values((3, 5, 96), 1), case.make((3, 96, 24))),
         lambda: torch.einsum("oi,bi->bo", weight, values((5, 96), 1)),
         lambda: F.conv1d(x, weight),
         lambda: F.linear(weight, weight),
@@ -285,6 +290,10 @@ def test_embedding_gathers_rows(case):
         table.requires_grad_()
     if case.row_step > 1 and not case.is_trainable:
         with pytest.raises(NotImplementedError, match=r"share scales.*dequantize"):
+            F.embedding(indices, table)
+        return
+    if case.kind is BitNetTensor:
+        with pytest.raises(NotImplementedError, match=r"embedding.*no ternary product.*lm_head"):
             F.embedding(indices, table)
         return
     rows = F.embedding(indices, table)
@@ -349,6 +358,10 @@ def test_activation_checkpointing_and_second_derivatives(case):
 
     checkpoint(loss, x, use_reentrant=False).backward()
     assert same_bits(x.grad, expected)
+    if case.name == "train-bitnet-products":
+        with pytest.raises(NotImplementedError, match=r"second derivatives.*BitNet\(\)"):
+            torch.autograd.grad(loss(x), x, create_graph=True)
+        return
     (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
     (found,) = torch.autograd.grad(grad.sum(), x)
     plain = weight.dequantize().double()

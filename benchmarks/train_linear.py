@@ -1,0 +1,102 @@
+"""Forward and backward of one linear layer: low-bit products with all that quantizing costs, beside bfloat16.
+
+Each is compiled by torch.compile. From the small shapes come the thresholds of `lowbit.train_scheme`, below which
+a layer is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
+from benchmarks.report import ratio, readable
+from benchmarks.timing import measure
+from benchmarks.train_llama import SCHEMES
+from lowbit import MixedPrecisionTensor
+
+REFERENCE = "bf16"
+LLAMA_8B = [(4096, 4096), (14336, 4096), (4096, 14336)]
+LLAMA_1B = [(2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)]
+SHAPES = [  # M, N, K
+    (8192, 8192, 8192),
+    *((m, n, k) for n, k in LLAMA_8B for m in (8192, 16384)),
+    *((16384, n, k) for n, k in LLAMA_1B),
+    *((m, size, size) for size in (256, 512, 768, 1024, 2048) for m in (256, 1024, 4096, 16384)),
+]
+LEAST_DECIBELS = 20.0
+
+
+def arguments(shape: tuple[int, int, int], scheme: Any, device: str = "cuda") -> tuple:
+    """x [M, K], a weight [N, K], prepared if there is a scheme, and the gradient of the output [M, N]; bfloat16."""
+    m, n, k = shape
+    x, weight, grad = (
+        torch.randn(size, dtype=torch.bfloat16, device=device) for size in ((m, k), (n, k), (m, n))
+    )
+    if scheme is not None:
+        weight = MixedPrecisionTensor(weight, scheme)
+    return x.requires_grad_(), nn.Parameter(weight), grad
+
+
+def forward_and_backward(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, grad: Tensor
+) -> tuple:
+    """The output and the gradients of both operands."""
+    y = linear(x, weight)
+    return y, *torch.autograd.grad(y, (x, weight), grad)
+
+
+def check(name: str, run: Callable[..., tuple], shape: tuple[int, int, int], scheme: Any) -> None:
+    """Every result is within the noise of quantization. RuntimeError if not."""
+    x, weight, grad = arguments(shape, scheme)
+    plain = weight.master() if isinstance(weight, MixedPrecisionTensor) else weight.detach()
+    expected = (x @ plain.t(), grad @ plain, grad.t() @ x)
+    for what, found, exact in zip(("y", "dx", "dw"), run(x, weight, grad), expected, strict=True):
+        noise = (found.float() - exact.float()).norm() / exact.float().norm()
+        if not noise < 10 ** (-LEAST_DECIBELS / 20):
+            raise RuntimeError(f"{name}: {what} of {shape} is off by {noise.item():.3f}")
+
+
+def cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    m, n, k = result.problem.candidates[0].arguments.args[0]
+    seconds, reference = row.measured.median, result.reference.measured
+    return [
+        readable(seconds),
+        f"{6 * m * n * k / seconds / 1e12:.0f}",
+        ratio(reference.median / seconds, 1.0) if reference is not None else "",
+    ]
+
+
+TABLE = Table(
+    columns=("forward + backward", "TFLOP/s", "speed / bf16's"),
+    measure=measure,
+    cells=cells,
+    legend="Output, gradient of the input, gradient of the weight, and the quantization of all that they multiply; "
+    "compiled, captured in a CUDA graph; medians. *TFLOP/s*: 6 M N K operations in that time.",
+)
+
+
+@benchmark(
+    "train_linear", "a linear layer in training, int8, float8 and bf16 products", table=TABLE
+)
+def train_linear() -> Iterator[Problem]:
+    schemes: dict[str, Any] = {
+        f"lowbit {name}": replace(scheme, always=True) for name, scheme in SCHEMES.items()
+    }
+    for shape in SHAPES:
+        torch.compiler.reset()
+        chosen = []
+        for name, scheme in {**schemes, REFERENCE: None}.items():
+            linear = torch.compile(lambda x, w: F.linear(x, w), fullgraph=True, dynamic=False)
+            run = partial(forward_and_backward, linear)
+            check(name, run, shape, scheme)
+            m, n, k = shape
+            moved = 2 * 2 * (m * k + n * k + m * n)
+            chosen.append(Candidate(name, run, partial(arguments, shape, scheme), moved))
+        yield Problem("{} x {} x {}".format(*shape), chosen, REFERENCE)

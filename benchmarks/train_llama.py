@@ -1,0 +1,46 @@
+"""A whole training step of the 1.2B Llama of `train_memory` with low-bit products, beside plain bfloat16.
+
+In each block seven linears and in the end the head, which is tied to the embedding, are prepared; those that are too
+small to gain stay plain, as `prepare_` reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.optimizers import REFERENCE, lowbit_choice, torch_fused
+from benchmarks.registry import Problem, benchmark
+from benchmarks.train_memory import TRAINING_TABLE, TrainingCandidate
+from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+
+SCHEMES: dict[str, Any] = {
+    "int8": Int8MixedPrecision(),
+    "float8 rowwise": Float8MixedPrecision(),
+    "float8 tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2"),
+}
+
+
+def candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
+    adamw8bit = lowbit_choice("AdamW8bit", "AdamW8bit")
+    for name, scheme in SCHEMES.items():
+        without_head = {"head": None, "*": scheme}
+        yield TrainingCandidate(adamw8bit, batch, products=name, scheme=scheme)
+        yield TrainingCandidate(
+            adamw8bit, batch, products=f"{name}, plain head", scheme=without_head
+        )
+    int8 = SCHEMES["int8"]
+    yield TrainingCandidate(torch_fused(), batch, products="int8", scheme=int8)
+    yield TrainingCandidate(adamw8bit, batch, products="bf16")
+    yield TrainingCandidate(torch_fused(), batch)
+
+
+@benchmark(
+    "train_llama", "int8 and float8 products in a training step, 1.2B Llama", table=TRAINING_TABLE
+)
+def train_llama() -> Iterator[Problem]:
+    batch = (4, 4096)
+    torch.compiler.reset()
+    yield Problem(f"batch {batch[0]} x {batch[1]}", list(candidates(batch)), REFERENCE)

@@ -1,0 +1,16 @@
+// What fused_step.h needs of a CPU, where it is compiled by the machine's own compiler.
+
+#include <math.h>
+#include <pthread.h>
+#include <string.h>
+// which takes longer to compile than all the rest
+#if defined(__AVX512VBMI__) && defined(__AVX512DQ__) && CELLS_0 + CELLS_1 + CELLS_2 > 0
+#define HAS_AVX512
+#include <immintrin.h>
+#endif
+
+#define DEVICE static inline
+
+DEVICE float bits_float(unsigned int bits) { float x; memcpy(&x, &bits, 4); return x; }
+DEVICE unsigned int float_bits(float x) { unsigned int bits; memcpy(&bits, &x, 4); return bits; }
+DEVICE float quotient(float a, float b) { return a / b; }

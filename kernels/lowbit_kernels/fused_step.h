@@ -1,0 +1,148 @@
+// What the kernels of fused_step.cu and fused_step_cpu.cpp share: the parameters that a variant is compiled with, the
+// table that the host fills in, random draws and the algorithm.
+//
+//   PARAM, GRAD        dtypes: FP32, BF16, FP16
+//   STATES             how many states an element has, 0..3; SIGNED: a bit for each whose values have a sign
+//   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
+//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED by a byte below the bf16 (24-bit weights)
+//   PREPARE, UPDATE    the algorithm, as statements; HYPER names for its options in `h`
+//   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `ranked` of fused_step.cu)
+
+enum { FP32, BF16, FP16 };
+enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
+enum { NEAREST, STOCHASTIC, CORRECTED };
+
+typedef unsigned int uint32;
+typedef unsigned long long uint64;
+
+static constexpr int TILE = 256;
+static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
+
+DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
+DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
+DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }
+DEVICE constexpr int block_of(int slot) { return FORMATS[slot] == STATE_4BIT ? 128 : 256; }
+DEVICE constexpr bool any_codes() {
+    return (STATES > 0 && has_codes(0)) || (STATES > 1 && has_codes(1)) || (STATES > 2 && has_codes(2));
+}
+DEVICE constexpr bool any_bf16() {
+    return (STATES > 0 && FORMAT_0 == STATE_BF16) || (STATES > 1 && FORMAT_1 == STATE_BF16) ||
+           (STATES > 2 && FORMAT_2 == STATE_BF16);
+}
+static constexpr bool CODES = any_codes();
+static constexpr bool DRAWS = ROUNDING == STOCHASTIC || any_bf16();
+
+// A row of the table that the host fills in. All fields are 64 bits.
+struct alignas(16) Tensor {
+    const void *grad;
+    void *param;
+    void *state[3];           // codes, or values
+    signed char *correction;  // [numel], only if CORRECTED
+    float *scale[3];          // [rows, ceil(cols / block)]
+    float *step;              // steps done
+    long long first_tile;     // tiles of the tensors before this one
+    uint64 cols;              // elements of a row
+    uint64 tiles_a_row;       // 0 if there is one row only
+    uint64 aligned;           // 1 if eight elements can be read at once from every array
+    uint64 key;               // the first word of the random draws' key; state n takes key + 1 + n
+    uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
+    uint64 run, stride;       // or first_index + i if run is 0
+    uint64 group;
+    uint64 numel;             // elements
+};
+
+// The options of a parameter group.
+struct Group {
+    double lr;
+    const void *lr_pointer;  // on the device, read instead of `lr` if not null
+    uint64 lr_is_double;
+    uint64 seed;
+    double h[8];
+};
+
+// What `prepare` works out for every tensor.
+struct alignas(16) Scalars {
+    float c[8];
+    uint32 keys[4][2];  // of the weight's draws, and of each state's
+};
+
+// ---- random draws: lowbit/rounding.py defines them ---------------------------------------------------------------
+
+DEVICE uint32 finalise(uint32 h) {
+    h ^= h >> 16;
+    h *= 0x7feb352du;
+    h ^= h >> 15;
+    h *= 0x846ca68bu;
+    return h ^ (h >> 16);
+}
+
+DEVICE uint32 mix(uint32 key, uint64 word) {
+    key = finalise((key ^ (uint32)word) + 0x9e3779b9u);
+    return finalise((key ^ (uint32)(word >> 32)) + 0x9e3779b9u);
+}
+
+DEVICE uint32 hash(const uint32 *keys, uint64 octet) {
+    uint32 h = (uint32)octet ^ keys[0];
+    h ^= h >> 16;
+    h *= 0x7feb352du;
+    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(octet >> 32);
+    h *= 0x846ca68bu;
+    return h ^ h >> 16;
+}
+
+// The draw of an octet's element j is the upper half of its hash times this.
+DEVICE constexpr uint32 multiplier(int j) {
+    return j == 0   ? 0x2265b1f5u
+           : j == 1 ? 0xd8f16adfu
+           : j == 2 ? 0x414c343du
+           : j == 3 ? 0x4a2f20abu
+           : j == 4 ? 0xaa2ca1afu
+           : j == 5 ? 0x29e821a5u
+           : j == 6 ? 0xcb6915c1u
+                    : 0x56c58311u;
+}
+
+// ---- states in few bits ------------------------------------------------------------------------------------------
+
+static constexpr int CELLS[3] = {CELLS_0, CELLS_1, CELLS_2};
+static constexpr int BASES[3] = {BASE_0, BASE_1, BASE_2};
+static constexpr int SHIFTS[3] = {SHIFT_0, SHIFT_1, SHIFT_2};
+
+DEVICE constexpr int values_of(int slot) { return !has_codes(slot) ? 0 : FORMATS[slot] == STATE_4BIT ? 16 : 256; }
+DEVICE constexpr int values_before(int slot) {
+    return (slot > 0 ? values_of(0) : 0) + (slot > 1 ? values_of(1) : 0) + (slot > 2 ? values_of(2) : 0);
+}
+DEVICE constexpr int cells_before(int slot) {
+    return (slot > 0 ? CELLS_0 : 0) + (slot > 1 ? CELLS_1 : 0) + (slot > 2 ? CELLS_2 : 0);
+}
+
+// In a table of all states: the values of the codes of each, then the cells of each.
+DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
+    return table + values_before(STATES) + cells_before(slot);
+}
+
+// ---- the algorithm -----------------------------------------------------------------------------------------------
+
+DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
+
+// Count the step of a tensor, work out what depends on it, and the keys of the draws.
+DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
+    const float counted = *tensor.step + 1.0f;
+    *tensor.step = counted;
+    double lr = group.lr;
+    if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
+    const double *h = group.h;
+    const double t = counted;
+    double c[8] = {};
+    HYPER
+    { PREPARE }
+    for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
+    if constexpr (DRAWS) {
+        for (int slot = 0; slot <= STATES; ++slot) {
+            const uint64 words[3] = {group.seed, (uint64)counted, tensor.key + slot};
+            uint32 k0 = 0x243f6a88u, k1 = 0x85a308d3u;
+            for (int j = 0; j < 3; ++j) k0 = mix(k0, words[j]), k1 = mix(k1, words[j]);
+            out.keys[slot][0] = k0, out.keys[slot][1] = k1;
+        }
+    }
+}

@@ -1,0 +1,96 @@
+"""C++ compiled at first use by this machine's compiler, for this machine's processor, and kept on disk.
+
+The compiler is ``$CXX``, else ``c++``, ``g++`` or ``clang++`` on the path. Nothing is compiled when lowbit is
+installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from lowbit_kernels import disk_cache
+
+# Without contraction into fma, results are the same from every compiler. What the last two give up, no kernel reads:
+# errno, and the flags of floating-point exceptions.
+OPTIONS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-strict-aliasing", "-fPIC", "-shared", "-pthread", "-w"),
+)
+NATIVE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",)
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The command of this machine's C++ compiler; empty if there is none."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for command in (chosen, ["c++"], ["g++"], ["clang++"]):
+        if command and (path := shutil.which(command[0])):
+            return path, *command[1:]
+    return ()
+
+
+@functools.cache
+def library(source: str) -> ctypes.CDLL:
+    """The loaded library of a C++ source: from the disk if it has been compiled before. Calls release the GIL.
+
+    Raises:
+        RuntimeError: there is no compiler, it refuses the source, or what it made can't be loaded.
+    """
+    if not compiler():
+        raise RuntimeError("no C++ compiler was found; install g++ or clang++, or name one in $CXX")
+    options = (*compiler(), *OPTIONS, *NATIVE)
+    path = disk_cache.cached_path(".so", source, _version(), _processor(), *options)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # not there, damaged, or in a folder that nothing may be run from
+        pass
+    with tempfile.TemporaryDirectory(prefix="lowbit-") as folder:
+        made = _compile(source, Path(folder))
+        disk_cache.keep(path, made.read_bytes())
+        try:
+            return ctypes.CDLL(str(made))
+        except OSError as error:
+            raise RuntimeError(f"a compiled kernel cannot be loaded: {error}") from error
+
+
+def _compile(source: str, folder: Path) -> Path:
+    text, made = folder / "kernel.cpp", folder / "kernel.so"
+    text.write_text(source, encoding="utf-8")
+    command = [*compiler(), *OPTIONS, *NATIVE, str(text), "-o", str(made)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise RuntimeError(f"{compiler()[0]} cannot be run: {error}") from error
+    if done.returncode != 0:
+        log = done.stderr.strip() or f"exit status {done.returncode}"
+        raise RuntimeError(f"{compiler()[0]} cannot compile a kernel: {log}")
+    return made
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        done = subprocess.run([*compiler(), "--version"], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout
+
+
+@functools.cache
+def _processor() -> str:
+    """What decides which instructions the compiler may take: a folder may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    told = ("flags", "Features", "model name", "CPU part")
+    found = dict.fromkeys(line for line in lines if line.startswith(told))
+    return "\n".join(found) or f"{platform.machine()} {platform.processor()} {platform.node()}"

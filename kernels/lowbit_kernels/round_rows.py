@@ -1,0 +1,277 @@
+"""Rows of float32 rounded to int8 with a scale a row: to nearest, or stochastically by a stream of draws.
+
+    scale[r]    = largest magnitude of row r / 127; its old one where that is 127 times it already, so that what has
+                  not changed is stored as it was; 1 for a row of zeros, NaN for one with a NaN or an infinity
+    q           = x[r, k] / scale[r]
+    codes[r, k] = the integer next to q; or with probability |q - that| (short by at most 2**-16) the one on the other
+                  side of q; 0 under a scale of NaN
+
+So the expectation of a code is within 2**-16 of q, and what is within 2**-16 of an integer becomes that integer: the
+error of the division moves nothing. The draw of an element is a hash of the 64-bit index i = first[r] + start + k, in
+arithmetic modulo 2**32, one hash for two elements::
+
+    pair = i >> 1;  h = lo(pair) ^ K0;  h ^= h >> 16;  h *= 0x7feb352d
+    h ^= (h >> 15) ^ (K1 + 0x9e3779b9 * hi(pair));  h *= 0x846ca68b;  h ^= h >> 16
+    draw = h & 0xffff  if i is even  else  h >> 16
+
+(constants of a finaliser with low bias, found by search: https://github.com/skeeto/hash-prospector).
+
+    values     float32 [R, K]
+    old        float32 [R]: the scales so far; None: there are none
+    largest    float32 [R]: of rows that go on elsewhere, their largest magnitude; None: these are whole
+    first      int64 [R]; None: to nearest
+    start      of these columns in the row
+    codes      int8 [R, K], scale float32 [R]
+
+The Triton kernel does it in two passes over a row, where PyTorch ops take some forty over all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
+
+KEYS = (0x45E50725, 0xE4A20C3)
+"""K0 and K1: any two numbers, but the same ever after."""
+TINY = torch.finfo(torch.float32).tiny
+
+
+def round_rows(
+    values: Tensor,
+    old: Tensor | None = None,
+    largest: Tensor | None = None,
+    first: Tensor | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scale); shapes, dtypes and the formula are in the module's docstring.
+
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    """
+    return torch.ops.lowbit.round_rows(values, old, largest, first, start)
+
+
+def reference(
+    values: Tensor,
+    old: Tensor | None,
+    largest: Tensor | None,
+    first: Tensor | None,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    """The formula in PyTorch ops, on any device."""
+    _check(values, old, largest, first)
+    if largest is None:
+        padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))
+        largest = padded.abs().amax(1)
+    scale = (largest / 127).clamp(min=TINY)
+    if old is not None:
+        scale = torch.where(largest == old * 127, old, scale)
+    scale = torch.where(largest == 0, 1.0, scale)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    exact = values / scale[:, None]
+    codes = exact.round()
+    if first is not None:
+        index = first[:, None] + torch.arange(start, start + values.shape[1], device=values.device)
+        rest = exact - codes
+        codes = codes + torch.where(draws(index) + 1 < rest.abs() * 65536, rest.sign(), 0.0)
+    return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
+
+
+def draws(index: Tensor) -> Tensor:
+    """0 .. 65535 for indices, int64: int32 of that shape."""
+    pair = index >> 1
+    k0, k1 = (key - 2**32 * (key >= 2**31) for key in KEYS)
+    h = pair.to(torch.int32) ^ k0
+    h ^= (h >> 16) & 0xFFFF  # `>>` keeps the sign
+    h *= 0x7FEB352D
+    h ^= ((h >> 15) & 0x1FFFF) ^ ((pair >> 32).to(torch.int32) * -0x61C88647 + k1)
+    h *= -0x7B935975
+    h ^= (h >> 16) & 0xFFFF
+    return (h >> ((index.to(torch.int32) & 1) * 16)) & 0xFFFF
+
+
+@jit
+def _kernel(
+    values,  # [rows, columns], row stride values_stride
+    old,  # unused unless HAS_OLD
+    largest,  # unused unless HAS_LARGEST
+    first,  # unused unless STOCHASTIC
+    codes,  # [rows, columns], contiguous
+    scales,
+    columns,
+    start,
+    values_stride,
+    HAS_OLD: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = values + row * values_stride
+    infinity = float("inf")
+    if HAS_LARGEST:
+        most = tl.load(largest + row)
+        finite = most < infinity  # false for NaN
+    else:
+        seen = tl.zeros((BLOCK,), tl.float32)
+        bad = tl.zeros((BLOCK,), tl.int32)
+        for begin in tl.range(0, columns, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            x = tl.abs(tl.load(source + column, mask=column < columns, other=0))
+            seen = tl.maximum(seen, x)
+            bad += tl.where(x < infinity, 0, 1)
+        most = tl.max(seen)
+        finite = tl.sum(bad) == 0
+    scale = tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38)
+    if HAS_OLD:
+        before = tl.load(old + row)
+        scale = tl.where(most == before * 127, before, scale)
+    scale = tl.where(most == 0, 1.0, scale)
+    tl.store(scales + row, tl.where(finite, scale, float("nan")))
+    for begin in tl.range(0, columns, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < columns
+        exact = tl.div_rn(tl.load(source + column, mask=inside, other=0), scale)
+        code = (exact + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds half to even
+        if STOCHASTIC:
+            index = tl.load(first + row) + start + column
+            pair = index >> 1
+            h = pair.to(tl.uint32) ^ K0
+            h = (h ^ (h >> 16)) * 0x7FEB352D
+            h = h ^ (h >> 15) ^ ((pair >> 32).to(tl.uint32) * 0x9E3779B9 + K1)
+            h = h * 0x846CA68B
+            h = h ^ (h >> 16)
+            draw = tl.where((index & 1) == 1, h >> 16, h & 0xFFFF).to(tl.float32)
+            rest = exact - code
+            step = tl.where(rest > 0, 1.0, -1.0)
+            code += tl.where(draw + 1 < tl.abs(rest) * 65536, step, 0.0)
+        code = tl.where(finite, tl.minimum(tl.maximum(code, -127.0), 127.0), 0.0)
+        tl.store(codes + row * columns + column, code.to(tl.int8), mask=inside)
+
+
+def _launch(
+    values: Tensor,
+    old: Tensor | None,
+    largest: Tensor | None,
+    first: Tensor | None,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    """The Triton kernel, where it runs; else the reference."""
+    if not runs_on(values.device) or values.numel() == 0:
+        return reference(values, old, largest, first, start)
+    _check(values, old, largest, first)
+    values = values if values.stride(1) == 1 else values.contiguous()
+    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    scale = values.new_empty(values.shape[0])
+    parts = [scale if part is None else part.contiguous() for part in (old, largest, first)]
+    with torch.cuda.device_of(values):
+        _kernel[(values.shape[0],)](
+            values,
+            *parts,
+            codes,
+            scale,
+            values.shape[1],
+            start,
+            values.stride(0),
+            HAS_OLD=old is not None,
+            HAS_LARGEST=largest is not None,
+            STOCHASTIC=first is not None,
+            K0=KEYS[0],
+            K1=KEYS[1],
+            BLOCK=min(2048, triton.next_power_of_2(values.shape[1])),
+            num_warps=4,
+        )
+    return codes, scale
+
+
+def _fake(
+    values: Tensor,
+    old: Tensor | None,
+    largest: Tensor | None,
+    first: Tensor | None,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    _check(values, old, largest, first)
+    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    return codes, values.new_empty(values.shape[0])
+
+
+def _check(
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None
+) -> None:
+    parts = {"old": (old, torch.float32), "largest": (largest, torch.float32)}
+    parts |= {"first": (first, torch.int64)}
+    if values.dtype != torch.float32:
+        raise TypeError(f"round_rows takes values of torch.float32, got {values.dtype}")
+    if values.dim() != 2:
+        raise ValueError(
+            f"round_rows takes values [R, K], got {tuple(values.shape)}; flatten leading dimensions first"
+        )
+    for name, (part, dtype) in parts.items():
+        if part is not None and part.dtype != dtype:
+            raise TypeError(f"round_rows takes {name} as {dtype}, got {part.dtype}")
+        if part is not None and tuple(part.shape) != (values.shape[0],):
+            raise ValueError(
+                f"{name} must have one element a row, ({values.shape[0]},), got {tuple(part.shape)}"
+            )
+
+
+LIBRARY.define(
+    "round_rows(Tensor values, Tensor? old, Tensor? largest, Tensor? first, SymInt start) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.impl("round_rows", _launch, "CompositeExplicitAutograd")
+torch.library.register_fake("lowbit::round_rows", _fake, lib=LIBRARY)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments."""
+
+    name: str
+    rows: int
+    columns: int
+    has_old: bool = True
+    has_largest: bool = False
+    stochastic: bool = True
+    start: int = 0
+    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
+
+    def arguments(self, device: torch.device | str = "cpu") -> tuple:
+        """values, old, largest, first, start."""
+        values = torch.randn(self.rows, self.columns, device=device)
+        bad = (float("nan"), float("inf"), 0.0)
+        for row, value in zip(range(self.rows - 1), bad, strict=False):
+            values[row] = values[row] * 0 + value if value == 0 else values[row]
+            if value != 0 and self.columns:
+                values[row, self.columns // 2] = value
+        largest = values.abs().amax(1) * 1.5 if self.columns else values.new_zeros(self.rows)
+        old = largest / 1.5 / 127 * (torch.rand(self.rows, device=device) < 0.5)
+        first = torch.randint(-(2**63), 2**63 - 1, (self.rows,), device=device)
+        return (
+            values,
+            old if self.has_old else None,
+            largest if self.has_largest else None,
+            first if self.stochastic else None,
+            self.start,
+        )
+
+
+CASES = [
+    Case("typical", 8, 256),
+    Case("to-nearest", 8, 256, stochastic=False),
+    Case("no-scale-yet", 7, 101, has_old=False),
+    Case("a-part-of-rows", 5, 50, has_largest=True, start=50),
+    Case("several-blocks", 5, 5000),
+    Case("one-element", 1, 1),
+    Case("no-rows", 0, 16),
+    Case("no-columns", 4, 0, has_old=False),
+    Case("llama-8b-up", 14336, 4096, large=True),
+    Case("llama-8b-down", 4096, 14336, large=True),
+]

@@ -1,0 +1,256 @@
+"""Product of int8 rows and a ternary matrix stored at 2 bits an element, scaled back.
+
+    out[m, n] = (sum_k a[m, k] * (code[n, k] - 2)) * a_scale[m] * b_scale + bias[n]
+
+    a          int8 [M, Ka], Ka at least K; what lies beyond K is zero (`lowbit_kernels.quantize_rowcol` pads so)
+    packed     uint8 [N, ceil(K / 4)]: codes 1, 2, 3 (of -1, 0, 1), four a byte, the first in the lowest bits
+    a_scale    float32 [M]
+    b_scale    float32 [1]
+    bias       float32, bfloat16 or float16 [N], or None
+    out        float32, bfloat16 or float16 [M, N]
+
+The sum is exact in int32; the rest is as in `lowbit_kernels.scaled_mm`, and equals it to the bit but for the bias,
+which either may add without a rounding before it.
+
+A Triton kernel reads the 2 bits where a product with few rows is bound by them (`MOST_ROWS`); it needs no element of
+a byte next to each other: lane j of every byte is a matrix of its own, multiplied by every fourth column of a. Any
+other product unpacks the codes and takes `int8_scaled_mm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.scaled_mm import calls, int8_scaled_mm
+from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MOST_ROWS = 64
+
+
+def ternary_mm(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The product above; shapes, dtypes and the formula are in the module's docstring.
+
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    """
+    return torch.ops.lowbit.ternary_mm(a, packed, a_scale, b_scale, bias, out_dtype)
+
+
+def reference(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The formula in PyTorch ops, on any device; the sum in float64, which is exact."""
+    _check(a, packed, a_scale, b_scale, bias, out_dtype)
+    sums = (a.double() @ _unpacked(packed, a.shape[1]).double().t()).float()
+    y = sums * a_scale[:, None] * b_scale
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def _unpacked(packed: Tensor, columns: int) -> Tensor:
+    """int8 [N, columns]; zeros beyond what is packed."""
+    lanes = torch.stack([(packed >> 2 * j) & 3 for j in range(4)], dim=-1)
+    codes = lanes.flatten(1).view(torch.int8) - 2
+    return F.pad(codes[:, :columns], (0, max(columns - codes.shape[1], 0)))
+
+
+@jit
+def _kernel(
+    a,  # int8 [m, k], row stride a_stride
+    packed,  # uint8 [n, width], row stride packed_stride
+    out,  # [m, n], contiguous
+    a_scale,
+    b_scale,
+    bias,  # unused unless HAS_BIAS
+    m,
+    n,
+    k,
+    width,
+    a_stride,
+    packed_stride,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+):
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_inside, column_inside = rows < m, columns < n
+    a_rows = a + rows.to(tl.int64)[:, None] * a_stride
+    packed_rows = packed + columns.to(tl.int64)[:, None] * packed_stride
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for start in tl.range(0, width, BLOCK_BYTES):
+        byte = start + tl.arange(0, BLOCK_BYTES)
+        inside = column_inside[:, None] & (byte < width)[None, :]
+        codes = tl.load(packed_rows + byte[None, :], mask=inside, other=0)
+        for lane in tl.static_range(4):
+            # what is no code, beyond k, meets a zero of a
+            element = byte * 4 + lane
+            x_inside = row_inside[:, None] & (element < k)[None, :]
+            x = tl.load(a_rows + element[None, :], mask=x_inside, other=0)
+            weight = ((codes >> (2 * lane)) & 3).to(tl.int8) - 2
+            sums = tl.dot(x, tl.trans(weight.to(tl.int8)), sums, out_dtype=tl.int32)
+    row_scale = tl.load(a_scale + rows, mask=row_inside, other=0)
+    result = sums.to(tl.float32) * row_scale[:, None] * tl.load(b_scale)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, mask=column_inside, other=0)
+        result += shift.to(tl.float32)[None, :]
+    tl.store(
+        out + rows.to(tl.int64)[:, None] * n + columns[None, :],
+        result.to(out.dtype.element_ty),
+        mask=row_inside[:, None] & column_inside[None, :],
+    )
+
+
+def _launch(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    _check(a, packed, a_scale, b_scale, bias, out_dtype)
+    m, n = a.shape[0], packed.shape[0]
+    if m > MOST_ROWS or not runs_on(a.device) or 0 in (m, n, packed.shape[1]):
+        columns = -(-a.shape[1] // 16) * 16
+        codes = _unpacked(packed, columns)
+        return int8_scaled_mm(
+            F.pad(a, (0, columns - a.shape[1])), codes, a_scale, b_scale, bias, out_dtype
+        )
+    calls["ternary_mm"] += 1
+    a, packed = (x if x.stride(1) == 1 else x.contiguous() for x in (a, packed))
+    out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
+    block_m, block_n = max(16, triton.next_power_of_2(m)), 32
+    with torch.cuda.device_of(a):
+        _kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
+            a,
+            packed,
+            out,
+            a_scale.contiguous(),
+            b_scale,
+            a_scale if bias is None else bias.contiguous(),
+            m,
+            n,
+            a.shape[1],
+            packed.shape[1],
+            a.stride(0),
+            packed.stride(0),
+            HAS_BIAS=bias is not None,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_BYTES=128,
+            num_warps=4,
+            num_stages=3,
+        )
+    return out.to(out_dtype)
+
+
+def _fake(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    _check(a, packed, a_scale, b_scale, bias, out_dtype)
+    return a.new_empty((a.shape[0], packed.shape[0]), dtype=out_dtype)
+
+
+def _check(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    if a.dtype != torch.int8 or packed.dtype != torch.uint8:
+        raise TypeError(f"ternary_mm takes int8 and packed uint8, got {a.dtype} and {packed.dtype}")
+    if out_dtype not in FLOATS or (bias is not None and bias.dtype not in FLOATS):
+        raise TypeError(
+            f"ternary_mm gives {', '.join(map(str, FLOATS))}, and takes a bias of these; got out_dtype {out_dtype}, "
+            f"bias {None if bias is None else bias.dtype}"
+        )
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        raise TypeError(f"scales must be float32, got {a_scale.dtype} and {b_scale.dtype}")
+    if a.dim() != 2 or packed.dim() != 2 or a.shape[1] <= 4 * (packed.shape[1] - 1):
+        raise ValueError(
+            f"ternary_mm takes a [M, K] and packed [N, ceil(K / 4)], got {tuple(a.shape)} and {tuple(packed.shape)}; "
+            "flatten leading dimensions first"
+        )
+    sizes = (a_scale, a.shape[0]), (b_scale, 1), (bias, packed.shape[0])
+    if any(t is not None and tuple(t.shape) != (size,) for t, size in sizes):
+        raise ValueError(
+            f"scales and bias must have the shapes {[(size,) for _, size in sizes]}, got "
+            f"{[None if t is None else tuple(t.shape) for t, _ in sizes]}"
+        )
+
+
+LIBRARY.define(
+    "ternary_mm(Tensor a, Tensor packed, Tensor a_scale, Tensor b_scale, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor"
+)
+LIBRARY.impl("ternary_mm", _launch, "CompositeExplicitAutograd")
+torch.library.register_fake("lowbit::ternary_mm", _fake, lib=LIBRARY)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    has_bias: bool = False
+    out_dtype: torch.dtype = torch.bfloat16
+    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
+
+    def arguments(self, device: torch.device | str = "cpu") -> tuple:
+        """a, packed, a_scale, b_scale, bias, out_dtype."""
+        padded = -(-self.k // 16) * 16
+        a = torch.randint(-127, 128, (self.m, padded), dtype=torch.int8, device=device)
+        a[:, self.k :] = 0
+        lanes = torch.randint(1, 4, (self.n, -(-self.k // 4), 4), dtype=torch.uint8, device=device)
+        packed = (lanes << torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=device)).sum(-1)
+        scales = torch.rand(self.m, device=device) * 0.02, torch.rand(1, device=device) * 0.1
+        bias = torch.randn(self.n, device=device).to(self.out_dtype) if self.has_bias else None
+        return a, packed.to(torch.uint8), *scales, bias, self.out_dtype
+
+
+CASES = [
+    Case("typical", 4, 64, 256, True),
+    Case("one-row", 1, 96, 512),
+    Case("fp16", 16, 32, 128, True, torch.float16),
+    Case("fp32", 7, 40, 160, True, torch.float32),
+    Case("odd-sizes", 5, 33, 101, True, torch.float32),
+    Case("prime-everything", 17, 31, 13, False, torch.float32),
+    Case("one-element", 1, 1, 1, True, torch.float32),
+    Case("more-rows-than-a-block", 65, 48, 96, True, torch.float32),
+    Case("most-rows", 64, 48, 600),
+    Case("no-rows", 0, 16, 64, True),
+    Case("no-columns", 3, 0, 64),
+    Case("no-terms", 3, 16, 0, True),
+    Case("bitnet-2b-up", 1, 6912, 2560, large=True),
+    Case("llama-8b-up", 1, 14336, 4096, large=True),
+    Case("llama-8b-up-16", 16, 14336, 4096, True, large=True),
+    Case("llama-8b-down", 1, 4096, 14336, large=True),
+]

@@ -1,0 +1,150 @@
+"""TernaryTensor: a BitNet b1.58 weight for inference, -1, 0 or 1 times one scale, in 2 bits an element.
+
+| tensor | shape                  | dtype                                                                        |
+|--------|------------------------|------------------------------------------------------------------------------|
+| codes  | [..., N, ceil(K / 4)]  | uint8: code + 2 of four elements, the first in the lowest bits               |
+| scale  | [..., 1, 1]            | float32: mean magnitude of the [N, K] matrix                                 |
+
+Its linear is that of training (`lowbit.tensor.bitnet`) to the bit, but for a bias where a kernel for few tokens reads
+the 2 bits (`lowbit_kernels.ternary_mm`): the input is rounded to int8, one scale a token, and the sums are exact.
+Source: arXiv 2402.17764.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.granularity import PerTensor
+from lowbit.packing import pack, packed_size, unpack
+from lowbit.scheme import Int, Spec
+from lowbit.tensor.affine_tensor import AffineTensor, check_weight
+from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm, ternary_mm
+from lowbit.tensor.linear import register_linear
+
+
+def magnitude(weight: Tensor) -> Tensor:
+    """Sum of the magnitudes of each matrix of `weight` [..., N, K]: float64 [..., 1, 1], so that the order of
+    summation, and with it the sharding, changes no bit of the scale."""
+    return torch.linalg.vector_norm(weight, 1, (-2, -1), keepdim=True, dtype=torch.float64)
+
+
+def scale_of(magnitude: Tensor, numel: int) -> Tensor:
+    """The mean magnitude of `numel` elements, in float32: positive, or NaN where it is not finite."""
+    mean = (magnitude / max(numel, 1)).float()
+    scale = mean.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(mean.isfinite(), scale, torch.nan)
+
+
+def ternarize(weight: Tensor, scale: Tensor) -> Tensor:
+    """int8 codes of `weight` [..., N, K]: weight / scale, rounded, in -1 .. 1; 0 under a scale of NaN."""
+    codes = (weight.float() / scale).round_().clamp_(-1, 1)
+    return codes.nan_to_num_(0.0).to(torch.int8)
+
+
+def pack_ternary(codes: Tensor) -> Tensor:
+    return pack(codes + 2, 2)
+
+
+def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
+    return unpack(packed, 2, columns).view(torch.int8) - 2
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes [M, K16] and scale [M] of x [M, K]."""
+    x = x.float() if x.dtype is torch.float64 else x
+    codes, scale, _, _ = quantize_rowcol(x, "int8", columns=False)
+    return codes, scale
+
+
+def ternary_product(
+    tokens: tuple[Tensor, Tensor],
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Tokens as `quantize_tokens` gives them times int8 `codes` [N, K] transposed, and their `scale`: [M, N]."""
+    codes = F.pad(codes, (0, -codes.shape[1] % 16))
+    out = torch.float32 if dtype is torch.float64 else dtype
+    bias = None if bias is None else bias.to(out)
+    scales = tokens[1], scale.view(1)
+    return scaled_mm("int8", tokens[0], codes, *scales, bias=bias, out_dtype=out).to(dtype)
+
+
+class TernaryTensor(AffineTensor):
+    """A frozen ternary weight; see the module. `lowbit.train.convert_` makes them of a trained BitNet model."""
+
+    tensor_attrs = ("codes", "scale")
+    meta_attrs = ("transposed",)
+
+    spec = Spec(Int(2), PerTensor())
+    activation = None
+    zero_point = None
+
+    def __new__(cls, weight: Tensor) -> Self:
+        """Ternarize `weight` [..., N, K]; each of several matrices has a scale of its own.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
+        check_weight(weight)
+        tensors = _encoded(weight.detach())
+        return cls.from_inner(tensors, {"transposed": False}, weight.shape, weight.dtype)
+
+    def int8_codes(self) -> Tensor:
+        """[..., N, K], of the stored orientation."""
+        return unpack_ternary(self.codes, self.shape[-2 if self.transposed else -1])
+
+    def dequantize(self) -> Tensor:
+        """Values [..., N, K] in this tensor's dtype: code · scale."""
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        values = (self.int8_codes() * self.scale).to(self.dtype)
+        return values.transpose(-2, -1) if self.transposed else values
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return {
+            "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
+            "scale": ((*shape[:-2], 1, 1), torch.float32),
+        }
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        return {**_encoded(values.transpose(-2, -1) if self.transposed else values)}
+
+    def _blocks_along(self, dim: int) -> int:
+        """Matrices have scales of their own; all rows and columns of one share it."""
+        return 0 if dim >= self.ndim - 2 else 1
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        return {"transposed": False}
+
+
+def _encoded(weight: Tensor) -> dict[str, Tensor | None]:
+    scale = scale_of(magnitude(weight), weight.shape[-2:].numel())
+    return {"codes": pack_ternary(ternarize(weight, scale)), "scale": scale}
+
+
+def _is_ternary(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
+    fits = isinstance(weight, TernaryTensor) and not weight.transposed
+    return fits and x.numel() > 0 and weight.numel() > 0
+
+
+@register_linear(_is_ternary)
+def ternary_linear(x: Tensor, weight: TernaryTensor, bias: Tensor | None) -> Tensor:
+    """int8 tokens × ternary codes: [..., N] in x's dtype."""
+    codes, scale = quantize_tokens(x.reshape(-1, x.shape[-1]))
+    out = torch.float32 if x.dtype is torch.float64 else x.dtype
+    bias = None if bias is None else bias.to(out)
+    y = ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])

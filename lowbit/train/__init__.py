@@ -1,0 +1,32 @@
+"""Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one to be
+back at plain weights, or to convert for inference."""
+
+from lowbit.tensor.apply import Report
+from lowbit.train.bitnet_scale import precompute_bitnet_scale
+from lowbit.train.convert import convert_
+from lowbit.train.explain import Explanation, explain
+from lowbit.train.locate import locate_
+from lowbit.train.prepare import prepare_, restore_
+from lowbit.train_scheme import (
+    BitNet,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
+)
+
+__all__ = [
+    "BitNet",
+    "Explanation",
+    "Float8MixedPrecision",
+    "Int8MixedPrecision",
+    "Int8Weight",
+    "Report",
+    "TrainingScheme",
+    "convert_",
+    "explain",
+    "locate_",
+    "precompute_bitnet_scale",
+    "prepare_",
+    "restore_",
+]

@@ -1,0 +1,76 @@
+"""The scale of a sharded BitNet weight: the mean magnitude of all of it, reduced over the ranks that hold its parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
+
+from lowbit.tensor.bitnet import BitNetTensor, GatheredBitNet
+from lowbit.tensor.ternary import magnitude, scale_of
+
+
+@torch.no_grad()
+def precompute_bitnet_scale(model: nn.Module) -> None:
+    """Compute the scales of all sharded BitNet weights of `model` at once: one reduction, where FSDP2's gathers would
+    make one for each weight.
+
+        optimizer.step()
+        train.precompute_bitnet_scale(model)        # on all ranks, before the next forward
+
+    Call it after every optimizer step; a scale of a weight that has changed since is not used. Under FSDP2 together
+    with tensor parallelism it is needed, since a gather knows only of one of the two.
+
+    Raises ValueError if the model has no such weights.
+    """
+    found: defaultdict[Any, list[Any]] = defaultdict(list)
+    has_any = False
+    for param in model.parameters():
+        own: Any = getattr(param, "_local_tensor", param)  # itself, no alias
+        has_any |= isinstance(own, BitNetTensor)
+        is_shard = isinstance(own, BitNetTensor) and not isinstance(own, GatheredBitNet)
+        if isinstance(param, DTensor) and is_shard:
+            found[param.device_mesh, split_dims(param)].append(own)
+    if not has_any:
+        raise ValueError(
+            f"{type(model).__name__} has no BitNet weights; call lowbit.train.prepare_(model, BitNet()) before "
+            "sharding it"
+        )
+    for (mesh, dims), members in found.items():
+        own_sums = [magnitude(own.weight) for own in members]
+        sums = torch.cat([s.view(-1) for s in own_sums]).to(mesh.device_type)
+        for dim in dims:
+            dist.all_reduce(sums, group=mesh.get_group(dim))
+        parts = sums.to(own_sums[0].device).split([s.numel() for s in own_sums])
+        for own, total, like in zip(members, parts, own_sums, strict=True):
+            n, k = own.matrix
+            own.precomputed = (scale_of(total.view(like.shape), n * k), own.weight._version)
+
+
+def split_dims(weight: Any) -> tuple[int, ...]:
+    """Dimensions of the mesh along which the [N, K] matrices of a DTensor are split."""
+    inner = (weight.ndim - 2, weight.ndim - 1)
+    # the shards of FSDP2 over tensor parallel ones are no `Shard` to torch, but have a dimension too
+    split = (getattr(placed, "dim", None) for placed in weight.placements)
+    return tuple(mesh_dim for mesh_dim, dim in enumerate(split) if dim in inner)
+
+
+def sharded_scale(weight: Any) -> Tensor | None:
+    """Of a DTensor over a BitNetTensor, for its product; None where that has its own."""
+    own = weight._local_tensor
+    dims = split_dims(weight)
+    if isinstance(own, GatheredBitNet) or not dims:
+        return None
+    known = None if torch.compiler.is_compiling() else own.known_scale()
+    if known is not None:
+        return known
+    total = magnitude(own.weight.detach())
+    for dim in dims:
+        total = all_reduce(total, "sum", (weight.device_mesh, dim))
+    n, k = own.matrix
+    return scale_of(total, n * k)

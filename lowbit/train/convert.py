@@ -1,0 +1,38 @@
+"""convert_: a model trained with int8 or ternary weights as one for inference, equal to it to the bit."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lowbit.scheme import Int8WeightOnly
+from lowbit.tensor.affine_tensor import AffineTensor, check_weight
+from lowbit.tensor.apply import Report, Target
+from lowbit.tensor.bitnet import BitNetTensor
+from lowbit.tensor.int8_weight import Int8WeightTensor
+from lowbit.tensor.ternary import TernaryTensor
+from lowbit.train.prepare import prepared_targets, replace_prepared
+
+
+def convert_(model: nn.Module) -> Report:
+    """Make the weights that `prepare_` gave `BitNet()` or `Int8Weight()` frozen ones for inference, in place.
+
+    BitNet weights become `TernaryTensor`, 2 bits an element, and compute what they did in training, to the bit. int8
+    weights become `AffineTensor` of `Int8WeightOnly()`: their values are the same.
+
+    Raises:
+        ValueError: there are none, the model is sharded, or a weight has NaN or infinite values. It is then as it was.
+    """
+    targets = prepared_targets(model, (BitNetTensor, Int8WeightTensor), "convert")
+    for target in targets:
+        assert isinstance(target.weight, BitNetTensor | Int8WeightTensor)
+        check_weight(target.weight.master(), target.owners[0][2])
+    return replace_prepared(targets, _frozen, "for inference", trainable=False)
+
+
+def _frozen(target: Target) -> Tensor:
+    weight = target.weight
+    if isinstance(weight, BitNetTensor):
+        return TernaryTensor(weight.weight).to(weight.dtype)
+    assert isinstance(weight, Int8WeightTensor)
+    spec = Int8WeightOnly().weight
+    return AffineTensor(weight.codes, weight.scale, None, spec, weight.shape, weight.dtype)

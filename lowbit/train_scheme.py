@@ -1,0 +1,319 @@
+"""Training schemes: what `lowbit.train.prepare_` makes of a weight and of the products that it takes part in.
+
+A scheme is a frozen dataclass that validates itself. `Int8MixedPrecision` and `Float8MixedPrecision` keep the weight
+in high precision and run the three products of a linear, each unless switched off, in 8 bits:
+
+    output       y[M, N]  = x[M, K] · w[N, K]ᵀ
+    grad_input   dx[M, K] = dy[M, N] · w[N, K]
+    grad_weight  dw[N, K] = dy[M, N]ᵀ · x[M, K]
+
+The classes that carry a scheme out are in `lowbit.tensor`; `lowbit.train` says which belongs to which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TrainingScheme:
+    """What every training scheme tells the walk over a model (`lowbit.tensor.apply`). Subclasses are dataclasses."""
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        """Why a weight of this shape, of an embedding if `looked_up`, is left alone; None if it is not."""
+        return None
+
+    def check(self, weight: Tensor) -> None:
+        """Raise ValueError for a weight that this scheme cannot take."""
+        if weight.dtype not in FLOATS:
+            raise ValueError(
+                f"its dtype is {weight.dtype}; {type(self).__name__} takes {', '.join(map(str, FLOATS))}: convert "
+                "the model, or leave this weight out with filter_fn"
+            )
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """The report's note on a weight that was prepared."""
+        return str(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `TrainingScheme.from_dict` reads it back."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"name": type(self).__name__, **values}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> TrainingScheme:
+        """Raises ValueError for what `to_dict` of no scheme gives."""
+        known = {kind.__name__: kind for kind in _subclasses(TrainingScheme)}
+        try:
+            values = dict(data)
+            return known[values.pop("name")](**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{data!r} is not what to_dict of a training scheme gives: {type(error).__name__} {error}"
+            ) from error
+
+
+def _subclasses(kind: type[TrainingScheme]) -> list[type[TrainingScheme]]:
+    below = kind.__subclasses__()
+    return below + [deeper for each in below for deeper in _subclasses(each)]
+
+
+@dataclass(frozen=True)
+class Least:
+    """The smallest products that gain by a format: N·K / (N + K) of the weight, and M, the rows of the input.
+
+    Quantizing reads and writes M·(N + K) elements and the product saves time in proportion to M·N·K, so a weight
+    gains where N·K / (N + K) is large enough, whatever M is; M then only has to outweigh what a launch costs.
+    """
+
+    weight: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class MixedPrecision(TrainingScheme):
+    """The fields and rules that `Int8MixedPrecision` and `Float8MixedPrecision` share.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run in low bits; the others run in high precision.
+        stochastic_rounding: round gradients up or down at random, to the mean of the exact value.
+        seed: of those draws, which are a function of it and of the gradient: the same on every replica and after a
+            restart.
+        always: low-bit products also where they gain nothing: of small weights and few rows, and on devices without
+            units for them, where plain operations stand in. For tests and for finding out about numerics on a CPU.
+
+    Raises TypeError, ValueError for other values.
+    """
+
+    output: bool = True
+    grad_input: bool = True
+    grad_weight: bool = True
+    stochastic_rounding: bool = field(default=False, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    always: bool = field(default=False, kw_only=True)
+
+    capability: ClassVar[tuple[int, int]]
+    """CUDA compute capability from which on GPUs have units for it."""
+    least: ClassVar[Least]
+    needs_products: ClassVar[bool] = True
+    """Whether it would change nothing without any product in low bits."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{each.name} must be True or False, got {value!r}")
+        if self.needs_products and not self.has_products:
+            raise ValueError(
+                f"{type(self).__name__} with output, grad_input and grad_weight all False changes nothing; turn one "
+                "on, or leave the model as it is"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
+
+    @property
+    def has_products(self) -> bool:
+        """Whether any product is asked for in low bits."""
+        return self.output or self.grad_input or self.grad_weight
+
+    @property
+    def forward_format(self) -> str:
+        """Of inputs and weights: a format of `lowbit_kernels.quantize_rowcol`."""
+        raise NotImplementedError
+
+    @property
+    def backward_format(self) -> str:
+        """Of gradients of outputs."""
+        raise NotImplementedError
+
+    @property
+    def one_scale(self) -> bool:
+        """A scale a tensor, and not one a row or column."""
+        return False
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        if looked_up:
+            return "an embedding looks rows up and multiplies nothing"
+        return None if self.always else self._too_small(*shape[-2:])
+
+    def describe(self, shape: Sequence[int]) -> str:
+        low = [name for name in ("output", "grad_input", "grad_weight") if getattr(self, name)]
+        scale = "one scale a tensor" if self.one_scale else "a scale a row"
+        note = f"{self.forward_format}, {scale}: {', '.join(low)}"
+        if self.backward_format != self.forward_format:
+            note += f"; gradients {self.backward_format}"
+        if self.stochastic_rounding:
+            note += "; gradients rounded stochastically"
+        return note
+
+    def check(self, weight: Tensor) -> None:
+        super().check(weight)
+        refusal = self._refusal_of(weight.device)
+        if refusal is not None:
+            raise ValueError(refusal)
+
+    def _refusal_of(self, device: torch.device) -> str | None:
+        """What to say to a device that computes and has no units for these products."""
+        reason = None if self.always else missing_units(device, self.capability)
+        if reason is None:
+            return None
+        return (
+            f"{type(self).__name__} on {device}: {reason}, so it has no units for these products; train without it "
+            "(lowbit.train.restore_(model) undoes it), or slowly, by plain operations, with always=True"
+        )
+
+    def _too_small(self, n: int, k: int) -> str | None:
+        if n * k >= self.least.weight * (n + k):
+            return None
+        return f"too small to gain: N·K / (N + K) of {n} x {k} is below {self.least.weight}"
+
+    def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
+        """Why products of an input [m, k] and a weight [n, k] run in high precision; None if they don't.
+
+        Raises RuntimeError on a GPU that has no units for them.
+        """
+        if m == 0 or n == 0 or k == 0:
+            return "there is nothing to multiply"
+        if self.always:
+            return None
+        if device.type in ("cpu", "meta"):
+            return f"on {device.type} low-bit products are not faster"
+        if m < self.least.rows:
+            return f"too few rows to gain: {m} is below {self.least.rows}"
+        refusal = self._refusal_of(device)
+        if refusal is not None:
+            raise RuntimeError(refusal)
+        return self._too_small(n, k)
+
+
+@dataclass(frozen=True)
+class Int8MixedPrecision(MixedPrecision):
+    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127); see `MixedPrecision`."""
+
+    capability = (8, 0)
+    least = Least(weight=512, rows=1024)
+
+    @property
+    def forward_format(self) -> str:
+        return "int8"
+
+    @property
+    def backward_format(self) -> str:
+        return "int8"
+
+
+@dataclass(frozen=True)
+class Float8MixedPrecision(MixedPrecision):
+    """float8 products, inputs and weights in e4m3, a scale a row of each operand; see `MixedPrecision`.
+
+    Args:
+        backward: format of gradients, "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
+        tensorwise: one scale a tensor instead.
+    """
+
+    backward: str = field(default="e4m3", kw_only=True)
+    tensorwise: bool = field(default=False, kw_only=True)
+
+    capability = (8, 9)
+    least = Least(weight=512, rows=1024)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward not in ("e4m3", "e5m2"):
+            raise ValueError(f"backward must be 'e4m3' or 'e5m2', got {self.backward!r}")
+
+    @property
+    def forward_format(self) -> str:
+        return "e4m3"
+
+    @property
+    def backward_format(self) -> str:
+        return self.backward
+
+    @property
+    def one_scale(self) -> bool:
+        return self.tensorwise
+
+
+@dataclass(frozen=True)
+class Int8Weight(Int8MixedPrecision):
+    """The weight itself is int8, with a scale a row and no high-precision copy; see `lowbit.tensor.int8_weight`.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
+            dequantized for them, which is exact.
+        stochastic_rounding, always: of those products, as for `Int8MixedPrecision`.
+        seed: of all draws, those of the weight's updates included.
+    """
+
+    output: bool = False
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    needs_products = False
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        return None
+
+    def check(self, weight: Tensor) -> None:
+        if self.has_products:
+            super().check(weight)
+        else:
+            TrainingScheme.check(self, weight)
+
+    def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
+        if not self.has_products:
+            return "none was asked for"
+        return super().plain_because(device, m, n, k)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        return "int8, a scale a row, no high-precision copy"
+
+
+@dataclass(frozen=True)
+class BitNet(TrainingScheme):
+    """BitNet b1.58 (arXiv 2402.17764): products see the weight as -1, 0 or 1 times its mean magnitude, and the input
+    in int8, a scale a token.
+
+    Args:
+        grad_input, grad_weight: whether these products run int8 x int8 as well; the output's always does.
+    """
+
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{each.name} must be True or False, got {value!r}")
+
+    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
+        return "an embedding looks rows up and multiplies nothing" if looked_up else None
+
+    def describe(self, shape: Sequence[int]) -> str:
+        return "ternary, a scale a tensor; activation int8, a scale a token"
+
+
+def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
+    """Why a device that computes has no units of a GPU of this capability; None if it has, and for CPU and meta."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "it is no NVIDIA GPU"
+    found = torch.cuda.get_device_capability(device)
+    needed = ".".join(map(str, capability))
+    has = ".".join(map(str, found))
+    return None if found >= capability else f"its compute capability is {has}, below {needed}"
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
+missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]

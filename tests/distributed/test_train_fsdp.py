@@ -1,0 +1,298 @@
+"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights.
+And under DistributedDataParallel, where replicas stay equal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import lowbit
+from lowbit import MixedPrecisionTensor, train
+from lowbit.tensor.mixed_precision import GatheredMixedPrecision
+from lowbit_kernels.scaled_mm import calls
+from tests.distributed.launch import launch
+from tests.distributed.test_tensor_fsdp import recorded_gathers
+from tests.train.problems import SCHEMES, linear, prepared, relative, values
+from tests.train.test_experts import PRODUCTS, Experts
+
+ROWS = [64, 33, 1]  # even; uneven; one rank without any
+
+
+class Model(nn.Module):
+    """100 → rows → 96."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.first, self.second = linear(rows, 100), linear(96, rows, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.nn.functional.silu(self.first(x)))
+
+
+def shard(model, dtype=None):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    return model
+
+
+def as_gathered(model):
+    """A copy whose weights are as FSDP2 gathers them, each rank's rows quantized by themselves; the gradients of
+    these are those of the weights that they stand for."""
+    model = copy.deepcopy(model)
+    for layer in (model.first, model.second):
+        parts = [w._wire() for w in layer.weight.detach().chunk(dist.get_world_size())]
+        whole = parts[0]._cat(parts, 0) if len(parts) > 1 else parts[0]
+        layer.weight = nn.Parameter(whole)
+    return model
+
+
+def batch_of(rank, dtype=torch.float32):
+    return values(4, 100, seed=10 + rank, dtype=dtype).requires_grad_()
+
+
+def summed(model):
+    found = {}
+    for name, p in model.named_parameters():
+        total = p.grad.clone()
+        dist.all_reduce(total)
+        found[name] = total / dist.get_world_size()
+    return found
+
+
+def check_as_one_process(rank, world_size):
+    """Outputs and gradients to the bit, with the weights that each rank's rows are quantized to; and near to those
+    of one process that never shards."""
+    for name, scheme in SCHEMES.items():
+        for rows in ROWS:
+            whole = prepared(Model(rows), scheme)
+            reference = as_gathered(whole)
+            model = shard(copy.deepcopy(whole))
+            results = []
+            for m in (reference, model, model, whole):
+                m.zero_grad()
+                x = batch_of(rank)
+                calls.clear()
+                y = m(x)
+                y.square().sum().backward()
+                assert sum(calls.values()) == 6, (name, rows)
+                results.append((y.detach(), x.grad))
+            (y, x), *sharded, alone = results
+            for found in sharded:
+                assert torch.equal(found[0], y) and torch.equal(found[1], x), (name, rows)
+            assert relative(alone[0], y) < 0.1 and relative(alone[1], x) < 0.2, (name, rows)
+            for key, expected in summed(reference).items():
+                found = dict(model.named_parameters())[key].grad
+                assert isinstance(found, DTensor), key
+                assert relative(found.full_tensor(), expected) < 1e-6, (name, rows, key)
+    return True
+
+
+def check_bytes_on_the_wire(rank, world_size):
+    """One byte an element and a scale a row; everything where a product needs the weight itself."""
+    for scheme, limit in ((SCHEMES["int8"], 1.2), (SCHEMES["float8-tensorwise"], 1.2)):
+        for rows in (64, 33):
+            model = shard(prepared(Model(rows), scheme))
+            with recorded_gathers() as seen, torch.no_grad():
+                model(batch_of(rank))
+            ((_, inputs),) = [pair for pair in seen if pair[0].shape[-1] == 100]
+            sent = sum(t.nbytes for t in inputs) / (-(-rows // world_size) * 100)
+            assert sent <= (limit if rows % world_size == 0 else 2), (rows, sent)
+    exact = train.Int8MixedPrecision(grad_input=False, always=True)
+    model = shard(prepared(Model(64), exact))
+    with recorded_gathers() as seen, torch.no_grad():
+        model(batch_of(rank))
+    assert all(inputs[0].dtype is torch.float32 for _, inputs in seen)
+    return True
+
+
+def check_training(rank, world_size):
+    """bf16 parameters over float32 shards, a low-bit optimizer, clipping, accumulation and checkpointing."""
+    for name in ("int8", "float8"):
+        whole = prepared(Model(64), SCHEMES[name])
+        model = shard(copy.deepcopy(whole), torch.bfloat16)
+        losses = []
+        for m in (whole, model):
+            optimizer = lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2, max_grad_norm=1.0)
+            for step in range(10):
+                for half in range(2):
+                    for other in [rank] if m is model else range(world_size):
+                        x = values(8, 100, seed=10 * step + 2 * half + other)
+                        y = checkpoint(m, x, use_reentrant=False)
+                        loss = (y.float() - x[:, :96]).square().mean()
+                        (loss if m is model else loss / world_size).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            x = values(64, 100, seed=1000)
+            losses.append(float((m(x).float() - x[:, :96]).square().mean().detach()))
+        local = model.first.weight.to_local()
+        assert isinstance(local, MixedPrecisionTensor) and local.master().dtype is torch.float32
+        assert abs(losses[1] - losses[0]) < 0.03 * losses[0], losses
+    return True
+
+
+def check_compiled(rank, world_size):
+    """Each layer compiled, as for large models; the counter tells that low-bit products ran."""
+    torch._dynamo.reset()
+    model = prepared(Model(64), SCHEMES["int8"])
+    expected, compiled = shard(copy.deepcopy(model)), copy.deepcopy(model)
+    for layer in (compiled.first, compiled.second):
+        layer.compile(backend="aot_eager")
+    shard(compiled)
+    results = []
+    for m in (expected, compiled):
+        calls.clear()
+        x = batch_of(rank)
+        m(x).square().sum().backward()
+        assert calls == {"int8_scaled_mm": 6}
+        results.append([x.grad, *(p.grad.full_tensor() for p in m.parameters())])
+    assert all(relative(a, b) < 1e-5 for a, b in zip(*results, strict=True))
+    return True
+
+
+def check_state_dicts(rank, world_size):
+    """Plain tensors, sharded and whole; into a prepared sharded model and into a plain one."""
+    whole = prepared(Model(33), SCHEMES["float8"])
+    model = shard(copy.deepcopy(whole))
+    for value in model.state_dict().values():
+        assert isinstance(value, DTensor) and type(value.to_local()) is torch.Tensor
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=options)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    for key, value in whole.state_dict().items():
+        assert torch.equal(state[key], value), key
+    changed = {key: value + 1 for key, value in state.items()}
+    set_model_state_dict(model, dict(changed), options=options)
+    assert isinstance(model.first.weight.to_local(), MixedPrecisionTensor)
+    plain = Model(33)
+    plain.load_state_dict(get_model_state_dict(model, options=options))
+    assert torch.equal(plain.first.weight, changed["first.weight"])
+    return True
+
+
+def check_explained_and_refused(rank, world_size):
+    model = shard(prepared(Model(64), SCHEMES["int8"]))
+    model.first.bias.grad = torch.ones_like(model.first.bias)
+    explanation = train.explain(model, batch_of(rank))
+    assert explanation.calls == {"int8_scaled_mm": 6}
+    assert set(explanation.layers) == {"first", "second"}
+    assert explanation.layers["first"].low_bit == ["output", "grad_input", "grad_weight"]
+    assert model.first.weight.grad is None and model.first.bias.grad is not None
+    for call, match in (
+        (lambda: train.restore_(model), "is sharded: gather the state dict"),
+        (lambda: train.prepare_(shard(Model(64)), SCHEMES["int8"]), "before fully_shard"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    gathered = whole_weight(model.first.weight)
+    assert isinstance(gathered, MixedPrecisionTensor)
+    assert not isinstance(gathered, GatheredMixedPrecision), "full_tensor() has all of it"
+    return True
+
+
+def check_experts(rank, world_size):
+    """A 3-D weight sharded over its experts: indexed, and in a batched product."""
+    for name in ("index", "bmm"):
+        product, shape, _ = PRODUCTS[name]
+        for count in (4, 3):
+            model = Experts(product, (count, *shape[1:]))
+            is_expert = lambda module, name: isinstance(module, Experts)  # noqa: E731
+            train.prepare_(model, SCHEMES["int8"], is_expert)
+            whole = copy.deepcopy(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            model.set_force_sum_reduction_for_comms(True)
+            for _ in range(2):
+                outputs = []
+                for m in (whole, model):
+                    m.zero_grad()
+                    calls.clear()
+                    y = m(values(count, 8, 64, seed=rank))
+                    y.square().sum().backward()
+                    assert sum(calls.values()) == 2 * (count if name == "bmm" else 2)
+                    outputs.append(y.detach())
+                expected = summed(whole)["weight"]
+                assert relative(outputs[1], outputs[0]) < 0.02, (name, count)
+                assert relative(model.weight.grad.full_tensor(), expected) < 0.02, (name, count)
+    return True
+
+
+def check_tied_embedding(rank, world_size):
+    """Rows are looked up in what was gathered, and gradients of both uses reach the shards."""
+    for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
+        model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
+        model[0].weight = model[1].weight = nn.Parameter(values(50, 64))
+        train.prepare_(model, scheme)
+        whole = copy.deepcopy(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        model.set_force_sum_reduction_for_comms(True)
+        tokens = torch.arange(20).view(4, 5) + rank
+        outputs = []
+        for m in (whole, model):
+            y = m(tokens)
+            y.square().sum().backward()
+            outputs.append(y.detach())
+        assert relative(outputs[1], outputs[0]) < 0.06
+        expected = summed(whole)["0.weight"]
+        assert relative(model[0].weight.grad.full_tensor(), expected) < 0.1
+    return True
+
+
+def check_data_parallel(rank, world_size):
+    """DistributedDataParallel: one start for all, and replicas that stay equal to the bit, draws included."""
+    scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
+    model = prepared(Model(33), scheme)
+    with torch.no_grad():
+        model.first.weight.master().add_(rank)
+    replica = nn.parallel.DistributedDataParallel(model)
+    optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    for step in range(2):
+        calls.clear()
+        replica(values(8, 100, seed=10 * step + rank)).square().mean().backward()
+        assert calls == {"int8_scaled_mm": 5}
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(value, first), name
+    assert isinstance(model.first.weight, MixedPrecisionTensor)
+    return True
+
+
+def whole_weight(p):
+    return p.full_tensor().detach()
+
+
+CHECKS = [
+    check_as_one_process,
+    check_bytes_on_the_wire,
+    check_training,
+    check_compiled,
+    check_state_dicts,
+    check_explained_and_refused,
+    check_experts,
+    check_data_parallel,
+    check_tied_embedding,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
+def test_two_processes(check):
+    assert launch(check, 2) == [True, True]

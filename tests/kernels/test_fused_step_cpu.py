@@ -1,0 +1,151 @@
+"""The CPU's kernel by itself: codes and values of every format, threads, processors without AVX-512."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit import optim
+from lowbit.codebook import Codebook
+from lowbit.optim.kernel import _table
+from lowbit.tensor import CodebookTensor
+from lowbit_kernels import fused_step, host_compiler
+from lowbit_kernels.fused_step import COLUMN, Rule, Variant
+from lowbit_kernels.fused_step_cpu import FusedStepCpu
+from tests.optim.problems import parameters, rand, run
+
+pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
+
+STATES = [("8bit", True), ("8bit", False), ("4bit", True), ("4bit", False)]
+STATES += [("float8", True), ("float8", False)]
+states = pytest.mark.parametrize(("format", "signed"), STATES)
+RULE = Rule((), "", "w = s[0]; s[0] = g;")
+
+
+def pass_through(values, state):
+    """What `state` held, decoded; encodes `values` into it."""
+    table = _table(state.format, state.signed)
+    single = (torch.float32, torch.float32, (state.format,), (state.signed,))
+    step = FusedStepCpu(Variant(RULE, *single, tables=(table,)))
+    weight, counter = torch.zeros_like(values), torch.zeros(())
+    row = np.zeros(len(fused_step.TENSOR) + fused_step.GROUP_WORDS, np.int64)
+    pointers = {"grad": values, "param": weight, "state_0": state.codes, "scale_0": state.scale}
+    for name, tensor in {**pointers, "step": counter}.items():
+        row[COLUMN[name]] = tensor.data_ptr()
+    row[COLUMN["cols"]], row[COLUMN["numel"]] = values.shape[1], values.numel()
+    scalars = torch.zeros(fused_step.SCALARS_WORDS, dtype=torch.int64)
+    address = row.ctypes.data
+    step(address, address + 8 * len(fused_step.TENSOR), scalars, scalars, 1, 0, None)
+    assert counter == 1
+    return weight
+
+
+def near_boundaries(format, signed):
+    """Numbers on the boundaries between codes, beside them and between them, rows of a scale of 1."""
+    if format == "float8":
+        values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        values = values[values.isfinite()].unique()
+    else:
+        values = Codebook(8 if format == "8bit" else 4, signed).table()
+    middle = (values[1:].double() + values[:-1].double()).div(2).float()
+    edges = torch.cat([values, middle])
+    up, down = (torch.nextafter(edges, torch.tensor(s)) for s in (9e9, -9e9))
+    x = torch.cat([edges, up, down, rand(1000).clamp(-1, 1) * values.max(), torch.zeros(40)])
+    if not signed:
+        x = x.abs()
+    block = 128 if format == "4bit" else 256
+    x = x.clamp(-values.max(), values.max())
+    x = torch.cat([x, torch.zeros(-len(x) % (block - 1))]).view(-1, block - 1)
+    return torch.cat([x, values.max().expand(len(x), 1)], dim=1)
+
+
+@states
+def test_codes_are_the_nearest(format, signed):
+    x = near_boundaries(format, signed)
+    expected = CodebookTensor.from_float(x, format, signed=signed)
+    found = CodebookTensor.zeros(x.shape, format, signed=signed)
+    pass_through(x, found)
+    assert torch.equal(found.scale, expected.scale)
+    if format == "float8" and not signed:  # a second moment never becomes zero
+        expected = CodebookTensor.from_float(x.clamp_min(2.0**-9), format, signed=False)
+    assert torch.equal(found.codes, expected.codes)
+
+
+@states
+@pytest.mark.parametrize("shape", [(3, 1), (5, 33), (7, 64), (9, 96), (2, 255), (4, 101), (3, 700)])
+def test_every_code_is_decoded(format, signed, shape):
+    state = CodebookTensor.from_float(
+        rand(*shape).abs() if not signed else rand(*shape), format, signed=signed
+    )
+    codes = torch.randint(0, 127, state.codes.shape, dtype=torch.uint8)
+    if format == "4bit" and shape[1] % 2:
+        codes[:, -1] &= 15
+    state.codes.copy_(codes)
+    expected = state.dequantize()
+    values = rand(*shape, seed=1).abs() if not signed else rand(*shape, seed=1)
+    assert torch.equal(pass_through(values, state), expected)
+    other = CodebookTensor.from_float(values, format, signed=signed)
+    assert torch.equal(state.scale, other.scale)
+    assert (state.codes != other.codes).float().mean() <= 0.02  # ties
+
+
+@states
+def test_blocks_that_are_not_finite_and_huge_ones(format, signed):
+    x = torch.full((6, 256), 0.5)
+    x[0, 3], x[1, 5], x[2], x[3], x[4] = float("nan"), float("inf"), 3e38, 1e-38, 0.0
+    state = CodebookTensor.zeros(x.shape, format, signed=signed)
+    pass_through(x, state)
+    expected = CodebookTensor.from_float(x, format, signed=signed)
+    assert torch.equal(state.scale.isnan(), expected.scale.isnan())
+    kept = ~expected.dequantize().isnan()
+    found = state.dequantize()
+    assert torch.equal(found.isnan(), ~kept)
+    assert ((found - expected.dequantize()).abs()[kept] <= 2.0**-99).all()
+
+
+def trained(options=(), threads=1, dtype=torch.bfloat16):
+    """Weights and states after two steps of every format."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    results = []
+    try:
+        for state in ("8bit", "4bit", "float8", "bf16"):
+            params = parameters((300, 257), (512, 256), (64, 64), (77, 101), (9,), dtype=dtype)
+            optimizer = optim.AdamW(
+                params, lr=1e-2, state=state, bf16_stochastic_round=True, fused=True
+            )
+            run(optimizer, params, 2)
+            for p in params:
+                results.append(p.detach())
+                for name in ("exp_avg", "exp_avg_sq"):
+                    kept = optimizer.state[p][name]
+                    coded = isinstance(kept, CodebookTensor)
+                    results += kept.inner_tensors().values() if coded else [kept]
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
+def test_threads_change_no_bit():
+    alone = trained()
+    for threads in (2, 5):
+        assert all(map(torch.equal, alone, trained(threads=threads)))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="options of x86")
+def test_other_processors_give_the_same_bits(monkeypatch):
+    """Without AVX-512 tables are read from memory; without AVX vectors are shorter."""
+    here = trained()
+    for option in ("-mno-avx512f", "-mno-avx"):
+        with monkeypatch.context() as patch:
+            patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
+            patch.setattr(
+                "lowbit.optim.fused.compiled", lambda variant, device: FusedStepCpu(variant)
+            )
+            host_compiler.library.cache_clear()
+            other = trained()
+        host_compiler.library.cache_clear()
+        assert all(map(torch.equal, here, other)), option

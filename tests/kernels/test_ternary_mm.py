@@ -1,0 +1,113 @@
+"""ternary_mm: the reference against the formula, every path against the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit_kernels.scaled_mm import calls
+from lowbit_kernels.ternary_mm import CASES, Case, reference, ternary_mm
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [case for case in CASES if not case.large]
+every_case = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the last bit of the dtype: only the bias may be added without a rounding before it."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    error = (found.double() - expected.double()).abs()
+    return bool(
+        (error <= 1.01 * torch.finfo(found.dtype).eps * expected.double().abs() + 1e-6).all()
+    )
+
+
+@every_case
+def test_reference_is_the_formula(case: Case) -> None:
+    a, packed, a_scale, b_scale, bias, dtype = case.arguments()
+    y = torch.zeros(case.m, case.n, dtype=torch.float64)
+    for k in range(case.k):
+        code = ((packed[:, k // 4].int() >> 2 * (k % 4)) & 3) - 2
+        y += a[:, k, None].double() * code.double()
+    y = y * a_scale.double()[:, None] * b_scale.double()
+    y = y if bias is None else y + bias.double()
+    assert agree(reference(a, packed, a_scale, b_scale, bias, dtype), y.to(dtype))
+
+
+@every_case
+def test_cpu(case: Case) -> None:
+    arguments = case.arguments()
+    assert agree(ternary_mm(*arguments), reference(*arguments))
+
+
+@every_case
+def test_opcheck(case: Case) -> None:
+    torch.library.opcheck(torch.ops.lowbit.ternary_mm, case.arguments())
+
+
+INTERPRETED = """
+import json, torch
+from lowbit_kernels import triton_runtime
+from lowbit_kernels.scaled_mm import calls
+from lowbit_kernels.ternary_mm import CASES, reference, ternary_mm
+
+assert triton_runtime.runs_on(torch.device("cpu"))
+torch.manual_seed(0)
+results = {}
+for case in CASES:
+    if not case.large:
+        arguments = case.arguments()
+        found, expected = ternary_mm(*arguments).double(), reference(*arguments).double()
+        eps = torch.finfo(case.out_dtype).eps
+        results[case.name] = bool(((found - expected).abs() <= 1.01 * eps * expected.abs() + 1e-6).all())
+print(json.dumps([results, calls["ternary_mm"]]))
+"""
+
+
+def test_the_kernel_under_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "kernels")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    results, ran = json.loads(done.stdout.splitlines()[-1])
+    assert all(results.values()), results
+    assert ran == len([c for c in SMALL if c.m <= 64 and 0 not in (c.m, c.n, c.k)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_gpu(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    before = calls["ternary_mm"]
+    assert agree(ternary_mm(*arguments), reference(*arguments))
+    assert (calls["ternary_mm"] > before) == (case.m <= 64 and 0 not in (case.m, case.n, case.k))
+
+
+def test_what_is_refused() -> None:
+    a, packed, a_scale, b_scale, bias, _ = CASES[0].arguments()
+    for arguments, error, message in (
+        (
+            (a.float(), packed, a_scale, b_scale),
+            TypeError,
+            "int8 and packed uint8, got torch.float32",
+        ),
+        ((a, packed, a_scale.double(), b_scale), TypeError, "float32, got torch.float64"),
+        ((a[:, :16], packed, a_scale, b_scale), ValueError, r"packed \[N, ceil\(K / 4\)\]"),
+        ((a, packed, a_scale[:1], b_scale), ValueError, "shapes"),
+        ((a, packed, a_scale, b_scale, bias[:3]), ValueError, "shapes"),
+        ((a, packed, a_scale, b_scale, None, torch.int8), TypeError, "out_dtype torch.int8"),
+    ):
+        with pytest.raises(error, match=message):
+            ternary_mm(*arguments)

@@ -1,0 +1,64 @@
+"""The benchmarks of low-bit training on the processor: every candidate runs, and is checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import train_linear, train_llama
+from benchmarks.registry import Candidate, Problem, Result, Row
+from benchmarks.timing import Timing
+from benchmarks.train_memory import measure_training
+from lowbit_kernels.scaled_mm import calls
+from recipes.llama import LlamaConfig
+
+SHAPE = (48, 40, 64)
+
+
+@pytest.mark.parametrize("name", [*train_llama.SCHEMES, None])
+def test_a_linear_forward_and_backward(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = name and replace(train_llama.SCHEMES[name], always=True)
+    on_cpu = partial(train_linear.arguments, device="cpu")
+    monkeypatch.setattr(train_linear, "arguments", on_cpu)
+    run = partial(train_linear.forward_and_backward, F.linear)
+    calls.clear()
+    train_linear.check(str(name), run, SHAPE, scheme)
+    assert sum(calls.values()) == (3 if name else 0)
+    for y in run(*on_cpu(SHAPE, scheme)):
+        assert y.dtype is torch.bfloat16
+
+
+def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_linear, "arguments", partial(train_linear.arguments, device="cpu"))
+    run = partial(train_linear.forward_and_backward, lambda x, w: F.linear(x, w) * 1.2)
+    with pytest.raises(RuntimeError, match=r"int8: y of \(48, 40, 64\) is off by 0\.2"):
+        train_linear.check("int8", run, SHAPE, None)
+
+
+def test_the_cells_are_speeds() -> None:
+    make = partial(train_linear.arguments, (1000, 1000, 1000), None)
+    candidates = [Candidate(name, lambda: None, make, 1) for name in ("lowbit int8", "bf16")]
+    rows = [Row(c, Timing(t, t, t)) for c, t in zip(candidates, (1e-5, 2e-5), strict=True)]
+    result = Result(Problem("p", candidates, "bf16"), rows)
+    assert train_linear.cells(rows[0], result, 1.0) == ["10.0 µs", "600", "2.00"]
+
+
+def test_the_steps_of_a_whole_model() -> None:
+    config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
+    found = list(train_llama.candidates((2, 16)))
+    assert len({c.name for c in found}) == len(found) and found[-1].name == "torch AdamW fused"
+    for candidate in found:
+        scheme = candidate.scheme
+        if isinstance(scheme, dict):
+            scheme = {key: value and replace(value, always=True) for key, value in scheme.items()}
+        elif scheme is not None:
+            scheme = replace(scheme, always=True)
+        small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
+        calls.clear()
+        assert measure_training(small, 2).seconds > 0
+        layers = 0 if scheme is None else 7 if isinstance(scheme, dict) else 8
+        assert sum(calls.values()) == 4 * 3 * layers, candidate.name

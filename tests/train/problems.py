@@ -1,0 +1,80 @@
+"""Schemes to test `lowbit.train` with, and how far a result is from what it should be."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit import train
+from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+
+SCHEMES = {
+    "int8": Int8MixedPrecision(always=True),
+    "float8": Float8MixedPrecision(always=True),
+    "float8-e5m2": Float8MixedPrecision(always=True, backward="e5m2"),
+    "float8-tensorwise": Float8MixedPrecision(always=True, tensorwise=True, backward="e5m2"),
+}
+SWITCHES = [switch for switch in product((True, False), repeat=3) if any(switch)]
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+every_switch = pytest.mark.parametrize(
+    "switch",
+    SWITCHES,
+    ids=["".join("low"[on] for on in s) for s in [tuple(map(int, s)) for s in SWITCHES]],
+)
+
+
+def switched(scheme: Any, switch: tuple[bool, bool, bool]) -> Any:
+    output, grad_input, grad_weight = switch
+    return replace(scheme, output=output, grad_input=grad_input, grad_weight=grad_weight)
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, rows of several sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    size = torch.rand((*shape[:-1], 1), generator=generator, dtype=torch.float64) + 0.25
+    return (x * size).to(dtype)
+
+
+def linear(n: int, k: int, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer = nn.Linear(k, n, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(values(n, k, seed=1) / k**0.5)
+        if bias:
+            layer.bias.copy_(values(1, n, seed=2)[0])
+    return layer
+
+
+def prepared(model: nn.Module, scheme: Any) -> nn.Module:
+    """A prepared copy."""
+    model = copy.deepcopy(model)
+    train.prepare_(model, scheme)
+    return model
+
+
+def outcome(model: nn.Module, x: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
+    """Output, and the gradients of the input and of every parameter by name."""
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.backward(values(*y.shape, seed=3, dtype=y.dtype) if upstream is None else upstream)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), "input": x.grad, **grads}
+
+
+def snr(found: Tensor, expected: Tensor) -> float:
+    """Signal to noise in decibels, 20 log10 ‖expected‖ / ‖found − expected‖."""
+    expected = expected.double()
+    noise = (found.double() - expected).norm().clamp(min=1e-300)
+    return float(20 * torch.log10(expected.norm() / noise))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    expected = expected.detach().double()
+    return float((found.double() - expected).norm() / expected.norm())

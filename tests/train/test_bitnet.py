@@ -1,0 +1,311 @@
+"""BitNet b1.58: products against float64, gradients by name, conversion to 2 bits that changes no bit, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowbit
+from lowbit import BitNet, BitNetTensor, TernaryTensor, train
+from lowbit.tensor.ternary import pack_ternary, unpack_ternary
+from lowbit_kernels.scaled_mm import calls
+from tests.train.problems import linear, outcome, prepared, relative, values
+
+SCHEMES = {"plain": BitNet(), "int8": BitNet(grad_input=True, grad_weight=True)}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+def ternary(weight):
+    """What the paper makes of a weight: float64."""
+    weight = weight.detach().double()
+    scale = weight.abs().mean()
+    return (weight / scale).round().clamp(-1, 1) * scale
+
+
+def rounded(x):
+    """What the paper makes of an input: float64."""
+    x = x.detach().double()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (x / scale).round() * scale, 0.0)
+
+
+def reference(layer, x, upstream):
+    w, x, g = ternary(layer.weight), rounded(x), upstream.double()
+    bias = None if layer.bias is None else layer.bias.double()
+    flat = g.flatten(0, -2)
+    found = {
+        "output": F.linear(x, w, bias).detach(),
+        "input": g @ w,
+        "weight": flat.t() @ x.flatten(0, -2),
+    }
+    return found if bias is None else {**found, "bias": flat.sum(0)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 64)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 50)
+
+    def forward(self, tokens):
+        return self.down(F.silu(self.up(self.table(tokens))))
+
+
+def tokens(step: int = 0):
+    return torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+def train_step(model, optimizer, step):
+    out = model(tokens(step))
+    loss = F.cross_entropy(out.flatten(0, -2).float(), tokens(step).flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@every_scheme
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "n", "k"),
+    [((5,), 24, 96), ((2, 3, 7), 13, 101), ((1,), 1, 33), ((3, 1), 1, 1)],
+    ids=str,
+)
+def test_outputs_and_gradients_against_float64(scheme, bias, shape, n, k):
+    layer, x = linear(n, k, bias), values(*shape, k, seed=4)
+    upstream = values(*shape, n, seed=3)
+    found = outcome(prepared(layer, scheme), x, upstream)
+    expected = reference(layer, x, upstream)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        rounds = scheme == SCHEMES["int8"] and name in ("input", "weight")
+        assert found[name].shape == value.shape
+        assert relative(found[name], value) < (0.02 if rounds else 1e-6), name
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_of_low_precision(scheme, dtype):
+    layer, x = linear(48, 96, dtype=dtype), values(16, 96, seed=4, dtype=dtype)
+    upstream = values(16, 48, seed=3, dtype=dtype)
+    found = outcome(prepared(layer, scheme), x, upstream)
+    for name, value in reference(layer, x, upstream).items():
+        assert found[name].dtype is dtype
+        assert relative(found[name], value) < 0.02, name
+
+
+@given(st.floats(1e-30, 1e30), st.integers(1, 9), st.integers(1, 40))
+def test_scales_reach_far(size, n, k):
+    weight = values(n, k) * size
+    assert relative(BitNetTensor(weight, BitNet()).dequantize(), ternary(weight)) < 1e-6
+
+
+def test_zeros_and_what_is_not_finite():
+    zero = BitNetTensor(torch.zeros(8, 32), BitNet())
+    assert torch.equal(F.linear(values(4, 32), zero), torch.zeros(4, 8))
+    x = values(4, 32)
+    x[1] = 0
+    layer = prepared(linear(8, 32), BitNet())
+    y = layer(x)
+    assert torch.equal(y[1], layer.bias.detach()) and y.isfinite().all()
+    x[2, 5] = math.inf
+    y = layer(x)
+    assert y[2].isnan().all() and y[:2].isfinite().all()
+    with torch.no_grad():
+        layer.weight.master()[3].fill_(math.nan)
+    assert layer(values(4, 32)).isnan().all(), "the scale is that of all"
+
+
+def test_no_rows():
+    layer = prepared(linear(8, 32), BitNet())
+    y = layer(torch.zeros(0, 32))
+    y.sum().backward()
+    assert y.shape == (0, 8) and not layer.weight.grad.any()
+
+
+@every_scheme
+def test_products_are_counted_and_explained(scheme):
+    model, x = prepared(linear(48, 96), scheme), values(16, 96)
+    before = calls["int8_scaled_mm"]
+    outcome(model, x)
+    backward = 2 if scheme == SCHEMES["int8"] else 0
+    assert calls["int8_scaled_mm"] == before + 1 + backward
+    (layer,) = train.explain(model, x).layers.values()
+    assert layer.low_bit == (["output", "grad_weight"] if backward else ["output"])
+
+
+@every_scheme
+@pytest.mark.parametrize("how", ["reentrant", "checkpointed", "compiled"])
+def test_compiled_and_checkpointed(scheme, how):
+    torch._dynamo.reset()
+    model, x = prepared(linear(48, 96), scheme), values(2, 16, 96, seed=4)
+    expected = outcome(model, x)
+    before = calls["int8_scaled_mm"]
+    run = {
+        "reentrant": lambda x: checkpoint(model, x, use_reentrant=True),
+        "checkpointed": lambda x: checkpoint(model, x, use_reentrant=False),
+        "compiled": torch.compile(model, fullgraph=True, backend="aot_eager"),
+    }[how]
+    model.zero_grad()
+    y = x.clone().requires_grad_()
+    out = run(y)
+    out.backward(values(*out.shape, seed=3))
+    assert calls["int8_scaled_mm"] > before
+    found = {"output": out, "input": y.grad, "weight": model.weight.grad, "bias": model.bias.grad}
+    for name, value in expected.items():
+        assert relative(found[name].detach(), value) < 1e-5, name
+
+
+def test_backward_keeps_a_byte_an_element_of_the_input():
+    model, x = prepared(linear(48, 96), BitNet()), values(64, 96)
+    kept = []
+
+    def pack(t):
+        kept.append(0 if isinstance(t, BitNetTensor) else t.nbytes)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    assert sum(kept) <= 64 * 96 + 64 * 4 + 4
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, lowbit.optim.AdamW4bit, lowbit.optim.Lion8bit])
+def test_it_learns(cls):
+    model = Model()
+    train.prepare_(model, BitNet())
+    optimizer = cls(model.parameters(), lr=3e-3)
+    losses = [train_step(model, optimizer, step % 4) for step in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradients_accumulate_and_no_grad_agrees():
+    model, x = prepared(linear(24, 96), BitNet()), values(8, 96)
+    y = model(x)
+    for _ in range(2):
+        model(x).sum().backward()
+    twice = model.weight.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(twice, 2 * model.weight.grad)
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_converted_it_computes_the_same_to_the_bit(dtype, tmp_path):
+    model = Model().to(dtype)
+    train.prepare_(model, BitNet())
+    train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    expected = model(tokens())
+    report = train.convert_(model)
+    assert report.converted == ["up.weight", "down.weight"]
+    assert torch.equal(model(tokens()), expected)
+    weight = model.up.weight
+    assert type(weight.detach()) is TernaryTensor and not weight.requires_grad
+    assert weight.nbytes_stored() == 96 * 64 // 4 + 4
+    for suffix in (".pt", ".safetensors"):
+        lowbit.save(model, tmp_path / f"model{suffix}")
+        fresh = Model().to(dtype)
+        fresh.load_state_dict(lowbit.load(tmp_path / f"model{suffix}"), assign=True)
+        assert torch.equal(fresh(tokens()), expected)
+    with pytest.raises(ValueError, match="none to convert"):
+        train.convert_(model)
+
+
+def test_the_ternary_product_is_chosen_and_passes_gradients_to_its_input():
+    weight, x = TernaryTensor(values(24, 96)), values(2, 5, 96).requires_grad_()
+    before = calls["int8_scaled_mm"]
+    y = F.linear(x, weight)
+    assert calls["int8_scaled_mm"] == before + 1
+    y.sum().backward()
+    assert relative(x.grad, weight.dequantize().double().sum(0).expand(2, 5, -1)) < 1e-6
+
+
+def test_state_dicts_are_plain_and_resume_bit_for_bit():
+    def fresh():
+        model = Model()
+        train.prepare_(model, BitNet())
+        return model, lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+
+    model, optimizer = fresh()
+    for step in range(4):
+        if step == 2:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train_step(model, optimizer, step)
+    assert all(type(value) is torch.Tensor for value in saved[0].values())
+    again, optimizer = fresh()
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for step in (2, 3):
+        train_step(again, optimizer, step)
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_experts_have_scales_of_their_own():
+    weight = values(3, 16, 100) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
+    experts = nn.Parameter(BitNetTensor(weight, BitNet()))
+    converted = TernaryTensor(weight)
+    x = values(5, 100)
+    for i in range(3):
+        y = F.linear(x, experts[i])
+        assert relative(y.detach(), rounded(x) @ ternary(weight[i]).t()) < 1e-6
+        assert torch.equal(F.linear(x, converted[i]), y)
+    F.linear(x, experts[1]).sum().backward()
+    assert experts.grad[1].any() and not experts.grad[[0, 2]].any()
+
+
+@given(st.integers(0, 5), st.integers(0, 33))
+def test_codes_are_packed_and_unpacked(n, k):
+    codes = torch.randint(-1, 2, (n, k), dtype=torch.int8)
+    packed = pack_ternary(codes)
+    assert packed.shape == (n, -(-k // 4)) and torch.equal(unpack_ternary(packed, k), codes)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_left_and_tied_ones_refused():
+    model = Model()
+    report = train.prepare_(model, BitNet(), lambda m, n: isinstance(m, nn.Linear | nn.Embedding))
+    assert "multiplies nothing" in report.left["table.weight"]
+    tied = nn.ModuleDict({"table": nn.Embedding(50, 64), "head": nn.Linear(64, 50, bias=False)})
+    tied["head"].weight = tied["table"].weight
+    train.prepare_(tied, BitNet())
+    with pytest.raises(NotImplementedError, match=r"embedding.*tied.*lm_head"):
+        tied["table"](tokens())
+
+
+def test_a_part_has_no_scale():
+    part = BitNetTensor(values(24, 96), BitNet())[:8]
+    with pytest.raises(
+        NotImplementedError, match=r"part of a weight \(24, 96\).*precompute_bitnet"
+    ):
+        F.linear(values(5, 96), part)
+
+
+def test_options_and_dtypes_are_checked():
+    with pytest.raises(TypeError, match="grad_input must be True or False, got 1"):
+        BitNet(grad_input=1)
+    with pytest.raises(ValueError, match=r"float64.*BitNet takes"):
+        train.prepare_(nn.Linear(4, 4).double(), BitNet())
+    with pytest.raises(ValueError, match="no BitNet weights"):
+        train.precompute_bitnet_scale(nn.Linear(4, 4))
+
+
+def test_int8_sums_longer_than_int32_holds():
+    """127 · 1 a term: K may reach 2^31 / 127, beyond any layer; the bound of mixed products is 2^17."""
+    layer = nn.Linear(2**18, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    x = torch.ones(1, 2**18)
+    assert float(prepared(layer, BitNet())(x)) == 2**18

@@ -1,0 +1,353 @@
+"""Training with low-bit products: optimizers, accumulation, checkpointing, torch.compile, resuming, explain."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowbit
+from lowbit import MixedPrecisionTensor, train
+from lowbit.tensor import seen
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.scaled_mm import calls
+from tests.train.problems import (
+    SCHEMES,
+    every_scheme,
+    linear,
+    outcome,
+    prepared,
+    relative,
+    snr,
+    values,
+)
+
+INT8 = SCHEMES["int8"]
+
+
+class Block(nn.Module):
+    """64 → 128 → 64 with a residual, and a norm before."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.gate, self.up = linear(128, 64, bias=False), linear(128, 64)
+        self.down = linear(64, 128)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(torch.sigmoid(self.gate(h)) * self.up(h))
+
+
+def batches(count, rows=32):
+    """Inputs, and targets that a linear map of them gives."""
+    target = values(64, 64, seed=77) / 8
+    for step in range(count):
+        x = values(rows, 64, seed=100 + step)
+        yield x, x @ target
+
+
+def step(model, optimizer, x, y):
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@every_scheme
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.AdamW, torch.optim.SGD, lowbit.optim.AdamW4bit, lowbit.optim.Muon],
+    ids=lambda cls: f"{cls.__module__.split('.')[0]}-{cls.__name__}",
+)
+def test_learns_as_in_high_precision(scheme, make):
+    model = Block()
+    low = prepared(model, scheme)
+    losses = []
+    for m in (model, low):
+        optimizer = make(m.parameters(), lr=1e-2)
+        losses.append([step(m, optimizer, x, y) for x, y in batches(25)])
+    plain, found = losses
+    assert plain[-1] < 0.97 * plain[0]
+    assert abs(found[-1] - plain[-1]) < 0.05 * plain[-1]
+
+
+def test_the_optimizer_writes_to_the_weight_itself():
+    model = Block()
+    low = prepared(model, INT8)
+    memory = low.up.weight.master().data_ptr()
+    for m in (model, low):
+        optimizer = lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2)
+        for p in m.parameters():
+            p.grad = values(1, p.numel(), seed=p.numel()).view(p.shape)
+        optimizer.step()
+    assert isinstance(low.up.weight, MixedPrecisionTensor)
+    assert low.up.weight.master().data_ptr() == memory
+    for name, value in low.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+@every_scheme
+def test_gradients_accumulate(scheme):
+    low = prepared(Block(), scheme)
+    parts = [values(8, 64, seed=s) for s in range(3)]
+    grads = []
+    for x in parts:
+        low.zero_grad()
+        low(x).square().sum().backward()
+        grads.append({name: p.grad.clone() for name, p in low.named_parameters()})
+    low.zero_grad()
+    for x in parts:
+        low(x).square().sum().backward()
+    for name, p in low.named_parameters():
+        total = torch.stack([g[name] for g in grads]).sum(0)
+        assert relative(p.grad, total) < 1e-6, name
+
+
+@every_scheme
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_bit(scheme, reentrant):
+    low = prepared(Block(), scheme)
+    x = values(2, 16, 64)
+    expected = outcome(low, x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    calls.clear()
+    found = outcome(Checkpointed(low), x)
+    assert sum(calls.values()) == 12, "three products a layer, and the outputs once more"
+    for name, value in expected.items():
+        other = found[f"inner.{name}"] if name not in ("output", "input") else found[name]
+        assert torch.equal(other, value), name
+
+
+def test_resumed_to_the_bit():
+    scheme = train.Float8MixedPrecision(always=True, stochastic_rounding=True, backward="e5m2")
+    whole = prepared(Block(), scheme)
+    optimizer = lowbit.optim.AdamW8bit(whole.parameters(), lr=1e-2)
+    data = list(batches(6))
+    for x, y in data[:3]:
+        step(whole, optimizer, x, y)
+    file = io.BytesIO()
+    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    for x, y in data[3:]:
+        step(whole, optimizer, x, y)
+    file.seek(0)
+    saved = torch.load(file)
+    resumed = prepared(Block(), scheme)
+    resumed.load_state_dict(saved["model"])
+    optimizer = lowbit.optim.AdamW8bit(resumed.parameters(), lr=1e-2)
+    optimizer.load_state_dict(saved["optimizer"])
+    for x, y in data[3:]:
+        step(resumed, optimizer, x, y)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+# ---- torch.compile ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["int8", "float8-tensorwise"])
+def test_compiled_without_graph_breaks(name, backend):
+    torch._dynamo.reset()
+    low = prepared(Block(), SCHEMES[name])
+    x = values(2, 16, 64)
+    expected = outcome(low, x)
+    compiled = copy.deepcopy(low)
+    compiled.compile(fullgraph=True, backend=backend)
+    for _ in range(2):
+        calls.clear()
+        found = outcome(compiled, x)
+        assert sum(calls.values()) == 9
+        for key, value in expected.items():
+            assert relative(found[key], value) < 1e-5, key
+
+
+def test_compiled_with_stochastic_rounding_and_other_sizes():
+    torch._dynamo.reset()
+    scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
+    low = prepared(Block(), scheme)
+    compiled = copy.deepcopy(low)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    for rows in (16, 24, 40):
+        found, expected = outcome(compiled, values(rows, 64)), outcome(low, values(rows, 64))
+        for key, value in expected.items():
+            assert relative(found[key], value) < 0.03, key
+
+
+def test_a_compiled_step_trains():
+    torch._dynamo.reset()
+    model, low = Block(), prepared(Block(), INT8)
+    low.compile(fullgraph=True, backend="aot_eager")
+    losses = []
+    for m in (model, low):
+        optimizer = lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2)
+        losses.append([step(m, optimizer, x, y) for x, y in batches(10)])
+    assert abs(losses[1][-1] - losses[0][-1]) < 0.05 * losses[0][-1]
+
+
+# ---- stochastic rounding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int8", "float8", "float8-e5m2", "float8-tensorwise"])
+def test_stochastic_rounding_has_the_mean_of_the_exact_gradient(name):
+    """Over seeds. One draw is off by at most a step; the mean of n by its share of 1 / sqrt(n)."""
+
+    layer, x, upstream = linear(24, 64), values(32, 64), values(32, 24, seed=3)
+    exact_operands = replace(SCHEMES[name], output=False)
+    total: dict[str, torch.Tensor] = {}
+    count = 300
+    for seed in range(count):
+        scheme = replace(exact_operands, stochastic_rounding=True, seed=seed)
+        found = outcome(prepared(layer, scheme), x, upstream)
+        for key in ("input", "weight"):
+            total[key] = total.get(key, 0) + found[key].double() / count
+    reference = nearest_operands(layer, exact_operands, x, upstream)
+    for key, mean in total.items():
+        one = relative(found[key], reference[key])
+        assert one > 1e-4, "it does round"
+        assert relative(mean, reference[key]) < 2 * one / count**0.5, key
+
+
+def nearest_operands(layer, scheme, x, upstream):
+    """Gradients with only the gradient of the output exact."""
+
+    def columns(t):
+        _, _, codes, scale = quantize_rowcol(
+            t.detach(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+        )
+        return (codes.double()[:, : len(t)] * scale.double()[:, None]).t()
+
+    grad = upstream.double()
+    return {"input": grad @ columns(layer.weight), "weight": grad.t() @ columns(x)}
+
+
+def test_stochastic_rounding_is_the_same_on_every_replica_and_differs_by_gradient():
+    scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
+    one, two = prepared(Block(), scheme), prepared(Block(), scheme)
+    x = values(32, 64)
+    found, other = outcome(one, x), outcome(two, x)
+    for name, value in found.items():
+        assert torch.equal(other[name], value), name
+    layer = prepared(linear(24, 64), scheme)
+    upstream = values(16, 24, seed=3)
+    errors = []
+    for size in (1.0, 1.0 + 2**-20):
+        grad = outcome(layer, values(16, 64), upstream * size)["input"]
+        errors.append(grad / size - upstream @ layer.weight.master())
+    correlation = (errors[0] * errors[1]).sum() / errors[0].norm() / errors[1].norm()
+    assert correlation < 0.9, "other draws"
+
+
+# ---- explain ------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head, self.unused = Block(), linear(10, 64), linear(10, 64)
+        self.dropout, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return {"logits": self.head(self.norm(self.dropout(self.block(x))))}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_explain(compiled):
+    torch._dynamo.reset()
+    model = Mixed()
+    float8 = train.Float8MixedPrecision(always=True, backward="e5m2", grad_weight=False)
+    train.prepare_(
+        model,
+        {"*.gate": None, "*.down": float8, "head": None, "*": INT8},
+    )
+    plain = MixedPrecisionTensor(model.block.gate.weight, train.Int8MixedPrecision())
+    model.block.gate.weight = nn.Parameter(plain)
+    if compiled:
+        model.compile(backend="aot_eager")
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    explanation = train.explain(model, values(16, 64))
+    layers = explanation.layers
+    assert set(layers) == {"block.gate", "block.up", "block.down", "head", "unused"}
+    assert explanation.calls == {"int8_scaled_mm": 3, "float8_scaled_mm": 2}
+    assert layers["block.up"].low_bit == ["output", "grad_input", "grad_weight"]
+    assert layers["block.up"].sizes == [(16, 128, 64)]
+    assert layers["block.down"].low_bit == ["output", "grad_input"]
+    assert layers["block.down"].ran["output"] == {"e4m3": 1}
+    assert layers["block.down"].ran["grad_input"] == {"e5m2": 1}
+    assert layers["block.down"].ran["grad_weight"] == {"float32": 1}
+    assert layers["block.gate"].low_bit == [] and "on cpu" in layers["block.gate"].why[0]
+    assert layers["head"].why == ["not prepared"]
+    assert layers["unused"].why == ["not reached by this input"]
+    text = str(explanation)
+    assert "2 layers of 5 ran in low bits" in text and "- head" in text and "+ block.up" in text
+    # no trace of it
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.block.up.weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, b in model.named_buffers():
+        assert torch.equal(b, buffers[name]), name
+    assert not model.block.up._forward_hooks and seen.note(1, 1, 1, None) is None
+
+
+def test_explain_with_checkpointing_and_without_gradients():
+    low = prepared(Block(), INT8)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = low
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    explanation = train.explain(Checkpointed(), values(16, 64))
+    assert explanation.layers["block.up"].ran["output"] == {"int8": 2}
+    assert explanation.layers["block.up"].ran["grad_input"] == {"int8": 1}
+    low.requires_grad_(False)
+    explanation = train.explain(low, values(16, 64))
+    assert explanation.calls == {"int8_scaled_mm": 3}
+
+
+def test_attention_of_torch_runs_in_high_precision_and_explain_says_so():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    low, x = prepared(layer, INT8), values(2, 16, 64)
+    found, expected = outcome(low, x), outcome(layer, x)
+    for name, value in expected.items():
+        # the gradient of the keys' bias is zero but for rounding
+        assert name == "self_attn.in_proj_bias" or snr(found[name], value) > 20, name
+    layers = train.explain(low, x).layers
+    assert layers["linear1"].low_bit and layers["linear2"].low_bit
+    assert "own product" in layers["self_attn"].why[0] and not layers["self_attn"].low_bit
+
+
+def test_explain_leaves_no_trace_of_a_failure():
+    low = prepared(Block(), INT8)
+    low.up.weight.grad = torch.ones(128, 64)
+    with pytest.raises(ValueError, match="K differs"):
+        train.explain(low.up, values(16, 65))
+    assert low.up.weight.grad is not None and not low.up._forward_hooks
+    assert seen.note(1, 1, 1, None) is None
+
+
+def test_signal_to_noise_of_a_whole_block():
+    model, x = Block(), values(64, 64)
+    expected = outcome(model, x)
+    for name, scheme in SCHEMES.items():
+        for key, value in outcome(prepared(model, scheme), x).items():
+            assert snr(value, expected[key]) > 20, (name, key)
