@@ -250,9 +250,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     cluster_meet();
 }
 
-#if OUT != INT32
 // The sums of `slices` products, `step` elements apart, added up and scaled: a thread four columns of a row. Rows of sums
-// are `width` apart, rows of out out_width, multiples of 16 bytes both.
+// are `width` apart, rows of out out_width, multiples of 16 bytes both. Not for OUT INT32.
 extern "C" __global__ void __launch_bounds__(256)
     combine(const int *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
@@ -276,4 +275,3 @@ extern "C" __global__ void __launch_bounds__(256)
     if constexpr (OUT == FP32) *(float4 *)to = make_float4(result[0], result[1], result[2], result[3]);
     else *(uint2 *)to = make_uint2(packed(result[0], result[1]), packed(result[2], result[3]));
 }
-#endif
