@@ -284,17 +284,20 @@ struct Place {  // of a lane's eight elements
     bool vector;
 };
 
+// Whether `count` tiles are whole ones of a single row, and 16-byte accesses reach all of them.
+DEVICE bool are_whole(const Tensor &t, uint32 tile, int count) {
+    return t.aligned && t.tiles_a_row == 0 && (uint64)(tile - (uint32)t.first_tile + count) * TILE <= t.cols;
+}
+
 DEVICE Place locate_lane(const Tensor &t, uint32 tile, int lane) {
     uint32 row = 0, tile_in_row = tile - (uint32)t.first_tile;
     if (t.tiles_a_row != 0) row = tile_in_row / (uint32)t.tiles_a_row, tile_in_row %= (uint32)t.tiles_a_row;
     const uint64 cols = t.cols, col = (uint64)tile_in_row * TILE + lane * 8;
-    Place place = {col, col / 2, col / 128, col / 256};
-    if (t.tiles_a_row != 0) {
-        place.element += row * cols;
-        place.half_byte += row * ((cols + 1) / 2);
-        place.of_128 += row * ((cols + 127) / 128);
-        place.of_256 += row * ((cols + 255) / 256);
-    }
+    Place place;
+    place.element = row * cols + col;
+    place.half_byte = row * ((cols + 1) / 2) + col / 2;
+    place.of_128 = row * ((cols + 127) / 128) + col / 128;
+    place.of_256 = row * ((cols + 255) / 256) + col / 256;
     place.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
     place.vector = t.aligned && place.count == 8;
     return place;
@@ -428,8 +431,8 @@ DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
 
 // Have the L2 cache fetch what a block will work on next: neighbouring tiles, if they are whole ones of one row.
 DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
-    const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE, end = element + (uint64)count * TILE;
-    if (!t.aligned || t.tiles_a_row != 0 || end > t.cols) return;
+    if (!are_whole(t, tile, count)) return;
+    const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE;
     const uint32 elements = count * TILE;
     prefetch((const char *)t.grad + element * Floats<GRAD>::BYTES, elements * Floats<GRAD>::BYTES);
     prefetch((const char *)t.param + element * Floats<PARAM>::BYTES, elements * Floats<PARAM>::BYTES);
@@ -440,7 +443,13 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
 }
 
 DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 tile, int lane, const uint32 *table) {
-    const Place at = locate_lane(t, tile, lane);
+    Place at;
+    if (__builtin_expect(are_whole(t, tile, 1), 1)) {
+        const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE + lane * 8;
+        at = {element, element / 2, element / 128, element / 256, 8, true};
+    } else {
+        at = locate_lane(t, tile, lane);
+    }
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
     else load_tile<false>(work, t, at);
@@ -501,7 +510,7 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
 // `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
      const uint32 *__restrict__ source, uint32 tiles, const float *__restrict__ control) {
     constexpr int WARPS = THREADS / 32;

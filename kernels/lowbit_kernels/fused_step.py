@@ -30,7 +30,7 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row that a warp works on
 LOCATE = 256  # tiles an entry of `locate`
-THREADS = 1024  # of a block, one a multiprocessor: 64 registers each; measured, see the log
+REGISTERS_FOR = 1024  # threads a multiprocessor: 64 registers each; measured, see the log
 MAX_HYPER, MAX_STATES = 8, 3
 
 # Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
@@ -137,6 +137,17 @@ class Variant:
     def uses_codes(self) -> bool:
         return any(format in ("8bit", "4bit") for format in self.formats)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether some state is in blocks with a scale, and takes work enough that warps should share it out."""
+        return any(format in ("float8", "8bit", "4bit") for format in self.formats)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: all of a multiprocessor's, which share its tiles; where bytes are only moved, one block for every
+        few tiles is faster."""
+        return REGISTERS_FOR if self.is_scaled else 256
+
     def table_words(self) -> np.ndarray:
         """What the kernel keeps in shared memory: the values of every state, then the cells of every state."""
         if not self.uses_codes:
@@ -160,7 +171,7 @@ class Variant:
             "SIGNED": sum(signed << i for i, signed in enumerate(self.signed)),
             "ROUNDING": self.rounding.upper(),
             "SCALED": int(self.scaled),
-            "THREADS": THREADS,
+            "THREADS": self.threads,
             "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
             "PREPARE": " ".join(self.rule.prepare.split()),
             "UPDATE": " ".join(self.rule.update.split()),
@@ -238,10 +249,15 @@ class FusedStep:
             return
         self._step(
             stream,
-            min(-(-tiles // (THREADS // 32)), self._multiprocessors),
-            THREADS,
+            self._blocks(tiles),
+            self.variant.threads,
             *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
         )
+
+    def _blocks(self, tiles: int) -> int:
+        """A warp a tile; where blocks share tiles out, as many as run at once."""
+        blocks = -(-tiles // (self.variant.threads // 32))
+        return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
