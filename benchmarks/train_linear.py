@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio, readable
-from benchmarks.timing import measure
+from benchmarks.timing import Timing, measure
 from benchmarks.train_llama import SCHEMES
 from lowbit import MixedPrecisionTensor
 
@@ -63,6 +63,12 @@ def check(name: str, run: Callable[..., tuple], shape: tuple[int, int, int], sch
             raise RuntimeError(f"{name}: {what} of {shape} is off by {noise.item():.3f}")
 
 
+def measure_checked(candidate: Candidate, repeats: int) -> Timing:
+    """Only what is right is timed."""
+    check(candidate.name, candidate.run, *candidate.arguments.args)  # type: ignore[attr-defined]
+    return measure(candidate, repeats)
+
+
 def cells(row: Row, result: Result, bandwidth: float) -> list[str]:
     m, n, k = result.problem.candidates[0].arguments.args[0]
     seconds, reference = row.measured.median, result.reference.measured
@@ -75,7 +81,7 @@ def cells(row: Row, result: Result, bandwidth: float) -> list[str]:
 
 TABLE = Table(
     columns=("forward + backward", "TFLOP/s", "speed / bf16's"),
-    measure=measure,
+    measure=measure_checked,
     cells=cells,
     legend="Output, gradient of the input, gradient of the weight, and the quantization of all that they multiply; "
     "compiled, captured in a CUDA graph; medians. *TFLOP/s*: 6 M N K operations in that time.",
@@ -95,7 +101,6 @@ def train_linear() -> Iterator[Problem]:
         for name, scheme in {**schemes, REFERENCE: None}.items():
             linear = torch.compile(lambda x, w: F.linear(x, w), fullgraph=True, dynamic=False)
             run = partial(forward_and_backward, linear)
-            check(name, run, shape, scheme)
             m, n, k = shape
             moved = 2 * 2 * (m * k + n * k + m * n)
             chosen.append(Candidate(name, run, partial(arguments, shape, scheme), moved))

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from recipes.convergence import report, results
 from recipes.convergence.runs import PRESETS, RUNS, chosen_runs, chosen_seeds
 from recipes.convergence.train import settings, train_run
@@ -20,6 +22,7 @@ from recipes.quickstart.evaluate import choose_device
 from recipes.quickstart.interrupt import Interrupt, Interrupted
 
 FOLDER = Path("runs/convergence")
+STRETCH = 4096  # tokens
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -140,15 +143,27 @@ def versions(source: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
+def in_stretches(data: quickstart_data.Data, share: float) -> quickstart_data.Data:
+    """The same text with every so many-th stretch of it held out, not whole files: of kinds of text that were never
+    learnt, equal runs differ by whole per cents."""
+    tokens = torch.cat([data.train, data.heldout])
+    every = max(round(1 / share), 2)
+    stretches = list(tokens.split(STRETCH))
+    train = [s for i, s in enumerate(stretches) if i % every != every - 1]
+    return dataclasses.replace(
+        data, train=torch.cat(train), heldout=torch.cat(stretches[every - 1 :: every] or train[-1:])
+    )
+
+
 def cached_data(
     config: QuickstartConfig, source: Path | None, cache: Path, interrupt: Interrupt
 ) -> quickstart_data.Data:
-    """The quick start's data, read and encoded once for all runs with this text, as it is, and vocabulary."""
-    what = f"{source and versions(source)} {config.corpus} {config.model.vocab_size} {config.heldout_share}"
+    """The quick start's text, read and encoded once for all runs with this text, as it is, and vocabulary."""
+    what = f"stretches {source and versions(source)} {config.corpus} {config.model.vocab_size} {config.heldout_share}"
     folder = cache / hashlib.sha256(what.encode()).hexdigest()[:12]
     if folder.exists():
         return quickstart_data.load(folder)
-    data = quickstart_data.prepare(config, source, interrupt)
+    data = in_stretches(quickstart_data.prepare(config, source, interrupt), config.heldout_share)
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     quickstart_data.save(data, unfinished)

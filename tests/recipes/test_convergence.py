@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recipes.convergence import report, results
-from recipes.convergence.__main__ import cached_data, main
+from recipes.convergence.__main__ import STRETCH, cached_data, in_stretches, main
 from recipes.convergence.runs import PRESETS, RUNS, chosen_runs, chosen_seeds, gpu
 from recipes.convergence.train import Weights, settings, train_run
 from recipes.llama import Llama
@@ -240,3 +240,13 @@ def test_curves() -> None:
     records = [record("fp32", 0, 2.0), record("4bit", 0, 2.1), record("4bit", 1, 2.3)]
     assert report.mean_curve(records, "4bit") == ([0, 5], [4.0, pytest.approx(2.2)])
     assert report.difference_curve(records, "4bit") == ([5], [pytest.approx(5.0)])
+
+
+def test_stretches_are_held_out_and_nothing_is_lost(data):
+    tokens = torch.arange(10 * STRETCH + 5, dtype=torch.int32)
+    split = in_stretches(dataclasses.replace(data, train=tokens[:-7], heldout=tokens[-7:]), 0.25)
+    assert torch.equal(torch.cat([split.train, split.heldout]).sort().values, tokens)
+    assert split.heldout.tolist() == [
+        *range(3 * STRETCH, 4 * STRETCH),
+        *range(7 * STRETCH, 8 * STRETCH),
+    ]
