@@ -11,7 +11,7 @@ The presets at the end (`Int4WeightOnly(group_size=128)`, …) are functions tha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -265,10 +265,16 @@ class Scheme:
                 f"an activation takes PerToken() or PerTensor(), got {self.activation.granularity!r}"
             )
 
-    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
-        """Why a weight of this shape, whose rows are looked up if `looked_up`, is left alone; None if it is not."""
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        """Why a weight of this shape is left alone; None if it is not. `uses`: what the modules are that hold it, of
+        `lowbit.tensor.apply.USES`."""
         gran = self.weight.granularity
-        if looked_up and isinstance(gran, PerBlock) and gran.shape[:-1] and gran.shape[0] > 1:
+        if (
+            "embedding" in uses
+            and isinstance(gran, PerBlock)
+            and gran.shape[:-1]
+            and gran.shape[0] > 1
+        ):
             return f"its rows would share scales in blocks of {gran.shape[0]}, and are looked up singly"
         return None
 

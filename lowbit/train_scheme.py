@@ -12,7 +12,7 @@ The classes that carry a scheme out are in `lowbit.tensor`; `lowbit.train` says 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -20,13 +20,17 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PRODUCTS = ("output", "grad_input", "grad_weight")
+LOOKED_UP = "an embedding looks rows up and multiplies nothing"
+IN_ATTENTION = "nn.MultiheadAttention has its own product"
 
 
 class TrainingScheme:
     """What every training scheme tells the walk over a model (`lowbit.tensor.apply`). Subclasses are dataclasses."""
 
-    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
-        """Why a weight of this shape, of an embedding if `looked_up`, is left alone; None if it is not."""
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        """Why a weight of this shape is left alone; None if it is not. `uses`: what the modules are that hold it, of
+        `lowbit.tensor.apply.USES`."""
         return None
 
     def check(self, weight: Tensor) -> None:
@@ -35,6 +39,15 @@ class TrainingScheme:
             raise ValueError(
                 f"its dtype is {weight.dtype}; {type(self).__name__} takes {', '.join(map(str, FLOATS))}: convert "
                 "the model, or leave this weight out with filter_fn"
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError for inputs and a weight that were cast, after preparing, to what products don't take."""
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"a layer in {dtype} has no products of {type(self).__name__}, which takes "
+                f"{', '.join(map(str, FLOATS))}: cast the model to one of them, or make it plain again by "
+                "lowbit.train.restore_(model)"
             )
 
     def describe(self, shape: Sequence[int]) -> str:
@@ -77,8 +90,8 @@ class Least:
 
 
 @dataclass(frozen=True)
-class MixedPrecision(TrainingScheme):
-    """The fields and rules that `Int8MixedPrecision` and `Float8MixedPrecision` share.
+class LowbitProducts(TrainingScheme):
+    """The fields and rules of schemes that choose which products run in low bits.
 
     Args:
         output, grad_input, grad_weight: which of the products run in low bits; the others run in high precision.
@@ -101,28 +114,18 @@ class MixedPrecision(TrainingScheme):
     capability: ClassVar[tuple[int, int]]
     """CUDA compute capability from which on GPUs have units for it."""
     least: ClassVar[Least]
-    needs_products: ClassVar[bool] = True
-    """Whether it would change nothing without any product in low bits."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{each.name} must be True or False, got {value!r}")
-        if self.needs_products and not self.has_products:
-            raise ValueError(
-                f"{type(self).__name__} with output, grad_input and grad_weight all False changes nothing; turn one "
-                "on, or leave the model as it is"
-            )
+        _check_bools(self)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
 
     @property
-    def has_products(self) -> bool:
-        """Whether any product is asked for in low bits."""
-        return self.output or self.grad_input or self.grad_weight
+    def products(self) -> list[str]:
+        """Those of `PRODUCTS` that are asked for in low bits."""
+        return [name for name in PRODUCTS if getattr(self, name)]
 
     @property
     def forward_format(self) -> str:
@@ -139,15 +142,9 @@ class MixedPrecision(TrainingScheme):
         """A scale a tensor, and not one a row or column."""
         return False
 
-    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
-        if looked_up:
-            return "an embedding looks rows up and multiplies nothing"
-        return None if self.always else self._too_small(*shape[-2:])
-
     def describe(self, shape: Sequence[int]) -> str:
-        low = [name for name in ("output", "grad_input", "grad_weight") if getattr(self, name)]
         scale = "one scale a tensor" if self.one_scale else "a scale a row"
-        note = f"{self.forward_format}, {scale}: {', '.join(low)}"
+        note = f"{self.forward_format}, {scale}: {', '.join(self.products)}"
         if self.backward_format != self.forward_format:
             note += f"; gradients {self.backward_format}"
         if self.stochastic_rounding:
@@ -195,8 +192,8 @@ class MixedPrecision(TrainingScheme):
 
 
 @dataclass(frozen=True)
-class Int8MixedPrecision(MixedPrecision):
-    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127); see `MixedPrecision`."""
+class Int8Products(LowbitProducts):
+    """Both operands in int8, with a scale a row of each."""
 
     capability = (8, 0)
     least = Least(weight=512, rows=1024)
@@ -208,6 +205,29 @@ class Int8MixedPrecision(MixedPrecision):
     @property
     def backward_format(self) -> str:
         return "int8"
+
+
+@dataclass(frozen=True)
+class MixedPrecision(LowbitProducts):
+    """Of weights that stay in high precision; see `LowbitProducts` for its arguments."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.products:
+            raise ValueError(
+                f"{type(self).__name__} with output, grad_input and grad_weight all False changes nothing; turn one "
+                "on, or leave the model as it is"
+            )
+
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        if set(uses) <= {"embedding", "attention"}:
+            return IN_ATTENTION if "attention" in uses else LOOKED_UP
+        return None if self.always else self._too_small(*shape[-2:])
+
+
+@dataclass(frozen=True)
+class Int8MixedPrecision(Int8Products, MixedPrecision):
+    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127); see `MixedPrecision`."""
 
 
 @dataclass(frozen=True)
@@ -244,38 +264,46 @@ class Float8MixedPrecision(MixedPrecision):
 
 
 @dataclass(frozen=True)
-class Int8Weight(Int8MixedPrecision):
+class Int8Weight(Int8Products):
     """The weight itself is int8, with a scale a row and no high-precision copy; see `lowbit.tensor.int8_weight`.
 
     Args:
         output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
             dequantized for them, which is exact.
         stochastic_rounding, always: of those products, as for `Int8MixedPrecision`.
-        seed: of all draws, those of the weight's updates included.
+        seed: of all draws, those of the weight's updates included, which are always stochastic.
+
+    Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """
 
     output: bool = False
     grad_input: bool = False
     grad_weight: bool = False
 
-    needs_products = False
-
-    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
-        return None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("stochastic_rounding", "always"):
+            if getattr(self, name) and not self.products:
+                raise ValueError(
+                    f"Int8Weight({name}=True) without products in int8, of which {name} is, changes nothing; turn on "
+                    "output, grad_input or grad_weight, or leave it out (updates of the weight always round "
+                    "stochastically)"
+                )
 
     def check(self, weight: Tensor) -> None:
-        if self.has_products:
+        if self.products:
             super().check(weight)
         else:
             TrainingScheme.check(self, weight)
 
     def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
-        if not self.has_products:
+        if not self.products:
             return "none was asked for"
         return super().plain_because(device, m, n, k)
 
     def describe(self, shape: Sequence[int]) -> str:
-        return "int8, a scale a row, no high-precision copy"
+        note = "int8, a scale a row, no high-precision copy"
+        return f"{note}; products {super().describe(shape)}" if self.products else note
 
 
 @dataclass(frozen=True)
@@ -291,16 +319,25 @@ class BitNet(TrainingScheme):
     grad_weight: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{each.name} must be True or False, got {value!r}")
+        _check_bools(self)
 
-    def obstacle(self, shape: Sequence[int], *, looked_up: bool) -> str | None:
-        return "an embedding looks rows up and multiplies nothing" if looked_up else None
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        if "attention" in uses:
+            return IN_ATTENTION
+        if "embedding" not in uses:
+            return None
+        tied = len(set(uses)) > 1
+        return "tied to an embedding, which looks up exact rows" if tied else LOOKED_UP
 
     def describe(self, shape: Sequence[int]) -> str:
         return "ternary, a scale a tensor; activation int8, a scale a token"
+
+
+def _check_bools(scheme: Any) -> None:
+    for each in fields(scheme):
+        value = getattr(scheme, each.name)
+        if each.type == "bool" and not isinstance(value, bool):
+            raise TypeError(f"{each.name} must be True or False, got {value!r}")
 
 
 def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:

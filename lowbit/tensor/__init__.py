@@ -7,7 +7,7 @@ from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import affine_ops as affine_ops
 from lowbit.tensor import base_ops as base_ops
 from lowbit.tensor import int8_weight_ops as int8_weight_ops
-from lowbit.tensor import mixed_matmul as mixed_matmul
+from lowbit.tensor import train_products as train_products
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor

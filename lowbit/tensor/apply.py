@@ -8,7 +8,7 @@ once and stays shared.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,6 +26,10 @@ AnyScheme = Scheme | TrainingScheme
 Schemes = Scheme | Mapping[str, Scheme | None]
 TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
 AnySchemes = Schemes | TrainingSchemes
+Owners = Sequence[tuple[nn.Module, str, str]]
+"""The modules that hold a parameter, each with the attribute and the parameter's name there."""
+USES = ("linear", "embedding", "attention", "other")
+"""What a module that holds a weight may be to a scheme: `attention` is the `out_proj` of nn.MultiheadAttention."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +151,28 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, param
 
 
-def _refusal(module: nn.Module, weight: Tensor) -> str | None:
-    """Why a weight of a selected module is left alone, or None."""
+def _refusal(owners: Owners, weight: Tensor) -> str | None:
+    """Why a selected weight is left alone, whatever the scheme, or None."""
     if isinstance(weight, LowbitTensor):
         return weight.already or f"already a {type(weight).__name__}"
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
-        return "its max_norm rewrites rows at every lookup"
-    if type(module).__module__.startswith("torch.nn") and not isinstance(
-        module, nn.Linear | nn.Embedding
-    ):
-        return f"no low-bit product for {type(module).__name__}"
+    for module, _, _ in owners:
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return "its max_norm rewrites rows at every lookup"
+        if type(module).__module__.startswith("torch.nn") and not isinstance(
+            module, nn.Linear | nn.Embedding
+        ):
+            return f"no low-bit product for {type(module).__name__}"
     if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
         return f"no low-bit product takes {weight.ndim} dimensions"
     return None
+
+
+def _use(module: nn.Module, attentions: set[int]) -> str:
+    """Which of `USES`. `attentions`: ids of the modules that only nn.MultiheadAttention's own product reads."""
+    if id(module) in attentions:
+        return "attention"
+    kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
+    return next((name for kind, name in kinds.items() if isinstance(module, kind)), "other")
 
 
 def find_targets(
@@ -168,16 +181,19 @@ def find_targets(
     """The weights to convert, all of them checked, and a report of the ones left alone. `kind`: of schemes.
 
     Raises:
-        TypeError: not a scheme. ValueError: a pattern that matches nothing; nothing to convert; an integer, complex,
-        NaN or infinite weight; tied weights with different schemes; a model already sharded.
+        TypeError: not a scheme. ValueError: a pattern that matches nothing; nothing to convert, unless a training
+        scheme left something alone by a rule of its own; an integer, complex, NaN or infinite weight; tied weights with
+        different schemes; a model already sharded.
     """
     _check_schemes(schemes, kind)
     filter_fn = filter_fn or is_linear
     owners = find_owners(model)
+    attentions = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     report = Report()
     used: set[str] = set()
     targets: dict[int, Target] = {}
     chosen: dict[int, tuple[str, AnyScheme | None]] = {}
+    left_by_rule = False
     for prefix, module in model.named_modules():
         selected = filter_fn(module, prefix)
         if not selected and not isinstance(module, nn.Linear | nn.Embedding):
@@ -190,7 +206,7 @@ def find_targets(
             )
         for name, param in weights:
             fqn = f"{prefix}.{name}" if prefix else name
-            note = _refusal(module, param) if selected else "not selected by the filter"
+            note = _refusal(owners[id(param)], param) if selected else "not selected by the filter"
             scheme = None if isinstance(schemes, Mapping) else schemes
             if note is None and isinstance(schemes, Mapping):
                 pattern = _pattern_for(schemes, (prefix, fqn))
@@ -200,13 +216,21 @@ def find_targets(
                     _check_ties(chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
             shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
             if note is None and scheme is not None and shape:
-                note = scheme.obstacle(shape, looked_up=isinstance(module, nn.Embedding))
+                uses = {_use(owner, attentions) for owner, _, _ in owners[id(param)]}
+                note = scheme.obstacle(shape, uses)
+                left_by_rule |= note is not None and kind is TrainingScheme
             if note is not None or scheme is None:
                 note = note or "no scheme for this name"
                 report.entries.append(Entry(fqn, shape, False, note))
             elif id(param) not in targets:
                 targets[id(param)] = Target(param, scheme, tuple(owners[id(param)]))
-    _check_targets(model, schemes, targets, used, report)
+    _check_targets(schemes, targets, used, report)
+    if not targets and not left_by_rule:
+        reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
+        raise ValueError(
+            f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
+            "choose modules with filter_fn(module, name)"
+        )
     shared = {fqn for t in targets.values() for _, _, fqn in t.owners}
     report.entries = [e for e in report.entries if e.fqn not in shared]
     return list(targets.values()), report
@@ -221,7 +245,6 @@ def _check_ties(first: tuple[str, AnyScheme | None], other: tuple[str, AnyScheme
 
 
 def _check_targets(
-    model: nn.Module,
     schemes: AnySchemes,
     targets: Mapping[int, Target],
     used: set[str],
@@ -248,12 +271,6 @@ def _check_targets(
             f"the patterns {unused} chose no weight (a pattern before them may match first); names end like "
             f"{[e.fqn for e in report.entries][:3] or [t.owners[0][2] for t in targets.values()][:3]}"
         )
-    if not targets:
-        reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
-        raise ValueError(
-            f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
-            "choose modules with filter_fn(module, name)"
-        )
 
 
 def replace_weights(
@@ -264,7 +281,7 @@ def replace_weights(
     note: str | None = None,
 ) -> Report:
     """Replace each target by `make(target)` in every module that holds it, and complete the report, with `note`
-    or what the scheme has to say.
+    or what the scheme has to say. What stays trainable keeps the gradient that it has accumulated.
 
     Empties `targets` on the way, so that each old weight's memory is free before the next one's turn.
     """
@@ -272,6 +289,8 @@ def replace_weights(
         target = targets.pop(0)
         keeps_grad = trainable and target.weight.requires_grad
         new = nn.Parameter(make(target), requires_grad=keeps_grad)
+        if trainable:
+            new.grad = target.weight.grad
         for module, name, _ in target.owners:
             module.register_parameter(name, new)
         first, *others = (fqn for _, _, fqn in target.owners)

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 from lowbit.packing import packed_size
 from lowbit.tensor import seen
 from lowbit.tensor.affine_tensor import check_weight
-from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.linear import autocast_inputs, check_linear
 from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
     magnitude,
@@ -103,6 +103,17 @@ class BitNetTensor(TrainableTensor):
         codes, scale = self.ternary()
         return (codes * scale).to(self.dtype)
 
+    def values(self) -> Tensor:
+        return self.dequantize()
+
+    def turned(self) -> BitNetTensor:
+        """With the last two dimensions swapped."""
+        n, k = self.matrix
+        weight = self.weight.mT
+        return BitNetTensor.from_inner(
+            {"weight": weight}, {**self.meta(), "matrix": (k, n)}, weight.shape, self.dtype
+        )
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:  # which here counts no version of the weight inside
@@ -173,6 +184,12 @@ class GatheredBitNet(GatheredForm, BitNetTensor):
     def own_scale(self) -> Tensor:
         return self.scale
 
+    def turned(self) -> BitNetTensor:
+        codes = pack_ternary(unpack_ternary(self.codes, self.shape[-1]).mT)
+        n, k = self.matrix
+        meta, shape = {**self.meta(), "matrix": (k, n)}, (*self.shape[:-2], *self.shape[:-3:-1])
+        return self.from_inner({"codes": codes, "scale": self.scale}, meta, shape, self.dtype)
+
     def fsdp_pre_all_gather(self, *args: Any) -> Any:
         return LowbitTensor.fsdp_pre_all_gather(self, *args)
 
@@ -224,31 +241,55 @@ class _Linear(torch.autograd.Function):
                     f"second derivatives through int8 gradients ({scheme}; accepted: BitNet()); or"
                 )
             codes, scales, codes_t, scales_t = quantize_rowcol(
-                grad, "int8", rows=rows, columns=columns
+                _narrowed(grad), "int8", rows=rows, columns=columns
             )
         if for_x:
             ternary, scale = weight.ternary(scale)
             seen.record(note, "grad_input", "int8" if rows else grad.dtype)
             if rows:
                 turned = F.pad(ternary.t(), (0, -ternary.shape[0] % 16)).contiguous()
-                grad_x = scaled_mm(
-                    "int8", codes, turned, scales, scale.view(1), out_dtype=ctx.dtype
-                )
+                grad_x = _product(codes, turned, scales, scale.view(1), ctx.dtype)
             else:
                 grad_x = grad @ (ternary * scale).to(grad.dtype)
         if for_weight:
             seen.record(note, "grad_weight", "int8" if columns else grad.dtype)
             x = (tokens[0][:, : weight.shape[1]] * tokens[1][:, None]).to(grad.dtype)
             if columns:
-                _, _, x_t, x_scales = quantize_rowcol(x, "int8", rows=False)
-                grad_weight = scaled_mm(
-                    "int8", codes_t, x_t, scales_t, x_scales, out_dtype=weight.dtype
-                )
+                _, _, x_t, x_scales = quantize_rowcol(_narrowed(x), "int8", rows=False)
+                grad_weight = _product(codes_t, x_t, scales_t, x_scales, weight.dtype)
             else:
                 grad_weight = (grad.t() @ x).to(weight.dtype)
         if for_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """As quantizing takes it."""
+    return x.float() if x.dtype is torch.float64 else x
+
+
+def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.float32 if dtype is torch.float64 else dtype
+    return scaled_mm("int8", a, b, a_scale, b_scale, out_dtype=out).to(dtype)
+
+
+class _Tokens(torch.autograd.Function):
+    """x [M, K] as int8 products see it, its gradient passed straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        codes, scale = quantize_tokens(x)
+        return (codes[:, : x.shape[1]] * scale[:, None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """x [..., K] rounded as the input of a product is, for one that runs in high precision."""
+    return _Tokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class _Zeros(torch.autograd.Function):
@@ -271,15 +312,8 @@ def bitnet_linear(
 
     Raises ValueError for sizes that do not fit, NotImplementedError for a part without scale.
     """
-    if weight.ndim != 2:
-        raise ValueError(
-            f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
-        )
+    check_linear(x, weight)
     n, k = weight.shape
-    if x.shape[-1] != k:
-        raise ValueError(
-            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
-        )
     x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
@@ -296,6 +330,21 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
             f"linear of {input!r} with {weight!r}: only the weight may be a BitNetTensor"
         )
     return bitnet_linear(input, weight, bias)
+
+
+@BitNetTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
+def _transpose(func: Any, args: Any, kwargs: Any) -> BitNetTensor:
+    self = args[0]
+    check_not_flat(self, "transposition")
+    same = list(range(self.ndim))
+    dims = list(func(torch.empty(same, device="meta"), *args[1:], **kwargs).shape)
+    if dims == same:
+        return self._with()
+    if dims != [*same[:-2], *same[:-3:-1]]:
+        raise self._unsupported(
+            f"dimensions in the order {dims} (accepted: the last two swapped, as a scale is of a matrix); or"
+        )
+    return self.turned()
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from lowbit.affine import within_range
 from lowbit.scheme import Float8, Scheme, crop
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import autocast_inputs
-from lowbit.tensor.trainable import GatheredForm, Master, TrainableTensor
+from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
 
 
 class FakeQuantizedTensor(TrainableTensor):
@@ -31,7 +31,7 @@ class FakeQuantizedTensor(TrainableTensor):
 
     def fake_quantized(self) -> Tensor:
         """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
-        return self.scheme.weight.fake_quantize(Master.apply(self), self.weight.dtype)
+        return self.scheme.weight.fake_quantize(Values.apply(self), self.weight.dtype)
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -53,7 +53,7 @@ class FakeQuantizedTensor(TrainableTensor):
         spec = self.scheme.weight
         if spec.shares_rows:
             return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
-        rows = F.embedding(indices, Master.apply(self), *args, **kwargs)
+        rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
         return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
 
     def _wire(self) -> LowbitTensor:

@@ -176,6 +176,7 @@ class Int8WeightTensor(AffineTensor):
         return codes, scale
 
     def values(self) -> Tensor:
+        """What high-precision products multiply by: plain, without gradient."""
         return self.dequantize()
 
     # ---- what the base asks for ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lowbit.tensor import seen
 from lowbit.tensor.base import LowbitTensor, aten
 from lowbit.tensor.base_ops import copy_
 from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.linear import autocast_inputs, check_linear
 from lowbit.tensor.mixed_precision import mixed_linear
 
 _ops = Int8WeightTensor.implements
@@ -46,18 +46,6 @@ class _WeightOnly(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-class _Values(torch.autograd.Function):
-    """The weight as a plain tensor, whose gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Int8WeightTensor) -> Tensor:
-        return weight.dequantize()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 class _Rows(torch.autograd.Function):
     """The rows of a table [V, D] at `indices`: only those are dequantized."""
 
@@ -80,19 +68,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         raise NotImplementedError(
             f"linear of {input!r} with {weight!r}: only the weight may be an Int8WeightTensor"
         )
-    if weight.ndim != 2:
-        raise ValueError(
-            f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
-        )
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear of input {tuple(input.shape)} with weight {tuple(weight.shape)}: K differs"
-        )
+    check_linear(input, weight)
     x, bias = autocast_inputs(input, weight, bias)
     n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = weight.scheme.plain_because(x.device, m, n, k)
-    if not weight.transposed and why is None:
+    if weight.transposed and why is None:
+        why = "its scales belong to columns"
+    if why is None:
         return mixed_linear(x, weight, bias)  # type: ignore[arg-type]  # it has what that reads
     seen.note(m, n, k, f"int8 weight, dequantized: {why}")
     return _WeightOnly.apply(x.reshape(m, k), weight, bias).view(*x.shape[:-1], n)
@@ -115,20 +98,7 @@ def _embedding(
     return _Rows.apply(weight, input, padding, scale_grad_by_freq)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    """nn.MultiheadAttention multiplies by its out_proj.weight where no override of F.linear reaches."""
-
-    def plain(x: Any) -> Any:
-        return _Values.apply(x) if isinstance(x, Int8WeightTensor) else x
-
-    return F.multi_head_attention_forward(*map(plain, args), **tree_map(plain, kwargs))
-
-
-Int8WeightTensor.products = {
-    F.linear: _linear,
-    F.embedding: _embedding,
-    F.multi_head_attention_forward: _attention,
-}
+Int8WeightTensor.products.update({F.linear: _linear, F.embedding: _embedding})
 
 
 @_ops(aten.mm.default, aten.addmm.default, aten.linear.default)
@@ -192,14 +162,8 @@ def _initialise(func: Any, args: Any, kwargs: Any) -> Tensor:
 )
 def _update(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In float32, then rounded stochastically; a multiplication by a positive number is one of the scales."""
-    factor = args[1]
-    if (
-        func.__name__.startswith("mul_")
-        and isinstance(args[0], Int8WeightTensor)
-        and isinstance(factor, int | float)
-        and 0 < factor < math.inf
-    ):
-        args[0].scale_(factor)
+    if func.__name__.startswith("mul_") and _only_scales(args[0], args[1]):
+        args[0].scale_(args[1])
         return args[0]
     _run(func, args, kwargs)
     return args[0]
@@ -239,8 +203,7 @@ def on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = own_args[0][0]
         factor = own_args[1] if len(own_args) > 1 else None
         factor = factor[0] if isinstance(factor, list) else factor
-        is_number = isinstance(factor, int | float) and 0 < factor < math.inf
-        if func.__name__.startswith("_foreach_mul_") and is_number and is_weight(own):
+        if func.__name__.startswith("_foreach_mul_") and _only_scales(own, factor):
             own.scale_(factor)
         else:
             results.append(_run(func, own_args, own_kwargs))
@@ -249,6 +212,11 @@ def on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def is_weight(x: Any) -> bool:
     return isinstance(x, Int8WeightTensor)
+
+
+def _only_scales(target: Any, factor: Any) -> bool:
+    """Whether a multiplication of `target` by `factor` is one of its scales, and exact."""
+    return is_weight(target) and isinstance(factor, int | float) and 0 < factor < math.inf
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -95,16 +95,25 @@ def quantized_linear(input: Tensor, weight: LowbitTensor, bias: Tensor | None = 
             f"{weight!r} is quantized and cannot be trained: call .requires_grad_(False) on it, or train with "
             "lowbit.qat.prepare_ and convert afterwards"
         )
+    check_linear(input, weight)
+    x, bias = autocast_inputs(input, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def check_linear(x: Tensor, weight: LowbitTensor) -> None:
+    """Raise ValueError where x [..., K] and a weight [N, K] do not fit, NotImplementedError inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
-    if input.shape[-1] != weight.shape[1]:
+    if x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear of input {tuple(input.shape)} with weight {tuple(weight.shape)}: K differs"
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
-    x, bias = autocast_inputs(input, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise weight._unsupported(
+            "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad); or"
+        )
 
 
 def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.linear import autocast_inputs, check_linear
 from lowbit.tensor.seen import Note
 from lowbit.tensor.shared_input import quantized_input
-from lowbit.tensor.trainable import GatheredForm, Master, TrainableTensor
+from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
 from lowbit.train_scheme import MixedPrecision, TrainingScheme
 
 MOST_TERMS = 2**17
@@ -65,14 +64,6 @@ class MixedPrecisionTensor(TrainableTensor):
     def _exact(self) -> Tensor:
         """The values in the dtype in which there are most of them."""
         return self.weight.detach()
-
-    def values(self) -> Tensor:
-        """What high-precision products multiply by: plain, without gradient."""
-        return self.weight.detach()
-
-    def plain(self) -> Tensor:
-        """The same, differentiable."""
-        return Master.apply(self)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Some rows of `values()`."""
@@ -125,9 +116,6 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     def values(self) -> Tensor:
         return self.dequantize()
 
-    def plain(self) -> Tensor:
-        return _Dequantized.apply(self)
-
     def rows(self, indices: Tensor) -> Tensor:
         codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
         return (codes.float() * self.scale[indices]).to(self.dtype)
@@ -138,16 +126,6 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
             "codes": ((*shape[:-1], padded), self.codes.dtype),
             "scale": ((*shape[:-1], 1), torch.float32),
         }
-
-
-class _Dequantized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: GatheredMixedPrecision) -> Tensor:
-        return weight.dequantize()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 class _Linear(torch.autograd.Function):
@@ -176,7 +154,7 @@ class _Linear(torch.autograd.Function):
             return _product(
                 note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
             )
-        _record(note, "output", x.dtype)
+        seen.record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
@@ -198,13 +176,13 @@ class _Linear(torch.autograd.Function):
             other = weight.column_codes()
             grad_x = _product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
-            _record(note, "grad_input", grad.dtype)
+            seen.record(note, "grad_input", grad.dtype)
             grad_x = grad @ weight.values().to(grad.dtype)
         if columns:
             own = (codes_t, scale_t)
             grad_weight = _product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
         elif for_weight:
-            _record(note, "grad_weight", grad.dtype)
+            seen.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
         if for_bias:
             grad_bias = grad.sum(0)
@@ -227,7 +205,7 @@ def _product(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    _record(note, name, fmt)
+    seen.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
     parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
@@ -239,17 +217,13 @@ def _product(
     return (y if bias is None else y + bias).to(dtype)
 
 
-def _record(note: Note | None, name: str, ran: str | torch.dtype) -> None:
-    if note is not None:
-        note.ran[name] = str(ran).removeprefix("torch.")
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, MixedPrecisionTensor) or isinstance(input, LowbitTensor):
         raise NotImplementedError(
             f"linear of a {type(input).__name__} with a {type(weight).__name__}: only the weight may be a "
             "MixedPrecisionTensor; call .dequantize() on the other for a plain tensor"
         )
+    check_linear(input, weight)
     x, bias = autocast_inputs(input, weight, bias)
     return mixed_linear(x, weight, bias)
 
@@ -257,19 +231,16 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
 
-    In high precision where `MixedPrecision.plain_because` has a reason.
+    In high precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
     """
     scheme = weight.scheme
     n, k = weight.shape
-    if x.shape[-1] != k:
-        raise ValueError(
-            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
-        )
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = scheme.plain_because(x.device, m, n, k)
     note = seen.note(m, n, k, why)
     if why is not None:
-        return F.linear(x, weight.plain().to(x.dtype), bias)
+        return F.linear(x, Values.apply(weight).to(x.dtype), bias)
+    scheme.check_dtype(x.dtype)
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
     quantized = quantized_input(
@@ -284,23 +255,7 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
     return y if x.ndim == 2 else aten._unsafe_view.default(y, [*x.shape[:-1], n])
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    """nn.MultiheadAttention multiplies by its out_proj.weight inside, in high precision; with a note of it."""
-
-    def as_plain(x: Any) -> Any:
-        if not isinstance(x, MixedPrecisionTensor):
-            return x
-        n, k = x.shape
-        seen.note(args[0].shape[:-1].numel(), n, k, "nn.MultiheadAttention has its own product")
-        return x.plain().to(x.dtype)
-
-    return F.multi_head_attention_forward(*map(as_plain, args), **tree_map(as_plain, kwargs))
-
-
-MixedPrecisionTensor.products = {
-    F.linear: _linear,
-    F.multi_head_attention_forward: _attention,
-}
+MixedPrecisionTensor.products = {F.linear: _linear}
 
 
 @MixedPrecisionTensor.implements(aten.embedding.default)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-PRODUCTS = ("output", "grad_input", "grad_weight")
-
 
 @dataclass
 class Note:

@@ -18,12 +18,12 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.base_ops import cat
 
 
-class Master(torch.autograd.Function):
-    """The inner weight as a plain tensor, its gradient passed to the TrainableTensor."""
+class Values(torch.autograd.Function):
+    """`weight.values()`, a plain tensor, whose gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: TrainableTensor) -> Tensor:
-        return weight.weight.detach()
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        return weight.values()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -62,6 +62,10 @@ class TrainableTensor(LowbitTensor):
 
     def updated_in_place(self) -> Tensor | None:
         return self.weight
+
+    def values(self) -> Tensor:
+        """What high-precision products multiply by: plain, without gradient."""
+        return self.weight.detach()
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return {"weight": (tuple(shape), self.weight.dtype)}

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowbit.scheme import Int8WeightOnly
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
-from lowbit.tensor.apply import Report, Target
+from lowbit.tensor.apply import Entry, Report, Target, find_owners
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
+from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.ternary import TernaryTensor
 from lowbit.train.prepare import prepared_targets, replace_prepared
+
+_MIXED = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
 
 
 def convert_(model: nn.Module) -> Report:
     """Make the weights that `prepare_` gave `BitNet()` or `Int8Weight()` frozen ones for inference, in place.
 
     BitNet weights become `TernaryTensor`, 2 bits an element, and compute what they did in training, to the bit. int8
-    weights become `AffineTensor` of `Int8WeightOnly()`: their values are the same.
+    weights become `AffineTensor` of `Int8WeightOnly()`: their values are the same. Those of mixed precision are left,
+    and reported.
 
     Raises:
         ValueError: there are none, the model is sharded, or a weight has NaN or infinite values. It is then as it was.
@@ -26,7 +31,23 @@ def convert_(model: nn.Module) -> Report:
     for target in targets:
         assert isinstance(target.weight, BitNetTensor | Int8WeightTensor)
         check_weight(target.weight.master(), target.owners[0][2])
-    return replace_prepared(targets, _frozen, "for inference", trainable=False)
+    return replace_prepared(
+        targets, _frozen, "for inference", trainable=False, report=_mixed(model)
+    )
+
+
+def _mixed(model: nn.Module) -> Report:
+    """The weights of mixed precision, which have nothing to be converted to."""
+    report = Report()
+    for owners in find_owners(model).values():
+        module, name, _ = owners[0]
+        weight = getattr(module, name)
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if isinstance(local, MixedPrecisionTensor):
+            report.entries += [
+                Entry(fqn, tuple(weight.shape), False, _MIXED) for _, _, fqn in owners
+            ]
+    return report
 
 
 def _frozen(target: Target) -> Tensor:

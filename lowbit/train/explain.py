@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.seen import PRODUCTS, Note, Watch, watched
+from lowbit.tensor.seen import Note, Watch, watched
+from lowbit.train_scheme import PRODUCTS
 
 
 @dataclass
@@ -78,7 +79,9 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """Run `model(*args, **kwargs)` and a backward pass from the sum of its outputs, and tell what ran in what.
 
     It runs eagerly, also where the model is compiled: what is decided is the same. Gradients, buffers and random
-    states are as before afterwards. Under FSDP2 all ranks must call it.
+    states are as before afterwards. Hooks on gradients of parameters (`register_hook`,
+    `register_post_accumulate_grad_hook`), in which an optimizer may wait, do not run; hooks of modules do. Under FSDP2
+    all ranks must call it.
     """
     from lowbit_kernels.scaled_mm import calls  # imports Triton, which `import lowbit` must not
 
@@ -143,16 +146,27 @@ def _named(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 @contextmanager
 def _nothing_changed(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random states as before."""
+    """Gradients, buffers and random states as before, and no hook on a gradient run."""
+    hooks = [
+        h
+        for p in model.parameters()
+        for h in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        if h
+    ]
+    waiting = [dict(h) for h in hooks]  # emptied in place, since autograd holds the dict itself
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     for p, _ in grads:
         p.grad = None
+    for h in hooks:
+        h.clear()
     try:
         with torch.random.fork_rng(devices=sorted(devices, key=str)):
             yield
     finally:
+        for h, its_own in zip(hooks, waiting, strict=True):
+            h.update(its_own)
         for p, grad in grads:
             p.grad = grad
         with torch.no_grad():

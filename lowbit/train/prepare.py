@@ -49,12 +49,13 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     """Make the weights of `model` train by `scheme`, in place, and report which do and which were left alone.
 
     Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
-    of mixed precision share the old ones' memory): make the optimizer afterwards, and shard afterwards too. Each
-    `nn.Linear` becomes a `lowbit.train.linear.Linear`. The state dict stays that of the plain model, as far as
-    weights are kept in high precision.
+    of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and shard
+    afterwards too. Each `nn.Linear` becomes a `lowbit.train.linear.Linear`. The state dict stays that of the plain
+    model, as far as weights are kept in high precision.
 
     Low-bit products run on GPUs that have units for them (int8: compute capability 8.0, float8: 8.9), where they gain
-    by what was measured: too small weights are left alone, and products with too few rows run in high precision. On a
+    by what was measured: too small weights are left alone, and products with too few rows run in high precision. What a
+    scheme leaves alone by a rule of its own is reported, even if it is all of the model. On a
     CPU all run in high precision, unless the scheme has `always=True`. `explain` tells which products ran in what.
 
     Raises also ValueError for weights on a GPU that has no such units.
@@ -109,11 +110,15 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
 
 
 def replace_prepared(
-    targets: list[Target], make: Callable[[Target], Tensor], note: str, trainable: bool
+    targets: list[Target],
+    make: Callable[[Target], Tensor],
+    note: str,
+    trainable: bool,
+    report: Report | None = None,
 ) -> Report:
-    """Replace prepared weights, and undo what `prepare_` did to their modules."""
+    """Replace prepared weights, undo what `prepare_` did to their modules, and complete the report."""
     modules: set[nn.Module] = {module for target in targets for module, _, _ in target.owners}
-    report = replace_weights(targets, Report(), make, trainable=trainable, note=note)
+    report = replace_weights(targets, report or Report(), make, trainable=trainable, note=note)
     for module in modules:
         plain_state.unregister(module)
         if type(module) is Linear:

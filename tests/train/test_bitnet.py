@@ -274,15 +274,18 @@ def test_codes_are_packed_and_unpacked(n, k):
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_embeddings_are_left_and_tied_ones_refused():
+def test_embeddings_and_what_is_tied_to_them_are_left():
     model = Model()
     report = train.prepare_(model, BitNet(), lambda m, n: isinstance(m, nn.Linear | nn.Embedding))
     assert "multiplies nothing" in report.left["table.weight"]
     tied = nn.ModuleDict({"table": nn.Embedding(50, 64), "head": nn.Linear(64, 50, bias=False)})
     tied["head"].weight = tied["table"].weight
-    train.prepare_(tied, BitNet())
+    report = train.prepare_(tied, BitNet())
+    assert report.left["head.weight"] == "tied to an embedding, which looks up exact rows"
+    tied["head"](tied["table"](tokens())).sum().backward()
+    weight = BitNetTensor(values(50, 64), BitNet())
     with pytest.raises(NotImplementedError, match=r"embedding.*tied.*lm_head"):
-        tied["table"](tokens())
+        F.embedding(tokens(), weight)
 
 
 def test_a_part_has_no_scale():

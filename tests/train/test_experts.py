@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowbit import train
+from lowbit import BitNet, BitNetTensor, Int8Weight, train
+from lowbit.tensor.bitnet import GatheredBitNet
+from lowbit.tensor.ternary import pack_ternary
 from lowbit_kernels.scaled_mm import calls
 from tests.train.problems import SCHEMES, every_scheme, outcome, snr, values
 
@@ -64,15 +66,98 @@ def test_products(scheme, name):
         assert not found["weight"][2].any(), "no token reached this expert"
 
 
-def test_compiled():
+INT8_WEIGHT = Int8Weight(True, True, True, always=True)
+WEIGHTS = {"weight": Int8Weight(), "weight-products": INT8_WEIGHT, "bitnet": BitNet()}
+
+
+@pytest.mark.parametrize("scheme", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_weights_in_low_bits(scheme, name):
+    """As those of what the weight stands for."""
+    product, shape, count = PRODUCTS[name]
+    low = prepared(Experts(product, shape), scheme)
+    exact = Experts(product, shape)
+    with torch.no_grad():
+        exact.weight.copy_(low.weight.dequantize())
+    x = values(3, 16, 64)
+    calls.clear()
+    found, expected = outcome(low, x), outcome(exact, x)
+    transposed = name.endswith("stored-transposed")  # where an int8 weight's scales are of columns
+    ran = {"weight": 0, "weight-products": 0 if transposed else 3 * count, "bitnet": count}
+    assert calls["int8_scaled_mm"] == next(ran[key] for key in WEIGHTS if WEIGHTS[key] is scheme)
+    for key, value in expected.items():
+        assert found[key].shape == value.shape
+        assert snr(found[key], value) > 30, key
+
+
+@pytest.mark.parametrize("name", ["bmm", "2d", "2d-stored-transposed"])
+def test_explained_with_all_products(name):
+    product, shape, count = PRODUCTS[name]
+    low = prepared(Experts(product, shape), INT8_WEIGHT)
+    layer = train.explain(low, values(3, 16, 64).requires_grad_()).layers[""]
+    if name.endswith("transposed"):
+        assert "scales belong to columns" in layer.why[0] and not layer.low_bit
+    else:
+        assert layer.ran == {
+            key: {"int8": count} for key in ("output", "grad_input", "grad_weight")
+        }
+
+
+@pytest.mark.parametrize("scheme", [*WEIGHTS.values(), SCHEMES["int8"]], ids=[*WEIGHTS, "int8"])
+def test_addmm(scheme):
+    low = prepared(Experts(lambda x, w: torch.addmm(x.new_ones(24), x, w.t()), (24, 64)), scheme)
+    exact = Experts(lambda x, w: 1 + x @ w.t(), (24, 64))
+    with torch.no_grad():
+        exact.weight.copy_(low.weight.dequantize())
+    x = values(16, 64)
+    found, expected = outcome(low, x), outcome(exact, x)
+    for key, value in expected.items():
+        assert snr(found[key], value) > 30, key
+    with pytest.raises(NotImplementedError, match="alpha=2"):
+        torch.addmm(x.new_ones(24), x, low.weight.t(), alpha=2)
+
+
+def test_a_ternary_weight_turned():
+    weight = BitNetTensor(values(3, 24, 64), BitNet())
+    for turned in (weight.mT, weight.transpose(1, 2), weight.permute(0, 2, 1), weight[1].t()):
+        expected = weight.dequantize() if turned.ndim == 3 else weight[1].dequantize()
+        assert torch.equal(turned.dequantize(), expected.mT)
+    scale = weight.own_scale()
+    codes = {"codes": pack_ternary(weight.ternary()[0]), "scale": scale}
+    gathered = GatheredBitNet.from_inner(codes, weight.meta(), weight.shape, weight.dtype)
+    assert torch.equal(gathered.mT.dequantize(), weight.dequantize().mT)
+    assert gathered.mT.shape == (3, 64, 24)
+    with pytest.raises(NotImplementedError, match="last two swapped"):
+        weight.transpose(0, 1)
+
+
+@pytest.mark.parametrize("scheme", [Int8Weight(), BitNet()], ids=["weight", "bitnet"])
+def test_grouped_products_of_weights_in_low_bits(scheme):
+    offsets = torch.tensor([10, 16, 48], dtype=torch.int32)
+
+    def grouped(x, w):
+        return torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
+
+    low, exact = prepared(Experts(grouped).bfloat16(), scheme), Experts(grouped).bfloat16()
+    with torch.no_grad():
+        exact.weight.copy_(low.weight.dequantize())
+    x = values(48, 64, dtype=torch.bfloat16)
+    found, expected = outcome(low, x), outcome(exact, x)
+    for key, value in expected.items():
+        assert snr(found[key], value) > 25, key
+    assert train.explain(low, x).layers[""].why == ["grouped products run in high precision"]
+
+
+@pytest.mark.parametrize("name", ["int8", "weight-products", "bitnet"])
+def test_compiled(name):
     torch._dynamo.reset()
-    low = prepared(Experts(PRODUCTS["bmm"][0]), SCHEMES["int8"])
+    low = prepared(Experts(PRODUCTS["bmm"][0]), {**SCHEMES, **WEIGHTS}[name])
     compiled = copy.deepcopy(low)
     compiled.compile(fullgraph=True, backend="aot_eager")
     x = values(3, 16, 64)
     calls.clear()
     found = outcome(compiled, x)
-    assert calls == {"int8_scaled_mm": 9}
+    assert calls == {"int8_scaled_mm": 3 if name == "bitnet" else 9}
     for key, value in outcome(low, x).items():
         assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-5), key
 

@@ -308,6 +308,30 @@ def test_offloading_is_refused():
         lowbit.optim.CPUOffloadOptimizer([weight], torch.optim.AdamW)
 
 
+@pytest.mark.parametrize("name", ["stochastic_rounding", "always"])
+def test_options_of_products_need_products(name):
+    with pytest.raises(ValueError, match=rf"{name}=True\) without products.*turn on output"):
+        Int8Weight(**{name: True})
+    assert getattr(Int8Weight(grad_input=True, **{name: True}), name)
+
+
+def test_the_report_names_the_products():
+    (entry,) = train.prepare_(linear(48, 96), Int8Weight(grad_weight=True, always=True)).entries
+    assert entry.note.endswith("no high-precision copy; products int8, a scale a row: grad_weight")
+    (entry,) = train.prepare_(linear(48, 96), Int8Weight()).entries
+    assert entry.note.endswith("no high-precision copy")
+
+
+def test_weights_of_mixed_precision_are_reported_by_convert():
+    model = Model()
+    train.prepare_(model, {"up": Int8Weight(), "down": train.Int8MixedPrecision(always=True)})
+    report = train.convert_(model)
+    assert report.converted == ["up.weight"]
+    assert "restore_" in report.left["down.weight"]
+    train.restore_(model)
+    assert type(model.down.weight) is nn.Parameter
+
+
 @pytest.mark.parametrize("options", [{"output": 1}, {"seed": -1}, {"seed": "a"}])
 def test_options_are_checked(options):
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowbit
 from lowbit import MixedPrecisionTensor, train
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 from lowbit.train.linear import Linear
 from lowbit.train_scheme import TrainingScheme, missing_units
 from tests.train.problems import SCHEMES, every_scheme, linear, outcome, prepared, values
@@ -83,8 +83,78 @@ def test_what_is_too_small_to_gain_is_left():
         report.left["1.weight"] == f"too small to gain: N·K / (N + K) of 8 x 4096 is below {least}"
     )
     assert "64 x 64" in report.left["2.weight"]
-    with pytest.raises(ValueError, match=r"nothing to convert.*too small to gain"):
-        train.prepare_(nn.Linear(64, 64), Float8MixedPrecision())
+    small = nn.Linear(64, 64)
+    report = train.prepare_(small, Float8MixedPrecision())
+    assert not report.converted and "too small to gain" in report.left["weight"]
+    assert type(small) is nn.Linear and type(small.weight) is nn.Parameter
+    with pytest.raises(ValueError, match=r"nothing to convert.*not selected"):
+        train.prepare_(small, Float8MixedPrecision(), lambda module, name: False)
+
+
+@pytest.mark.parametrize("scheme", [INT8, BitNet()], ids=["int8", "bitnet"])
+def test_attentions_own_product_is_left_alone(scheme):
+    """What is reported as converted runs in low bits."""
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    report = train.prepare_(model, scheme)
+    assert report.converted == ["linear1.weight", "linear2.weight"]
+    assert report.left == {"self_attn.out_proj.weight": "nn.MultiheadAttention has its own product"}
+    model(values(2, 5, 32)).sum().backward()
+    assert model.linear1.weight.grad.any()
+    assert not train.prepare_(nn.MultiheadAttention(32, 4), scheme).converted
+
+
+@pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
+def test_all_who_hold_a_tied_weight_are_asked(scheme):
+    model = Model()
+    model.embedding.max_norm = 1.0
+    report = train.prepare_(model, scheme)
+    assert report.converted == ["up.weight", "down.weight"]
+    assert report.left["head.weight"] == "its max_norm rewrites rows at every lookup"
+    model(tokens()).sum().backward()
+
+
+@pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
+def test_what_has_been_accumulated_is_kept(scheme):
+    model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    model(tokens()).square().mean().backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    train.prepare_(model, scheme)
+    assert isinstance(model.up.weight, lowbit.LowbitTensor)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, before[name]), name
+    model(tokens()).square().mean().backward()
+    twice = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert not torch.equal(twice["up.weight"], before["up.weight"])
+    train.restore_(model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, twice[name]), name
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [*SCHEMES.values(), Int8Weight(True, True, True, always=True)],
+    ids=[*SCHEMES, "weight"],
+)
+def test_a_model_cast_to_float64_afterwards_is_told_the_way_back(scheme):
+    model = prepared(linear(24, 64), scheme).double()
+    with pytest.raises(ValueError, match=r"layer in torch.float64.*takes torch.float32.*restore_"):
+        model(values(5, 64).double())
+    model.float()(values(5, 64)).sum().backward()
+    train.restore_(model.double())
+    assert model(values(5, 64).double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
+def test_transforms_of_torch_func_are_refused_by_name(scheme):
+    model = prepared(linear(24, 64), scheme)
+    kind = type(model.weight).__name__
+    for run in (
+        lambda: torch.func.grad(lambda x: model(x).sum())(values(5, 64)),
+        lambda: torch.vmap(model)(values(3, 5, 64)),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{kind}.*torch\.func.*autograd\.grad"):
+            run()
 
 
 def test_the_rule_by_rows():

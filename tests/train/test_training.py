@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit
-from lowbit import MixedPrecisionTensor, train
+from lowbit import LowbitTensor, MixedPrecisionTensor, train
 from lowbit.tensor import seen
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.scaled_mm import calls
@@ -324,7 +324,7 @@ def test_explain_with_checkpointing_and_without_gradients():
     assert explanation.calls == {"int8_scaled_mm": 3}
 
 
-def test_attention_of_torch_runs_in_high_precision_and_explain_says_so():
+def test_attention_of_torch_runs_in_high_precision_and_the_report_says_so():
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     low, x = prepared(layer, INT8), values(2, 16, 64)
     found, expected = outcome(low, x), outcome(layer, x)
@@ -333,7 +333,47 @@ def test_attention_of_torch_runs_in_high_precision_and_explain_says_so():
         assert name == "self_attn.in_proj_bias" or snr(found[name], value) > 20, name
     layers = train.explain(low, x).layers
     assert layers["linear1"].low_bit and layers["linear2"].low_bit
-    assert "own product" in layers["self_attn"].why[0] and not layers["self_attn"].low_bit
+    assert layers["self_attn.out_proj"].why == ["not prepared"]
+
+
+def test_explain_with_a_weight_of_attention_that_was_made_by_hand():
+    layer, x = nn.MultiheadAttention(64, 4, batch_first=True), values(2, 16, 64)
+    layer.out_proj.weight = nn.Parameter(MixedPrecisionTensor(layer.out_proj.weight, INT8))
+    found = train.explain(layer, x, x, x).layers[""]
+    assert "own product" in found.why[0] and not found.low_bit
+
+
+@pytest.mark.parametrize(
+    "scheme", [None, INT8, train.Int8Weight()], ids=["plain", "int8", "weight"]
+)
+def test_explain_runs_no_optimizer_that_waits_in_a_hook(scheme):
+    model, x = Block(), values(16, 64)
+    if scheme is not None:
+        train.prepare_(model, scheme)
+    before = [p.detach().clone() for p in model.parameters()]
+    ran = []
+
+    def step(p):
+        torch.optim.SGD([p], lr=0.1).step()
+        p.grad = None
+        ran.append(p)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    handle = model.up.weight.register_hook(lambda grad: ran.append(grad))
+    train.explain(model, x)
+    assert not ran
+    for p, own in zip(model.parameters(), before, strict=True):
+        value = (p.dequantize(), own.dequantize()) if isinstance(p, LowbitTensor) else (p, own)
+        assert torch.equal(*value)
+    with pytest.raises((ValueError, RuntimeError)):
+        train.explain(model, values(16, 65))
+    model(x).sum().backward()
+    count = len(before)
+    assert len(ran) == count + 1, "afterwards they do"
+    handle.remove()
+    model(x).sum().backward()
+    assert len(ran) == 2 * count + 1
 
 
 def test_explain_leaves_no_trace_of_a_failure():
