@@ -29,7 +29,7 @@ from lowbit.tensor import seen
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import autocast_inputs, check_linear
+from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
 from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
     magnitude,
@@ -234,12 +234,9 @@ class _Linear(torch.autograd.Function):
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         grad_x = grad_weight = grad_bias = None
+        if rows or for_weight:  # the weight's term would be missing
+            check_first_derivative(weight)
         if rows or columns:
-            # AOTAutograd, which takes no second derivative, traces this with gradients on
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                raise weight._unsupported(
-                    f"second derivatives through int8 gradients ({scheme}; accepted: BitNet()); or"
-                )
             codes, scales, codes_t, scales_t = quantize_rowcol(
                 _narrowed(grad), "int8", rows=rows, columns=columns
             )

@@ -14,7 +14,7 @@ from lowbit.tensor import seen
 from lowbit.tensor.base import LowbitTensor, aten
 from lowbit.tensor.base_ops import copy_
 from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.linear import autocast_inputs, check_linear
+from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
 from lowbit.tensor.mixed_precision import mixed_linear
 
 _ops = Int8WeightTensor.implements
@@ -40,6 +40,7 @@ class _WeightOnly(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight.dequantize().to(grad.dtype)
         if ctx.needs_input_grad[1]:
+            check_first_derivative(weight)  # the weight's term would be missing
             grad_weight = (grad.t() @ x).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)

@@ -116,6 +116,15 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
         )
 
 
+def check_first_derivative(weight: LowbitTensor) -> None:
+    """In a backward pass that has no derivative itself: raise NotImplementedError where one is asked for."""
+    # AOTAutograd, which asks for none, traces with gradients on
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise weight._unsupported(
+            "second derivatives (accepted: backward() and autograd.grad without create_graph=True); or"
+        )
+
+
 def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """What `F.linear` under autocast does to its inputs; the weight's values are cast once dequantized.
 

@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import autocast_inputs, check_linear
+from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
 from lowbit.tensor.seen import Note
 from lowbit.tensor.shared_input import quantized_input
 from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
@@ -158,10 +157,10 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight, *kept = ctx.saved_tensors
+        check_first_derivative(weight)
         scheme, note = weight.scheme, ctx.note
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lowbit import MixedPrecisionTensor, train
 from lowbit.tensor import mixed_precision, shared_input
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.scaled_mm import calls
 from tests.train.problems import (
@@ -321,12 +321,32 @@ def test_experts_by_index():
     assert not found["weight"][2].any()
 
 
-def test_second_derivatives_are_refused():
-    """They would be wrong in silence: what is rounded has no derivative."""
-    low, x = prepared(linear(24, 64), SCHEMES["int8"]), values(16, 64).requires_grad_()
-    (grad,) = torch.autograd.grad(low(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+@pytest.mark.parametrize(
+    "scheme",
+    [SCHEMES["int8"], Int8Weight(), Int8Weight(True, True, True, always=True), BitNet()],
+    ids=["int8", "weight", "weight-products", "bitnet"],
+)
+def test_second_derivatives_are_refused(scheme):
+    """They would be wrong in silence: what is rounded has no derivative, and the weight's part would be missing."""
+    low, x = prepared(linear(24, 64), scheme), values(16, 64).requires_grad_()
+    kind = type(low.weight).__name__
+    with pytest.raises(NotImplementedError, match=rf"{kind}.*second derivatives.*create_graph"):
+        torch.autograd.grad(low(x).square().sum(), x, create_graph=True)
+    low(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("scheme", [Int8Weight(), BitNet()], ids=["weight", "bitnet"])
+def test_second_derivatives_through_frozen_weights(scheme):
+    low, plain = prepared(linear(24, 64), scheme).requires_grad_(False), linear(24, 64)
+    with torch.no_grad():
+        plain.weight.copy_(low.weight.dequantize())
+    found = []
+    for model in (low, plain):
+        x = values(16, 64).requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append(x.grad)
+    assert snr(*found) > 30
 
 
 @given(
