@@ -30,6 +30,7 @@ from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.linear import autocast_inputs
+from lowbit.tensor.mixed_precision import low_bit_product
 from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
     magnitude,
@@ -237,14 +238,14 @@ class _Linear(torch.autograd.Function):
             else:
                 grad_x = grad @ (ternary * scale).to(grad.dtype)
         if for_weight:
-            seen.record(note, "grad_weight", "int8" if columns else grad.dtype)
             x = (tokens[0][:, : weight.shape[1]] * tokens[1][:, None]).to(grad.dtype)
             if columns:
-                _, _, x_t, x_scales = quantize_rowcol(x, "int8", rows=False)
-                grad_weight = scaled_mm(
-                    "int8", codes_t, x_t, scales_t, x_scales, out_dtype=weight.dtype
+                _, _, *own = quantize_rowcol(x, "int8", rows=False)
+                grad_weight = low_bit_product(
+                    note, "grad_weight", "int8", (codes_t, scales_t), (own[0], own[1]), weight.dtype
                 )
             else:
+                seen.record(note, "grad_weight", grad.dtype)
                 grad_weight = (grad.t() @ x).to(weight.dtype)
         if for_bias:
             grad_bias = grad.sum(0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit import MixedPrecisionTensor, train
+from lowbit import Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor import mixed_precision, shared_input
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
@@ -64,7 +64,7 @@ def test_as_float64_products_of_the_quantized_operands(scheme, shape):
 
 @every_scheme
 @every_switch
-@pytest.mark.parametrize("shape", [(33, 100), (2, 3, 11, 64)], ids=["2d", "4d"])
+@pytest.mark.parametrize("shape", [(33, 100), (2, 19, 80), (2, 3, 11, 64)], ids=["2d", "3d", "4d"])
 def test_signal_to_noise(scheme, switch, shape):
     scheme = switched(scheme, switch)
     layer = linear(48, shape[-1])
@@ -77,6 +77,17 @@ def test_signal_to_noise(scheme, switch, shape):
         decibels = snr(found[name], expected[name])
         assert decibels > (35 if op.startswith("int8") else 20) if low else decibels > 120, name
     assert snr(found["bias"], expected["bias"]) > 120
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES.values(), Int8Weight(True, True, True, always=True)])
+@pytest.mark.parametrize("m", [1, 16, 48])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (48, 1), (1, 1), (16, 16)])
+def test_sizes_of_one(scheme, m, n, k):
+    """Where a product's operand is a single row or column, whatever its stride."""
+    layer = linear(n, k)
+    found, expected = outcome(prepared(layer, scheme), values(m, k)), outcome(layer, values(m, k))
+    for name, value in expected.items():
+        assert relative(found[name], value) < 0.15, name
 
 
 @every_scheme
@@ -105,19 +116,27 @@ def test_low_precision_models(scheme, dtype):
 
 
 @every_scheme
-def test_autocast(scheme):
-    layer = linear(48, 96)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("k", [16, 96, 2000])
+def test_autocast(scheme, dtype, k):
+    """Backward inside of it too, as in a compiled step."""
+    layer = linear(48, k)
     low = prepared(layer, scheme)
-    x = values(20, 96).requires_grad_()
-    calls.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = low(x)
-    assert y.dtype is torch.bfloat16
-    y.backward(values(20, 48, seed=3, dtype=torch.bfloat16))
-    assert sum(calls.values()) == 3
-    assert low.weight.grad.dtype is torch.float32 and x.grad.dtype is torch.float32
-    expected = outcome(layer, values(20, 96))
-    assert snr(low.weight.grad, expected["weight"]) > 20 and snr(x.grad, expected["input"]) > 20
+    for inside in (False, True):
+        low.zero_grad()
+        x = values(20, k).requires_grad_()
+        calls.clear()
+        with torch.autocast("cpu", dtype):
+            y = low(x)
+        assert y.dtype is dtype
+        with torch.autocast("cpu", dtype, enabled=inside):
+            y.backward(values(20, 48, seed=3, dtype=dtype))
+        assert sum(calls.values()) == 3
+        assert low.weight.grad.dtype is torch.float32 and x.grad.dtype is torch.float32
+        expected = outcome(layer, values(20, k))
+        found = {"output": y.detach(), "input": x.grad, "weight": low.weight.grad}
+        for name, value in found.items():
+            assert snr(value, expected[name]) > 20, name
 
 
 def test_an_input_of_another_dtype_is_refused():
