@@ -59,7 +59,9 @@ def int8_mm(
 ) -> Tensor:
     """The operands of ``lowbit::int8_scaled_mm``, checked, of a GPU for which `is_available` holds; M, N, K > 0."""
     (m, k), n = a.shape, b.shape[0]
-    a, b = (x if _is_readable(x) else x.contiguous() for x in (a, b))
+    a, b = (
+        x if _is_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b)
+    )
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     # The TMA stores rows that begin at multiples of 16 bytes: others are cut off wider ones.
@@ -76,8 +78,8 @@ def int8_mm(
         if slices > 1:
             to = a.new_empty((slices * tall * CLUSTER_ROWS, -(-n // 4) * 4), dtype=torch.int32)
         maps = (
-            _map(a.data_ptr(), torch.int8, m, k, a.stride(0), 128, 128),
-            _map(b.data_ptr(), torch.int8, n, k, b.stride(0), TILE_N // CLUSTER, 128),
+            _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), 128, 128),
+            _map(b.data_ptr(), torch.int8, n, k, _row_stride(b), TILE_N // CLUSTER, 128),
             _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, 128 // to.itemsize),
         )
         product = _product(to.dtype, None if slices > 1 else bias_dtype, device)
@@ -190,4 +192,9 @@ def _map(
 
 def _is_readable(x: Tensor) -> bool:
     """By the TMA: rows without gaps, each beginning at a multiple of 16 bytes."""
-    return x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.stride(1) == 1 and _row_stride(x) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _row_stride(x: Tensor) -> int:
+    """That of a single row may be any number, of which the TMA would want a multiple of 16 bytes."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]

@@ -115,11 +115,21 @@ def _int8(
         return int8_mm_hopper.int8_mm(*arguments)
     if runs_on(a.device):
         return int8_mm_triton.int8_mm(*arguments)
-    return _scaled(_int8_sums(a, b).to(torch.float32), *arguments[2:])
+    return _scaled(int8_sums(a, b).to(torch.float32), *arguments[2:])
 
 
-def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    return torch._int_mm(a, b.T)
+def int8_sums(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K].T of int8, in int32 [M, N]; none of the sizes 0.
+
+    On CPUs torch._int_mm takes the stride of a dimension of size 1 for the distance of its rows, whatever it is (0 from
+    Inductor, 1 of a column turned into a row), and reads other memory (pytorch issue 195066). So here there is none.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if a.device.type == "cpu":
+        if k == 1:
+            a, b = F.pad(a, (0, 1)), F.pad(b, (0, 1))
+        a, b = (torch.cat([x, x]) if x.shape[0] == 1 else x for x in (a, b))
+    return torch._int_mm(a, b.T)[:m, :n]
 
 
 def _float8(
@@ -137,7 +147,9 @@ def _float8(
         return _empty_sum(a, b, bias, out_dtype)
     if a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) >= (8, 9):
         return _float8_cublas(a, b, a_scale, b_scale, bias, out_dtype)
-    return _scaled(a.float() @ b.float().T, a_scale, b_scale, bias, out_dtype)
+    with torch.autocast(a.device.type, enabled=False):  # in float16 the codes' products overflow
+        sums = a.float() @ b.float().T
+    return _scaled(sums, a_scale, b_scale, bias, out_dtype)
 
 
 def _float8_cublas(
@@ -264,6 +276,7 @@ class Case:
     bias: torch.dtype | None = None
     out_dtype: torch.dtype = torch.bfloat16
     row_step: int = 1  # every n-th row of larger operands
+    turned: bool = False  # transposes of columns that lie end to end: a single row has stride 1
     large: bool = False  # the shape of a real layer: for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
@@ -275,6 +288,8 @@ class Case:
                 codes = torch.randint(-127, 128, size, dtype=dtype, device=device)
             else:
                 codes = (torch.randn(size, device=device) * 16).to(dtype)
+            if self.turned:
+                codes = codes.new_empty((self.k, rows)).copy_(codes.T).T.contiguous()
             return codes[:: self.row_step]
 
         def scale(rows: int) -> Tensor:
@@ -306,6 +321,9 @@ SHAPES: list[tuple[str, int, int, int, dict]] = [
     ("one-row", 1, 64, 256, {}),
     ("one-column", 70, 1, 144, {}),
     ("one-element", 1, 1, 16, {}),
+    ("one-row-turned", 1, 64, 16, {"turned": True}),
+    ("one-column-turned", 16, 1, 144, {"turned": True}),
+    ("one-element-turned", 1, 1, 64, {"turned": True}),
     ("several-tiles", 300, 520, 272, {}),
     ("several-tiles-and-an-odd-one", 257, 514, 400, {"bias": torch.bfloat16}),
     ("long-sums", 8, 16, 20_000, {"out_dtype": torch.float32}),

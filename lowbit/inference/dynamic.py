@@ -9,6 +9,7 @@ from lowbit.granularity import PerRow, PerToken
 from lowbit.scheme import Float8, Int
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.kernels import int8_sums
 from lowbit.tensor.linear import register_linear
 
 _MOST_K = (2**31 - 1) // 2**14  # codes reach −128 · −128, and the sum is an int32
@@ -37,8 +38,7 @@ def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
     tokens = x.numel() // max(k, 1)
     if x.device.type == "cuda":  # what torch._int_mm takes
         return tokens > 16 and n % 8 == 0 and k % 8 == 0 and k > 0
-    # a single input is a size-1 dimension of the stored codes, whose stride misleads torch._int_mm on CPUs
-    return x.device.type == "cpu" and tokens > 0 and n > 0 and k > 1
+    return x.device.type == "cpu" and tokens > 0 and n > 0 and k > 0
 
 
 @register_linear(_can_int8)
@@ -46,11 +46,7 @@ def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) ->
     """int8 × int8 with exact int32 sums, then token scale × row scale in float32: [..., N] in x's dtype."""
     assert weight.activation is not None
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
-    tokens = codes.shape[0]
-    if tokens == 1 and codes.device.type == "cpu":
-        # Inductor may give a single row stride 0, and torch._int_mm is then silently wrong (pytorch issue 195066)
-        codes = torch.cat([codes, codes])
-    product = torch._int_mm(codes, weight.codes.t())[:tokens]
+    product = int8_sums(codes, weight.codes)
     # the weight's scale first: times the token's, which may be huge, the sum could overflow on the way
     y = product.float() * weight.scale.float().t() * token_scale
     if bias is not None:

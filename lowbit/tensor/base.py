@@ -270,6 +270,12 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:  # it would change nothing: the values are in the inner tensors
             raise args[0]._unsupported("assigning .data (accepted: copy_, under no_grad)")
+        if func is Tensor.share_memory_:  # it would take the address of memory that is none
+            for t in args[0].inner_tensors().values():
+                t.share_memory_()
+            return args[0]
+        if func is Tensor.is_shared:
+            return all(t.is_shared() for t in args[0].inner_tensors().values())
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -74,11 +76,13 @@ _SLICE_DEFAULTS: tuple[Any, ...] = (0, None, None, 1)
 @_like(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, dim, start, end, step = tuple(args) + _SLICE_DEFAULTS[len(args) - 1 :]
-    check_not_flat(self, "a slice")
     if step != 1:
         raise self._unsupported(f"slicing with step {step}")
     dim = dim % self.ndim
     start, end, _ = slice(start, end).indices(self.shape[dim])
+    if self.flat_from is not None and (start, end) == (0, self.shape[0]):
+        return self._with()
+    check_not_flat(self, "a slice")
     return self._slice(dim, start, max(start, end))
 
 
@@ -179,6 +183,13 @@ def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, pad = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    if len(pad) == 2 and pad[0] == 0 < pad[1] and self.ndim > 1:
+        own, most = self.shape[-1], self.shape[-1] + pad[1]
+        raise NotImplementedError(
+            f"{type(self).__name__} of shape {tuple(self.shape)} cannot be padded to {most} columns, as they are where "
+            f"columns are split over ranks of which some get {most} and some {own}; accepted: RowwiseParallel of "
+            "linears whose in_features are a multiple of the number of ranks, which plain ones need as well"
+        )
     rows = pad[-1] if len(pad) == 2 * self.ndim else 0
     if sum(map(abs, pad)) != rows or rows < 0 or value:
         raise self._unsupported(
@@ -243,7 +254,10 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
     """In place on every inner tensor, each waited for here (see _finished): the caller's wait is none."""
     outputs = args[0]
-    check_not_flat(outputs[0], "a collective")
+    if func is torch.ops.c10d.broadcast_.default:
+        _check_receivers(outputs[0])
+    else:
+        check_not_flat(outputs[0], "a collective")
     work = None
     for name in outputs[0].inner_tensors():
         inner_args = tree_map(partial(_inner_bytes, name), args)
@@ -254,6 +268,20 @@ def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
             if received.data_ptr() != sent.data_ptr():  # it was not contiguous
                 received.copy_(sent)
     return outputs, work
+
+
+def _check_receivers(sent: LowbitTensor) -> None:
+    """Loading with broadcast_from_rank0=True has plain tensors receive, on the other ranks, what this rank sends: gloo
+    then aborts them, NCCL waits. Nothing but who calls tells it from other broadcasts."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if (module, function) == ("torch.distributed._state_dict_utils", "_broadcast_tensors"):
+            raise NotImplementedError(
+                f"broadcast_from_rank0=True of {sent!r}, which other ranks would receive as a plain tensor; accepted: "
+                "the state dict on every rank, without broadcast_from_rank0, or plain values in it: value.dequantize()"
+            )
+        frame = frame.f_back
 
 
 def _inner_bytes(name: str, leaf: Any) -> Any:

@@ -30,6 +30,7 @@ from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
+from lowbit.tensor.mixed_precision import low_bit_product
 from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
     magnitude,
@@ -238,37 +239,37 @@ class _Linear(torch.autograd.Function):
             check_first_derivative(weight)
         if rows or columns:
             codes, scales, codes_t, scales_t = quantize_rowcol(
-                _narrowed(grad), "int8", rows=rows, columns=columns
+                grad.to(_narrow(grad.dtype)), "int8", rows=rows, columns=columns
             )
         if for_x:
             ternary, scale = weight.ternary(scale)
             seen.record(note, "grad_input", "int8" if rows else grad.dtype)
             if rows:
                 turned = F.pad(ternary.t(), (0, -ternary.shape[0] % 16)).contiguous()
-                grad_x = _product(codes, turned, scales, scale.view(1), ctx.dtype)
+                both = scales, scale.view(1)
+                grad_x = scaled_mm("int8", codes, turned, *both, out_dtype=_narrow(ctx.dtype))
+                grad_x = grad_x.to(ctx.dtype)
             else:
                 grad_x = grad @ (ternary * scale).to(grad.dtype)
         if for_weight:
-            seen.record(note, "grad_weight", "int8" if columns else grad.dtype)
             x = (tokens[0][:, : weight.shape[1]] * tokens[1][:, None]).to(grad.dtype)
             if columns:
-                _, _, x_t, x_scales = quantize_rowcol(_narrowed(x), "int8", rows=False)
-                grad_weight = _product(codes_t, x_t, scales_t, x_scales, weight.dtype)
+                _, _, *own = quantize_rowcol(x.to(_narrow(x.dtype)), "int8", rows=False)
+                terms = (codes_t, scales_t), (own[0], own[1])
+                out = _narrow(weight.dtype)
+                grad_weight = low_bit_product(note, "grad_weight", "int8", *terms, out)
+                grad_weight = grad_weight.to(weight.dtype)
             else:
+                seen.record(note, "grad_weight", grad.dtype)
                 grad_weight = (grad.t() @ x).to(weight.dtype)
         if for_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _narrowed(x: Tensor) -> Tensor:
-    """As quantizing takes it."""
-    return x.float() if x.dtype is torch.float64 else x
-
-
-def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.float32 if dtype is torch.float64 else dtype
-    return scaled_mm("int8", a, b, a_scale, b_scale, out_dtype=out).to(dtype)
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """What int8 products read and give in place of it."""
+    return torch.float32 if dtype is torch.float64 else dtype
 
 
 class _Tokens(torch.autograd.Function):
@@ -339,7 +340,7 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> BitNetTensor:
         return self._with()
     if dims != [*same[:-2], *same[:-3:-1]]:
         raise self._unsupported(
-            f"dimensions in the order {dims} (accepted: the last two swapped, as a scale is of a matrix); or"
+            f"dimensions in the order {dims} (accepted: the last two swapped, as a scale is of a matrix)"
         )
     return self.turned()
 

@@ -221,9 +221,15 @@ class Int8WeightTensor(AffineTensor):
         return joined
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
+        """One of this shape has its places too: it is this parameter, or this part of it, in other memory. Rows of
+        zeros have none to tell."""
         made = super()._new(shape, dtype, device, make)
-        if made.place is not None and not made.is_meta:
-            made.place = None if self.is_meta else made.place.zero_()
+        if made.place is None or made.is_meta:
+            return made
+        if self.is_meta or (make is torch.empty and shape != tuple(self.shape)):
+            made.place = None
+        elif make is torch.empty and self.place is not None:
+            made.place.copy_(self.place)
         return made
 
     def _wire(self) -> LowbitTensor:

@@ -24,6 +24,13 @@ def scaled_mm(format: str, a: Tensor, b: Tensor, *scales: Any, **options: Any) -
     return multiply(a, b, *scales, **options)
 
 
+def int8_sums(a: Tensor, b: Tensor) -> Tensor:
+    """`lowbit_kernels.scaled_mm.int8_sums`: a [M, K] @ b [N, K].T of int8, in int32, by PyTorch."""
+    from lowbit_kernels.scaled_mm import int8_sums
+
+    return int8_sums(a, b)
+
+
 def ternary_mm(a: Tensor, packed: Tensor, *scales: Any, **options: Any) -> Tensor:
     """`lowbit_kernels.ternary_mm`: int8 rows by a matrix of 2-bit codes."""
     from lowbit_kernels.ternary_mm import ternary_mm

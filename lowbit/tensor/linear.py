@@ -112,7 +112,7 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
         )
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise weight._unsupported(
-            "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad); or"
+            "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
         )
 
 
@@ -121,7 +121,7 @@ def check_first_derivative(weight: LowbitTensor) -> None:
     # AOTAutograd, which asks for none, traces with gradients on
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise weight._unsupported(
-            "second derivatives (accepted: backward() and autograd.grad without create_graph=True); or"
+            "second derivatives (accepted: backward() and autograd.grad without create_graph=True)"
         )
 
 

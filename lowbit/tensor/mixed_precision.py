@@ -150,7 +150,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
             rows = weight.row_codes()
-            return _product(
+            return low_bit_product(
                 note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
             )
         seen.record(note, "output", x.dtype)
@@ -173,13 +173,13 @@ class _Linear(torch.autograd.Function):
             )
         if rows:
             other = weight.column_codes()
-            grad_x = _product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
+            grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
             seen.record(note, "grad_input", grad.dtype)
             grad_x = grad @ weight.values().to(grad.dtype)
         if columns:
             own = (codes_t, scale_t)
-            grad_weight = _product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
+            grad_weight = low_bit_product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
         elif for_weight:
             seen.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
@@ -195,7 +195,7 @@ def _seed_of(grad: Tensor, seed: int) -> Tensor:
     return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
 
 
-def _product(
+def low_bit_product(
     note: Note | None,
     name: str,
     fmt: str,
@@ -204,6 +204,7 @@ def _product(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
+    """a @ b.T, scaled; sums of int8 products that an int32 might not hold are cut, and the rest added in float32."""
     seen.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)

@@ -69,7 +69,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: fl
     """`mat1` [M, K] by the weight `mat2` [K, N], plus `input`."""
     _check(mat1, mat2)
     if (beta, alpha) != (1, 1):
-        raise mat2._unsupported(f"addmm with beta={beta}, alpha={alpha} (accepted: 1, 1); or")
+        raise mat2._unsupported(f"addmm with beta={beta}, alpha={alpha} (accepted: 1, 1)")
     product = _matmul(mat1, mat2)
     return product + input.to(product.dtype)
 

@@ -64,7 +64,8 @@ def take_plain(
             if isinstance(own, TrainableTensor):
                 state_dict[prefix + name] = _placed_as(value, own.over(given))
             elif isinstance(own, Int8WeightTensor):
-                state_dict[prefix + name] = _placed_as(value, torch.empty_like(own).copy_(given))
+                made = torch.empty_like(own, device=given.device if own.is_meta else None)
+                state_dict[prefix + name] = _placed_as(value, made.copy_(given))
 
 
 def register(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowbit
-from lowbit import MixedPrecisionTensor, train
+from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
 from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
@@ -255,24 +255,50 @@ def check_tied_embedding(rank, world_size):
 
 
 def check_data_parallel(rank, world_size):
-    """DistributedDataParallel: one start for all, and replicas that stay equal to the bit, draws included."""
-    scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
-    model = prepared(Model(33), scheme)
-    with torch.no_grad():
-        model.first.weight.master().add_(rank)
-    replica = nn.parallel.DistributedDataParallel(model)
-    optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
-    for step in range(2):
-        calls.clear()
-        replica(values(8, 100, seed=10 * step + rank)).square().mean().backward()
-        assert calls == {"int8_scaled_mm": 5}
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in model.state_dict().items():
-        first = value.clone()
+    """DistributedDataParallel: rank 0's start for all, and replicas that stay equal to the bit, draws included."""
+    products = {
+        train.Int8MixedPrecision(always=True, stochastic_rounding=True): 5,
+        Int8Weight(): 0,
+        Int8Weight(True, True, True, always=True): 5,
+        BitNet(): 2,
+        BitNet(True, True): 5,
+    }
+    for scheme, count in products.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            model = prepared(Model(33).to(dtype), scheme)
+            with torch.no_grad():
+                for _ in range(rank):  # other values, and other places of their draws
+                    model.first.weight.add_(1.0)
+            start = copy.deepcopy(model.first.weight.detach())
+            replica = nn.parallel.DistributedDataParallel(model)
+            assert torch.equal(model.first.weight.detach(), start) is (rank == 0)
+            optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+            for step in range(2):
+                calls.clear()
+                replica(
+                    values(8, 100, seed=10 * step + rank, dtype=dtype)
+                ).square().mean().backward()
+                assert calls.total() == count, scheme
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in model.state_dict().items():
+                first = value.clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(value, first), (scheme, name)
+            assert type(model.first.weight.detach()) is type(start) is not torch.Tensor
+    return True
+
+
+def check_data_parallel_of_one_weight(rank, world_size):
+    """What is laid end to end is it alone."""
+    for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
+        model = prepared(linear(16, 64, bias=False), scheme)
+        with torch.no_grad():
+            model.weight.add_(rank)
+        nn.parallel.DistributedDataParallel(model)
+        first = model.weight.detach().clone()
         dist.broadcast(first, 0)
-        assert torch.equal(value, first), name
-    assert isinstance(model.first.weight, MixedPrecisionTensor)
+        assert torch.equal(model.weight.detach(), first), scheme
     return True
 
 
@@ -289,6 +315,7 @@ CHECKS = [
     check_explained_and_refused,
     check_experts,
     check_data_parallel,
+    check_data_parallel_of_one_weight,
     check_tied_embedding,
 ]
 

@@ -222,6 +222,24 @@ def test_no_slice_is_empty(m: int, n: int, k16: int, multiprocessors: int) -> No
     assert 1 <= slices <= -(-16 * k16 // 128)
 
 
+def test_a_single_row_has_a_stride_that_the_tma_takes() -> None:
+    row = torch.zeros(32, 1, dtype=torch.int8).T
+    assert row.stride() == (1, 1) and row.contiguous().stride() == (1, 1)
+    assert int8_mm_hopper._row_stride(row) == 32
+    assert int8_mm_hopper._is_readable(row) is (row.data_ptr() % 16 == 0)
+    assert not int8_mm_hopper._is_readable(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32))
+
+
+@pytest.mark.parametrize("k", [1, 16, 33])
+@pytest.mark.parametrize(("m", "n"), [(1, 5), (5, 1), (1, 1), (17, 3)])
+def test_sums_of_single_rows_whatever_their_strides(m: int, n: int, k: int) -> None:
+    a, b = (torch.randint(-128, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
+    expected = a.int() @ b.int().T
+    for stride in (0, 1, 7, k):
+        x, y = (t.as_strided(t.shape, (stride, 1)) if len(t) == 1 else t for t in (a, b))
+        assert torch.equal(scaled_mm.int8_sums(x, y), expected), stride
+
+
 def accepting(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
     """What ``torch._scaled_mm`` takes on a GPU, multiplied exactly."""
     (m, k), n = a.shape, b.shape[1]

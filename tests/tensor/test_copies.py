@@ -47,6 +47,19 @@ def test_flattened_and_put_together_again(case):
 
 
 @every_case
+def test_moved_to_shared_memory(case):
+    t = case.make(SHAPES[0])
+    before = t.clone()
+    assert not t.is_shared()
+    assert t.share_memory_() is t and t.is_shared() and same_bits(t, before)
+    assert all(part.is_shared() for part in t.inner_tensors().values())
+    module = nn.Module()
+    module.weight = nn.Parameter(before, requires_grad=False)
+    module.share_memory()
+    assert module.weight.is_shared() and same_bits(module.weight.detach(), t)
+
+
+@every_case
 def test_detach_and_alias_share_memory_clone_does_not(case):
     for shape in SHAPES:
         t = case.make(shape)

@@ -359,7 +359,7 @@ def test_activation_checkpointing_and_second_derivatives(case):
     checkpoint(loss, x, use_reentrant=False).backward()
     assert same_bits(x.grad, expected)
     if case.name == "train-bitnet-products":
-        with pytest.raises(NotImplementedError, match=r"second derivatives.*BitNet\(\)"):
+        with pytest.raises(NotImplementedError, match=r"second derivatives.*create_graph"):
             torch.autograd.grad(loss(x), x, create_graph=True)
         return
     (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)

@@ -312,3 +312,21 @@ def test_int8_sums_longer_than_int32_holds():
         layer.weight.fill_(1.0)
     x = torch.ones(1, 2**18)
     assert float(prepared(layer, BitNet())(x)) == 2**18
+
+
+@pytest.mark.parametrize("tokens", [140_000, 2**17 + 5])
+def test_gradients_of_more_tokens_than_int32_holds(tokens):
+    layer = prepared(nn.Linear(16, 8, bias=False), BitNet(grad_weight=True))
+    layer(torch.ones(tokens, 16)).sum().backward()
+    assert torch.allclose(layer.weight.grad, torch.full((8, 16), float(tokens)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("m", [1, 16, 48])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (48, 1), (1, 1)])
+def test_sizes_of_one(m, n, k):
+    found, expected = (
+        outcome(prepared(linear(n, k), scheme), values(m, k))
+        for scheme in (BitNet(True, True), BitNet())
+    )
+    for name, value in expected.items():
+        assert relative(found[name], value) < 0.1, name

@@ -145,18 +145,6 @@ def test_a_model_cast_to_float64_afterwards_is_told_the_way_back(scheme):
     assert model(values(5, 64).double()).dtype is torch.float64
 
 
-@pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
-def test_transforms_of_torch_func_are_refused_by_name(scheme):
-    model = prepared(linear(24, 64), scheme)
-    kind = type(model.weight).__name__
-    for run in (
-        lambda: torch.func.grad(lambda x: model(x).sum())(values(5, 64)),
-        lambda: torch.vmap(model)(values(3, 5, 64)),
-    ):
-        with pytest.raises(NotImplementedError, match=rf"{kind}.*torch\.func.*autograd\.grad"):
-            run()
-
-
 def test_the_rule_by_rows():
     scheme, gpu = Int8MixedPrecision(), torch.device("cuda")
     enough = scheme.least.rows

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -271,7 +276,50 @@ def check_refused(rank, world_size):
             assert "is sharded" in str(error)
         else:
             raise AssertionError("it is sharded")
+    for scheme in (Int8Weight(), BitNet()):
+        try:
+            parallel(model_of(scheme, 95))
+        except NotImplementedError as error:
+            assert "(48, 47) cannot be padded to 48 columns" in str(error)
+            assert "multiple of the number of ranks" in str(error)
+        else:
+            raise AssertionError("torch pads them")
     return True
+
+
+def check_whole_state_dicts(rank, world_size):
+    """Loaded with what every rank has, places and all; what one rank would broadcast is refused by name."""
+    whole = StateDictOptions(full_state_dict=True)
+    for sizes in ((1, world_size), (world_size, 1)):
+        model, other = (nn.Sequential(nn.Linear(64, 33, bias=False)) for _ in range(2))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "parts"))
+        for m in (model, other):
+            train.prepare_(m, Int8Weight())
+            fully_shard(m, mesh=mesh)
+        with torch.no_grad():
+            model[0].weight.to_local().add_(1.0)
+        state = get_model_state_dict(model, options=whole)
+        set_model_state_dict(other, dict(state), options=whole)
+        found = [m[0].weight.to_local().inner_tensors() for m in (model, other)]
+        assert all(torch.equal(t, found[1][name]) for name, t in found[0].items())
+    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    message = ""
+    try:
+        set_model_state_dict(other, dict(state) if rank == 0 else {}, options=sent)
+    except NotImplementedError as error:
+        message = str(error)
+        dist.broadcast(torch.zeros(33, 64), 0)  # which the other rank is waiting for
+    assert ("accepted: the state dict on every rank" in message) is (rank == 0)
+    plain = {name: value.dequantize() for name, value in state.items()}
+    set_model_state_dict(other, plain if rank == 0 else {}, options=sent)
+    local = other[0].weight.to_local()
+    assert type(local) is Int8WeightTensor
+    assert relative(local.master(), model[0].weight.to_local().master()) < 1e-6
+    return True
+
+
+def test_whole_state_dicts():
+    assert launch(check_whole_state_dicts, 2) == [True, True]
 
 
 def test_updates_are_the_same_at_any_sharding():

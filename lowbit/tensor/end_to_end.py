@@ -1,0 +1,54 @@
+"""Tensors laid end to end, each as it is stored: what DistributedDataParallel broadcasts of a model at the start.
+
+It flattens parameters into one tensor, sends that, and cuts it up again. In high precision the pieces of an int8 weight
+would be rounded anew, each replica by its own scales, and lack the places of its random draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lowbit.tensor.base import aten
+
+
+class EndToEnd(torch.Tensor):
+    """Flat tensors as one, which can be broadcast, in place, and cut up where they meet; nothing else."""
+
+    parts: list[Tensor]
+
+    def __new__(cls, parts: Sequence[Tensor]) -> Self:
+        first = parts[0]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            torch.Size([sum(part.numel() for part in parts)]),
+            dtype=first.dtype,
+            device=first.device,
+            requires_grad=False,
+        )
+        self.parts = list(parts)
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"EndToEnd({', '.join(map(repr, self.parts))})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.broadcast_.default and len(args[0]) == 1:
+            work = None
+            for part in args[0][0].parts:
+                _, work = func([part], *args[1:], **(kwargs or {}))
+                torch._C._distributed_c10d.Work.unbox(work).wait()
+            return args[0], work
+        if func is aten.slice.Tensor:
+            self, _, start, end = args
+            for part in self.parts:
+                if start == 0 and end == part.numel():
+                    return aten.alias.default(part)
+                start, end = start - part.numel(), end - part.numel()
+        raise NotImplementedError(
+            f"{func} of parameters laid end to end; accepted: a broadcast, and each parameter's slice"
+        )

@@ -1,0 +1,51 @@
+"""Derivatives beyond those of backward(): second ones, and the transforms of torch.func."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.train import BitNet, Int8Weight
+from tests.train.problems import SCHEMES, linear, prepared, snr, values
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [SCHEMES["int8"], Int8Weight(), Int8Weight(True, True, True, always=True), BitNet()],
+    ids=["int8", "weight", "weight-products", "bitnet"],
+)
+def test_second_derivatives_are_refused(scheme):
+    """They would be wrong in silence: what is rounded has no derivative, and the weight's part would be missing."""
+    low, x = prepared(linear(24, 64), scheme), values(16, 64).requires_grad_()
+    kind = type(low.weight).__name__
+    with pytest.raises(NotImplementedError, match=rf"{kind}.*second derivatives.*create_graph"):
+        torch.autograd.grad(low(x).square().sum(), x, create_graph=True)
+    low(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("scheme", [Int8Weight(), BitNet()], ids=["weight", "bitnet"])
+def test_second_derivatives_through_frozen_weights(scheme):
+    low, plain = prepared(linear(24, 64), scheme).requires_grad_(False), linear(24, 64)
+    with torch.no_grad():
+        plain.weight.copy_(low.weight.dequantize())
+    found = []
+    for model in (low, plain):
+        x = values(16, 64).requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append(x.grad)
+    assert snr(*found) > 30
+
+
+@pytest.mark.parametrize(
+    "scheme", [SCHEMES["int8"], Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"]
+)
+def test_transforms_of_torch_func_are_refused_by_name(scheme):
+    model = prepared(linear(24, 64), scheme)
+    kind = type(model.weight).__name__
+    for run in (
+        lambda: torch.func.grad(lambda x: model(x).sum())(values(5, 64)),
+        lambda: torch.vmap(model)(values(3, 5, 64)),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{kind}.*torch\.func.*autograd\.grad"):
+            run()
