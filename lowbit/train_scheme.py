@@ -267,6 +267,10 @@ class Float8MixedPrecision(MixedPrecision):
 class Int8Weight(Int8Products):
     """The weight itself is int8, with a scale a row and no high-precision copy; see `lowbit.tensor.int8_weight`.
 
+    A state dict of such weights is loaded by every rank: with `broadcast_from_rank0=True` the other ranks would receive
+    plain tensors, so that it takes plain values only, `value.dequantize()`. DistributedDataParallel sends them as they
+    are, the places of their random draws included.
+
     Args:
         output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
             dequantized for them, which is exact.
