@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lowbit.codebook import Codebook
 from lowbit.optim import state as states
-from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import FusedStep, Table, Variant
@@ -63,6 +62,15 @@ def scaled(variant: Variant) -> Variant:
     return _variant(v.rule, v.param, v.grad, v.formats, v.signed, v.rounding, True)
 
 
+@functools.cache
+def has_own_memory(kind: type) -> bool:
+    """Whether tensors of a class lie at their `data_ptr`, as those don't that say for themselves what an operation
+    does to them: wrappers around others, or fake ones."""
+    if not issubclass(kind, Tensor):
+        return False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _format(state: Tensor) -> str | None:
     """The kernel's name of how a state is stored; None for what it can't read."""
     if isinstance(state, CodebookTensor):
@@ -89,15 +97,17 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
         return "fused=False"
     if optimizer.rule(group) is None:
         return f"{type(optimizer).__name__} has no kernel"
-    if isinstance(own, LowbitTensor):
-        return f"it is a {type(own).__name__}"
     if own.dtype != param.dtype:
         return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
-    for name, dtype in (("its", own.dtype), ("its gradient's", grad.dtype)):
-        if dtype not in fused_step.DTYPES:
-            return f"{name} dtype is {dtype}"
-    if not own.is_contiguous():
-        return f"its strides are {own.stride()}"
+    for name, tensor in (("it", own), ("its gradient", grad)):
+        if not has_own_memory(type(tensor)):
+            return f"{name} is a {type(tensor).__name__}"
+        if tensor.dtype not in fused_step.DTYPES:
+            return f"{name} has the dtype {tensor.dtype}"
+        if tensor.numel() and not tensor.is_meta and tensor.data_ptr() == 0:
+            return f"{name} has no memory"
+    if not own.is_contiguous() or own.is_neg():
+        return f"its strides are {own.stride()}, or it is a view with the sign turned"
     stored = [states.local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
     formats = {_format(state) for state in stored}
     if None in formats:

@@ -143,7 +143,7 @@ def test_other_processors_give_the_same_bits(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
             patch.setattr(
-                "lowbit.optim.fused.compiled", lambda variant, device: FusedStepCpu(variant)
+                "lowbit.optim.launch.compiled", lambda variant, device: FusedStepCpu(variant)
             )
             host_compiler.library.cache_clear()
             other = trained()
