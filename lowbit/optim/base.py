@@ -219,9 +219,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
             for param in job.params:
                 self._ensure_state(job.group, param)
         if self._plan is None and any(job.may_fuse for job in jobs):
-            from lowbit.optim.fused import (
-                FusedSteps,
-            )  # where there is none, it need not be imported
+            # where there is no kernel, none of this need be imported
+            from lowbit.optim.fused import FusedSteps
 
             self._plan = FusedSteps(self, jobs)
             rest = self._plan.pop_rest()

@@ -124,28 +124,38 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
 def device_obstacle(device: torch.device, float8: bool) -> str | None:
     """Why no kernel runs on a device, with float8 states or others; None if one does."""
     if device.type == "cpu":
-        if host_compiler.compiler():
-            return None
-        _warn_once(
-            "lowbit's optimizer step on a CPU is compiled at first use, and no C++ compiler was found: optimizers run "
-            "by PyTorch operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; "
-            "fused=False asks for PyTorch operations"
-        )
-        return "no C++ compiler was found (g++ or clang++ on the path, or one named in $CXX)"
+        return _no_compiler()
     if device.type != "cuda":
         return f"there is none for {device.type}"
     if torch.version.cuda is None:
         return "the GPU is not NVIDIA's"
     if not fused_step.is_available():
         _warn_once(
+            "no cuda-bindings",
             "lowbit's CUDA optimizer step needs the package cuda-bindings (part of torch's CUDA builds), which is "
-            "not installed: optimizers run by PyTorch ops, several times slower"
+            "not installed: optimizers run by PyTorch ops, several times slower",
         )
         return "cuda.bindings is not installed"
     needed = (8, 9) if float8 else (8, 0)
     if torch.cuda.get_device_capability(device) < needed:
         return f"the GPU's compute capability is below {needed[0]}.{needed[1]}"
     return None
+
+
+def _no_compiler() -> str | None:
+    try:
+        if host_compiler.compiler():
+            return None
+        reason = "no C++ compiler was found (c++, g++ or clang++ on the path, or one named in $CXX)"
+    except RuntimeError as error:
+        reason = str(error)
+    _warn_once(
+        "no compiler",
+        f"lowbit's optimizer step on a CPU is compiled at first use, and {reason}: optimizers run by PyTorch "
+        "operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; fused=False asks for "
+        "PyTorch operations",
+    )
+    return reason
 
 
 @functools.cache
@@ -160,16 +170,22 @@ def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
         lines = [line.strip() for line in str(error).splitlines()]
         first = next((line for line in lines[1:] if "error" in line), "")
         _warn_once(
+            "not compiled",
             f"lowbit's optimizer step for this CPU could not be compiled, and runs by PyTorch operations, several "
-            f"times slower: {lines[0]} {first}".rstrip()
+            f"times slower: {lines[0]} {first}".rstrip(),
         )
         return f"it could not be compiled: {lines[0]} {first}".rstrip()
     return None
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+_WARNED: set[str] = set()
+
+
+def _warn_once(kind: str, message: str) -> None:
+    """Of each kind, which may concern many variants, the first."""
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        warnings.warn(message, stacklevel=2)
 
 
 @functools.cache

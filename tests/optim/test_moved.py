@@ -140,7 +140,8 @@ def test_tensors_without_memory_of_their_own(device):
     results = []
     for fused_or_not in (None, False):
         wrapped, plain = nn.Parameter(TwoTensor(ones(), ones())), nn.Parameter(ones())
-        optimizer = optim.AdamW8bit([wrapped, plain], lr=0.1, fused=fused_or_not)
+        groups = [{"params": [wrapped]}, {"params": [plain]}]
+        optimizer = optim.AdamW8bit(groups, lr=0.1, fused=fused_or_not)
         for step in range(3):
             wrapped.grad = TwoTensor(ones(), ones())
             plain.grad = TwoTensor(ones(), ones()) if step == 1 else ones()
