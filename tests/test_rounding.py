@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowbit import rounding
-from lowbit.rounding import bits_at, keys, random_bits, stochastic_round, stochastic_round_bf16
+from lowbit.rounding import (
+    _kept_multipliers,
+    bits_at,
+    keys,
+    random_bits,
+    stochastic_round,
+    stochastic_round_bf16,
+)
 
 KEY = {"seed": 1234, "step": 7, "tensor": 3}
 MASK = 0xFFFFFFFF
@@ -288,10 +294,10 @@ def test_what_is_kept_of_a_draw_is_real() -> None:
     index = torch.arange(10)
     k0, k1 = keys(1, torch.tensor([2]), 3)
     expected = bits_at(index, k0, k1)
-    rounding._kept_multipliers.cache_clear()
+    _kept_multipliers.cache_clear()
     with torch.device("meta"):
         assert torch.equal(bits_at(index, k0, k1), expected)
-    rounding._kept_multipliers.cache_clear()
+    _kept_multipliers.cache_clear()
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (index, k0, k1)]
         assert bits_at(*fake).shape == (10,)
