@@ -195,22 +195,21 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def _check_options(self) -> None:
         """Look at options that were set since the last step, as the constructor does."""
-        found = [group.get(name) for group in self.param_groups for name in self.defaults]
+        for group in self.param_groups:
+            # a tensor's value is not looked at: it would wait for the device
+            check = check_number if isinstance(group["lr"], Tensor) else check_nonnegative
+            check("lr", group["lr"])
+        names = [name for name in self.defaults if name != "lr"]
+        found = [group.get(name) for group in self.param_groups for name in names]
         if len(found) == len(self._checked) and all(map(operator.is_, found, self._checked)):
             return
-        made = []
-        for group in self.param_groups:
-            made.append(dict(group))
-            if isinstance(group["lr"], Tensor):  # to read it would wait for its device
-                check_number("lr", group["lr"])
-                made[-1]["lr"] = 0.0
-            self.check_group(made[-1])
+        made = [{**group, "lr": 0.0} for group in self.param_groups]
+        for checked in made:
+            self.check_group(checked)
         check_shared(made[0], made[1:])
         for group, checked in zip(self.param_groups, made, strict=True):
-            group.update(
-                {**checked, "lr": group["lr"]} if isinstance(group["lr"], Tensor) else checked
-            )
-        self._checked = [group[name] for group in self.param_groups for name in self.defaults]
+            group.update({**checked, "lr": group["lr"]})
+        self._checked = [group[name] for group in self.param_groups for name in names]
 
     def _update(self, jobs: list[Job], scale: GradScale) -> None:
         """Have kernels do what they can, and PyTorch operations the rest."""

@@ -194,8 +194,10 @@ class Launch:
             # a graph reads its own copy whenever it is replayed: later steps must not write to it
             source = _pinned(self.words, self.table.device)
             table = torch.empty_like(self.table)
-            # kept for as long as the graph may be replayed, whatever plan comes next
-            optimizer.__dict__.setdefault("_captured", []).append((self, source, table))
+            # kept for as long as the graph may be replayed, whatever plan and states come next
+            written = [(states.memory(p), dict(optimizer.state[p])) for p in self.params]
+            kept = (self.locate, self.scalars, self.kernels, source, table, written)
+            optimizer.__dict__.setdefault("_captured", []).append(kept)
             return table.copy_(source, non_blocking=True)
         if self.uploaded is None or not np.array_equal(self.uploaded, self.words):
             self.uploaded = self.words.copy()
