@@ -118,13 +118,12 @@ def compiled(source: str, arch: str) -> bytes:
 
     error, major, minor = nvrtc.nvrtcVersion()
     _check(error)
-    path = disk_cache.cached_path(".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    key = (".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
+    kept = disk_cache.find(*key)
+    if kept is not None:
+        return kept.read_bytes()
     cubin = _compile(source, arch)
-    disk_cache.keep(path, cubin)
+    disk_cache.keep(cubin, *key)
     return cubin
 
 

@@ -270,6 +270,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:  # it would change nothing: the values are in the inner tensors
             raise args[0]._unsupported("assigning .data (accepted: copy_, under no_grad)")
+        if func == Tensor.share_memory_:  # the wrapper has no memory to be moved
+            for inner in args[0].inner_tensors().values():
+                inner.share_memory_()
+            return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

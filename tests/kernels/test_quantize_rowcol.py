@@ -183,7 +183,7 @@ EMULATED = {
 }
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.skipif(not emulator.COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("fused", [False, True], ids=["two-launches", "fused"])
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
 def test_emulated_cuda(case, fused: bool) -> None:
