@@ -7,15 +7,12 @@
 //   TENSORWISE         one scale for all
 //   STOCHASTIC         rounding by chance
 //   ALIGNED            rows begin at multiples of 16 bytes
-//   KEPT               tiles that a block keeps in shared memory between the two looks (kernel `fused`)
 //   STEPS              of 2048 elements that a block keeps of a row (kernel `rows`; 0: not compiled)
 // and puts ptx.cuh before it.
 //
 // A scale depends on a whole row or column, so the matrix is looked at twice: once for the largest magnitudes, once to
 // quantize. `absmax` and `quantize` do it in two launches, the second from the end backwards, where the L2 cache still
-// has what the first one read. `fused` does both in one, with a meeting of all blocks between (they must all run at
-// once): each keeps its last tile in registers and its first ones in shared memory, and reads only the others again.
-// `rows` is for the rows alone: a block has its row in registers.
+// has some of what the first one read. `rows` is for the rows alone: a block has its row in registers.
 //
 // A tile is 128 x 128, a warp's part of it 16 rows, a lane's four neighbouring columns of those; so a lane has the 16
 // codes of a column that are neighbours in the transposed copy. They pass through shared memory, so that a warp writes
@@ -32,7 +29,7 @@ static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.
 static constexpr uint32 INFINITE = 0x7f800000;
 
 // The matrix x, m x k with rows `stride` elements apart, and what becomes of it. `row_max` and `column_max` hold the
-// bits of the largest magnitudes as float32, zero before the first look; `meeting` is zero too.
+// bits of the largest magnitudes as float32, zero before the first look.
 struct Job {
     const unsigned char *x;
     long long stride;
@@ -40,14 +37,13 @@ struct Job {
     float *scale;            // [m]
     unsigned char *codes_t;  // [k, m16]
     float *scale_t;          // [k]
-    uint32 *row_max, *column_max, *meeting;
+    uint32 *row_max, *column_max;
     const long long *seed;
     long long m, k;
 
     MEMBER long long k16() const { return (k + 15) / 16 * 16; }
     MEMBER long long m16() const { return (m + 15) / 16 * 16; }
     MEMBER long long tiles_across() const { return (k16() + TILE - 1) / TILE; }
-    MEMBER long long tiles() const { return (m16() + TILE - 1) / TILE * tiles_across(); }
 };
 
 // ---- elements --------------------------------------------------------------------------------------------------------
@@ -210,7 +206,6 @@ struct Shared {
         uint32 column_max[WARPS][TILE];
     };
     Scale row[TILE], column[TILE];
-    Raw<4> kept[KEPT > 0 ? KEPT : 1][HEIGHT][THREADS];
 };
 
 struct Position {
@@ -277,7 +272,6 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
             const long long to = at.column + threadIdx.x;
             if (to < job.k && largest != 0) atomicMax(job.column_max + to, largest);
         }
-        __syncthreads();
     }
 }
 
@@ -329,7 +323,6 @@ DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at,
         const uint4 codes = shared.transposed[own][chunk ^ own / 4 % 8];
         if (column < job.k && row < job.m16()) stream_store((uint4 *)(job.codes_t + column * job.m16() + row), codes);
     }
-    __syncthreads();
 }
 
 // The second look at a tile.
@@ -382,7 +375,6 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
         }
     }
     if constexpr (COLUMNS) store_transposed(job, shared, at, codes_t);
-    else __syncthreads();
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
@@ -391,12 +383,11 @@ DYNAMIC_SHARED(memory);
 
 #define PARAMETERS                                                                                                     \
     const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,              \
-        float *scale_t, uint32 *row_max, uint32 *column_max, uint32 *meeting, const long long *seed, long long m,      \
-        long long k
+        float *scale_t, uint32 *row_max, uint32 *column_max, const long long *seed, long long m, long long k
 #define JOB                                                                                                            \
-    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, meeting, seed, m, k }
+    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, m, k }
 
-#if STEPS == 0 && KEPT == 0
+#if STEPS == 0
 // A block a tile.
 extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS) {
     JOB;
@@ -411,46 +402,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(PARAMETERS) {
     Part part;
     fetch(job, tile, part);
     quantize_tile(job, *(Shared *)memory, Draws(job.seed), tile, part);
-}
-#endif
-
-#if KEPT > 0
-// As many blocks as run at once, two on a multiprocessor.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) fused(PARAMETERS) {
-    JOB;
-    Shared &shared = *(Shared *)memory;
-    const long long tiles = job.tiles(), own = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
-    Part part, next;
-    fetch(job, blockIdx.x, next);
-    for (int i = 0; i < own; ++i) {
-        part = next;
-        if (i + 1 < own) fetch(job, blockIdx.x + (long long)(i + 1) * gridDim.x, next);
-        if (i < KEPT) {
-#pragma unroll
-            for (int r = 0; r < HEIGHT; ++r) shared.kept[i][r][threadIdx.x] = part.row[r];
-        }
-        find_largest(job, shared, blockIdx.x + (long long)i * gridDim.x, part);
-    }
-
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        atomicAdd(job.meeting, 1u);
-        while (load_acquire(job.meeting) < gridDim.x) {}
-    }
-    __syncthreads();
-
-    const Draws draws(job.seed);
-    for (int i = own - 1; i >= 0; --i) {
-        if (i > KEPT) {
-            fetch(job, blockIdx.x + (long long)(i - 1) * gridDim.x, next);
-        } else if (i > 0) {
-#pragma unroll
-            for (int r = 0; r < HEIGHT; ++r) next.row[r] = shared.kept[i - 1][r][threadIdx.x];
-        }
-        quantize_tile(job, shared, draws, blockIdx.x + (long long)i * gridDim.x, part);
-        part = next;
-    }
 }
 #endif
 

@@ -27,8 +27,9 @@ the same. With F and the hash of two neighbours of `lowbit.rounding`::
     float8:  draw is added to the bits of x / scale that the format lacks, which are then cut off
 
 What it costs: both copies of M x K 16-bit elements are 4 bytes an element, moved once. But no scale is known before all
-is read, so x is read twice, 6 bytes: without caches at best 67% of the copy's speed. `quantize_rowcol.cu` makes the
-second reading come out of the cache, or of what blocks have kept.
+is read, so x is read twice, 6 bytes, and the L2 cache has little of it the second time. On one H200
+`quantize_rowcol.cu` moves those 6 at 84 to 91% of the copy's speed, so 56 to 61% of it by 4 bytes; were the second
+reading free of memory, 67 to 76%. Blocks that keep tiles until the scales are known gain nothing (``benchmarks/LOG.md``).
 """
 
 from __future__ import annotations
