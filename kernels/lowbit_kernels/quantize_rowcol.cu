@@ -8,7 +8,7 @@
 //   STOCHASTIC         rounding by chance
 //   ALIGNED            rows begin at multiples of 16 bytes
 //   STEPS              of 2048 elements that a block keeps of a row (kernel `rows`; 0: not compiled)
-// and puts ptx.cuh before it.
+// and puts ptx.cuh and draws.h before it.
 //
 // A scale depends on a whole row or column, so the matrix is looked at twice: once for the largest magnitudes, once to
 // quantize. `absmax` and `quantize` do it in two launches, the second from the end backwards, where the L2 cache still
@@ -18,8 +18,6 @@
 // codes of a column that are neighbours in the transposed copy. They pass through shared memory, so that a warp writes
 // 128 bytes of each of four rows of it.
 
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
 enum { BF16, FP16, FP32 };
 enum { INT8, E4M3, E5M2 };
 
@@ -127,35 +125,15 @@ DEVICE float quotient_of(float x, Scale scale) {
     return fma_exactly(fma_exactly(near, scale.negative, x), scale.inverse, near);
 }
 
-DEVICE uint32 finalise(uint32 h) {
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15;
-    h *= 0x846ca68bu;
-    return h ^ h >> 16;
-}
-
-// What decides on the rounding of two neighbouring elements of a row: see quantize_rowcol.py.
+// What decides on the rounding of eight neighbouring elements of a row: see quantize_rowcol.py.
 struct Draws {
     uint32 keys[2];
 
     MEMBER explicit Draws(const long long *seed) {
-        if constexpr (STOCHASTIC) {
-            const uint64 word = *seed;
-            uint32 from[2] = {0x243f6a88u, 0x85a308d3u};
-            for (int i = 0; i < 2; ++i) {
-                keys[i] = finalise((from[i] ^ (uint32)word) + 0x9e3779b9u);
-                keys[i] = finalise((keys[i] ^ (uint32)(word >> 32)) + 0x9e3779b9u);
-            }
-        }
+        if constexpr (STOCHASTIC) keys[0] = mix(0x243f6a88u, *seed), keys[1] = mix(0x85a308d3u, *seed);
     }
-    MEMBER uint32 pair(uint64 index) const {
-        uint32 h = (uint32)index ^ keys[0];
-        h ^= h >> 16;
-        h *= 0x7feb352du;
-        h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(index >> 32);
-        h *= 0x846ca68bu;
-        return h ^ h >> 16;
+    MEMBER uint32 octet(const Job &job, long long row, long long column) const {
+        return hash(keys, row * ((job.k + 7) >> 3) + (column >> 3));
     }
 };
 
@@ -346,12 +324,9 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
 #pragma unroll
             for (int c = 0; c < 4; ++c) x[r][c] = part.row[i + r][c];
             if constexpr (STOCHASTIC) {
-                const uint64 pair = (row + i + r) * ((job.k + 1) / 2) + column / 2;
+                const uint32 h = draws.octet(job, row + i + r, column);
 #pragma unroll
-                for (int c = 0; c < 4; c += 2) {
-                    const uint32 h = draws.pair(pair + c / 2);
-                    drawn[r][c] = h & 0xffff, drawn[r][c + 1] = h >> 16;
-                }
+                for (int c = 0; c < 4; ++c) drawn[r][c] = h * (lane % 2 ? multiplier(c + 4) : multiplier(c)) >> 16;
             }
         }
         if constexpr (ROWS) {
@@ -409,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(PARAMETERS) {
 DEVICE void store_row(const Job &job, long long row, long long column, const Raw<8> &raw, Scale scale,
                       const Draws &draws) {
     if (column >= job.k16()) return;
-    uint32 word[2];
+    uint32 word[2], octet = 0;
+    if constexpr (STOCHASTIC) octet = draws.octet(job, row, column);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float y[4];
@@ -418,10 +394,7 @@ DEVICE void store_row(const Job &job, long long row, long long column, const Raw
         for (int c = 0; c < 4; ++c) y[c] = quotient_of(raw[i * 4 + c], scale);
         if constexpr (STOCHASTIC) {
 #pragma unroll
-            for (int c = 0; c < 4; c += 2) {
-                const uint32 h = draws.pair(row * ((job.k + 1) / 2) + (column + i * 4 + c) / 2);
-                drawn[c] = h & 0xffff, drawn[c + 1] = h >> 16;
-            }
+            for (int c = 0; c < 4; ++c) drawn[c] = octet * multiplier(i * 4 + c) >> 16;
         }
         word[i] = scale.inverse == 0.0f ? 0 : encode(y, drawn);
     }

@@ -19,17 +19,16 @@ codes 0, so that its products are NaN.
 
 With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
 x (to 2**-16 of a step). Element (m, k) draws 16 bits, a function of the seed and of its index alone, for both copies
-the same. With F and the hash of two neighbours of `lowbit.rounding`::
+the same: that of `lowbit_kernels.draws` with the index m * (K rounded up to a multiple of 8) + k::
 
-    K(k):  for w in (lo(seed), hi(seed)):  k = F((k ^ w) + 0x9e3779b9)
-    k0 = K(0x243f6a88);  k1 = K(0x85a308d3);  index = m * (K + K % 2) + k
     int8:    floor((round(x / scale * 2**15) + (draw >> 1)) / 2**15)
     float8:  draw is added to the bits of x / scale that the format lacks, which are then cut off
 
 What it costs: both copies of M x K 16-bit elements are 4 bytes an element, moved once. But no scale is known before all
 is read, so x is read twice, 6 bytes, and the L2 cache has little of it the second time. On one H200
-`quantize_rowcol.cu` moves those 6 at 84 to 91% of the copy's speed, so 56 to 61% of it by 4 bytes; were the second
-reading free of memory, 67 to 76%. Blocks that keep tiles until the scales are known gain nothing (``benchmarks/LOG.md``).
+`quantize_rowcol.cu` moves those 6 at 84 to 91% of the copy's speed, so 56 to 61% of it by 4 bytes; with a second
+reading that always hits, 67 to 76%. Blocks that keep tiles until the scales are known gain nothing
+(``benchmarks/LOG.md``).
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels.draws import hashed, keys, multipliers, upper_half
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -50,7 +50,6 @@ FORMATS = {
     "e4m3": (torch.float8_e4m3fn, 448.0),
     "e5m2": (torch.float8_e5m2, 57344.0),
 }
-_MASK = 0xFFFFFFFF
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -142,28 +141,10 @@ def _round_by_chance(q: Tensor, format: str, draws: Tensor) -> Tensor:
 
 def _draws(m: int, k: int, seed: Tensor) -> Tensor:
     """16 bits for each element of [m, k]: int32."""
-    word = seed.reshape(())
-    keys = []
-    for start in (0x243F6A88, 0x85A308D3):
-        key = torch.full_like(word, start)
-        for half in (word & _MASK, (word >> 32) & _MASK):
-            key = _finalise(((key ^ half) + 0x9E3779B9) & _MASK)
-        keys.append(key)
-    pairs = (k + 1) // 2
-    index = torch.arange(m * pairs, dtype=torch.int64, device=seed.device)
-    middle = (keys[1] + (index >> 32) * 0x9E3779B9) & _MASK
-    h = _finalise((index & _MASK) ^ keys[0], middle)
-    both = torch.stack([h & 0xFFFF, h >> 16], dim=-1)
-    return both.to(torch.int32).view(m, 2 * pairs)[:, :k]
-
-
-def _finalise(h: Tensor, key: Tensor | int = 0) -> Tensor:
-    """F on int64 tensors of 0 .. 2**32 - 1; `key` joins in the middle."""
-    h = h ^ (h >> 16)
-    h = (h * 0x7FEB352D) & _MASK
-    h = h ^ (h >> 15) ^ key
-    h = (h * -0x7B935975) & _MASK  # 0x846ca68b - 2**32
-    return h ^ (h >> 16)
+    octets = -(-k // 8)
+    h = hashed(torch.arange(m * octets, device=seed.device), *keys(seed.reshape(())))
+    draws = upper_half(h[:, None] * multipliers(seed.device))
+    return draws.view(m, 8 * octets)[:, :k]
 
 
 def _padded(codes: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def source(variant: Variant, primitives: str | None = None) -> str:
     for field in fields(variant):
         value = getattr(variant, field.name)
         lines.append(f"#define {field.name.upper()} {int(value) if value in (0, 1) else value}")
-    return "\n".join([*lines, primitives or _file("ptx.cuh"), _file("quantize_rowcol.cu")])
+    own = primitives or _file("ptx.cuh")
+    return "\n".join([*lines, own, _file("draws.h"), _file("quantize_rowcol.cu")])
 
 
 @functools.cache

@@ -177,6 +177,7 @@ EMULATED = {
     "columns-only",
     "misaligned",
     "by-chance-odd",
+    "by-chance-rows-only",
     "e4m3-fp16",
     "e4m3-tensorwise",
     "e5m2-by-chance",
