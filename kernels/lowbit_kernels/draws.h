@@ -25,7 +25,7 @@ DEVICE uint32 hash(const uint32 *keys, uint64 octet) {
     return h ^ h >> 16;
 }
 
-// The draw of an octet's element j is the upper half of its hash times this.
+// The draw of an octet's element j is its hash times this; of it the upper bits are used.
 DEVICE constexpr uint32 multiplier(int j) {
     return j == 0   ? 0x2265b1f5u
            : j == 1 ? 0xd8f16adfu

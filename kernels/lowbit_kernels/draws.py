@@ -1,4 +1,4 @@
-"""Random draws of 16 bits: a function of two keys and of an element's index alone, shared by whatever rounds by chance.
+"""Random draws: a function of two keys and of an element's index alone, shared by whatever rounds by chance.
 
 In arithmetic modulo 2**32, lo and hi the halves of a 64-bit integer::
 
@@ -10,10 +10,10 @@ In arithmetic modulo 2**32, lo and hi the halves of a 64-bit integer::
     h     = lo(octet) ^ k0;  h ^= h >> 16;  h *= 0x7feb352d
     h    ^= (h >> 15) ^ (k1 + 0x9e3779b9 * hi(octet))
     h    *= 0x846ca68b;  h ^= h >> 16
-    draw  = h * M[index & 7] >> 16
+    draw  = h * M[index & 7]
 
-The stream of `lowbit.rounding`, which says why it is built so. Here it is in PyTorch and in Triton; ``draws.h`` has it
-for C++.
+Who needs n bits takes the upper ones. Those of 16 are the stream of `lowbit.rounding`, which says why it is built so.
+Here it is in PyTorch and in Triton; ``draws.h`` has it for C++.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def hashed(octet: Tensor, k0: Tensor | int, k1: Tensor | int) -> Tensor:
 
 
 def draws(index: Tensor, k0: Tensor | int, k1: Tensor | int) -> Tensor:
-    """0 .. 65535 for indices, int64: int32 of their shape. Keys: signed 32-bit integers."""
-    h = hashed(index >> 3, k0, k1)
-    return upper_half(h * multipliers(index.device)[index & 7])
+    """Draws of indices, int64: int32 of their shape, of the same bits. Keys: signed 32-bit integers."""
+    return hashed(index >> 3, k0, k1) * multipliers(index.device)[index & 7]
 
 
-def upper_half(x: Tensor) -> Tensor:
-    return (x >> 16) & 0xFFFF  # `>>` keeps the sign
+def upper(x: Tensor, bits: int) -> Tensor:
+    """The upper bits of int32, 0 .. 2**bits - 1."""
+    return (x >> (32 - bits)) & ((1 << bits) - 1)  # `>>` keeps the sign
 
 
 @functools.cache  # once a device, since a copy to a GPU can't be captured in a graph
@@ -65,9 +65,9 @@ def multipliers(device: torch.device) -> Tensor:
 
 def _finalise(h: Tensor, key: Tensor) -> Tensor:
     """F of int32; `key` joins in the middle."""
-    h = (h ^ upper_half(h)) * 0x7FEB352D
-    h = (h ^ ((h >> 15) & 0x1FFFF) ^ key) * -0x7B935975
-    return h ^ upper_half(h)
+    h = (h ^ upper(h, 16)) * 0x7FEB352D
+    h = (h ^ upper(h, 17) ^ key) * -0x7B935975
+    return h ^ upper(h, 16)
 
 
 # ---- in Triton -----------------------------------------------------------------------------------------------------

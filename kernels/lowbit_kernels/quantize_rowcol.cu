@@ -137,18 +137,18 @@ struct Draws {
     }
 };
 
-// A quotient to a number of the float8 format, up or down by chance: `draw` of 16 bits.
+// A quotient to a number of the float8 format, up or down by chance.
 DEVICE float rounded_by_chance(float x, uint32 draw) {
     constexpr int DROPPED = FORMAT == E4M3 ? 20 : 21;  // bits of a float32 that the format lacks
     constexpr float NORMAL = FORMAT == E4M3 ? 0x1p-6f : 0x1p-14f;
     const float magnitude = fabsf(x);
     // Below NORMAL the format's numbers are as far apart as those from NORMAL to twice that.
     const float shift = magnitude < NORMAL ? NORMAL : 0.0f;
-    const uint32 bits = float_bits(magnitude + shift) + (draw << DROPPED - 16) + (1 << DROPPED - 17);
+    const uint32 bits = float_bits(magnitude + shift) + (draw >> 32 - DROPPED);
     return copysignf(bits_float(bits & ~0u << DROPPED) - shift, x);
 }
 
-// Four quotients to four codes in a word, the first in the lowest byte; `draws` of 16 bits if STOCHASTIC.
+// Four quotients to four codes in a word, the first in the lowest byte; `draws` only if STOCHASTIC.
 DEVICE uint32 encode(const float *x, const uint32 *draws) {
     if constexpr (FORMAT == INT8) {
         uint32 code[4];
@@ -157,7 +157,7 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
             // An integer in the lowest bits of a float: its unit is 1 beside 1.5 * 2**23.
             if constexpr (STOCHASTIC)
                 code[i] = (uint32)((int)(float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) - 0x4b400000u +
-                                         (draws[i] >> 1)) >>
+                                         (draws[i] >> 17)) >>
                                    15);
             else code[i] = float_bits(x[i] + 12582912.0f);
         }
@@ -326,7 +326,7 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
             if constexpr (STOCHASTIC) {
                 const uint32 h = draws.octet(job, row + i + r, column);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) drawn[r][c] = h * (lane % 2 ? multiplier(c + 4) : multiplier(c)) >> 16;
+                for (int c = 0; c < 4; ++c) drawn[r][c] = h * (lane % 2 ? multiplier(c + 4) : multiplier(c));
             }
         }
         if constexpr (ROWS) {
@@ -394,7 +394,7 @@ DEVICE void store_row(const Job &job, long long row, long long column, const Raw
         for (int c = 0; c < 4; ++c) y[c] = quotient_of(raw[i * 4 + c], scale);
         if constexpr (STOCHASTIC) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) drawn[c] = octet * multiplier(i * 4 + c) >> 16;
+            for (int c = 0; c < 4; ++c) drawn[c] = octet * multiplier(i * 4 + c);
         }
         word[i] = scale.inverse == 0.0f ? 0 : encode(y, drawn);
     }

@@ -18,11 +18,11 @@ A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a N
 codes 0, so that its products are NaN.
 
 With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
-x (to 2**-16 of a step). Element (m, k) draws 16 bits, a function of the seed and of its index alone, for both copies
-the same: that of `lowbit_kernels.draws` with the index m * (K rounded up to a multiple of 8) + k::
+x (to 2**-16 of a step). The draw of element (m, k), for both copies the
+same, is that of `lowbit_kernels.draws` with the index m * (K rounded up to a multiple of 8) + k::
 
-    int8:    floor((round(x / scale * 2**15) + (draw >> 1)) / 2**15)
-    float8:  draw is added to the bits of x / scale that the format lacks, which are then cut off
+    int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
+    float8:  as many bits of the draw as x / scale has more than the format are added to those, which are then cut off
 
 What it costs: both copies of M x K 16-bit elements are 4 bytes an element, moved once. But no scale is known before all
 is read, so x is read twice, 6 bytes, and the L2 cache has little of it the second time. On one H200
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
-from lowbit_kernels.draws import hashed, keys, multipliers, upper_half
+from lowbit_kernels.draws import hashed, keys, multipliers, upper
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -129,22 +129,21 @@ def _encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tens
 def _round_by_chance(q: Tensor, format: str, draws: Tensor) -> Tensor:
     if format == "int8":
         steps = (q * 32768.0).round().to(torch.int32)
-        return ((steps + (draws >> 1)) >> 15).to(torch.float32)
+        return ((steps + upper(draws, 15)) >> 15).to(torch.float32)
     dropped, normal = (20, 2.0**-6) if format == "e4m3" else (21, 2.0**-14)
     magnitude = q.abs()
     # Below `normal` the format's numbers are as far apart as those from there to twice that.
     shift = torch.where(magnitude < normal, normal, 0.0)
     bits = (magnitude + shift).view(torch.int32)
-    bits = (bits + (draws << (dropped - 16)) + (1 << (dropped - 17))) & (-1 << dropped)
+    bits = (bits + upper(draws, dropped)) & (-1 << dropped)
     return (bits.view(torch.float32) - shift).copysign(q)
 
 
 def _draws(m: int, k: int, seed: Tensor) -> Tensor:
-    """16 bits for each element of [m, k]: int32."""
+    """Of each element of [m, k]: int32."""
     octets = -(-k // 8)
     h = hashed(torch.arange(m * octets, device=seed.device), *keys(seed.reshape(())))
-    draws = upper_half(h[:, None] * multipliers(seed.device))
-    return draws.view(m, 8 * octets)[:, :k]
+    return (h[:, None] * multipliers(seed.device)).view(m, 8 * octets)[:, :k]
 
 
 def _padded(codes: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def _scale(largest, LARGEST: tl.constexpr):
 def _draws(seed, row, column, k):
     octet = row.to(tl.int64)[:, None] * ((k + 7) // 8) + (column >> 3).to(tl.int64)[None, :]
     h = hash_of(octet, key_of(0x243F6A88, seed), key_of(0x85A308D3, seed))
-    return ((h * multiplier_of(column)[None, :]) >> 16).to(tl.int32)
+    return h * multiplier_of(column)[None, :]
 
 
 @jit
@@ -79,7 +79,7 @@ def _rounded(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
     if LARGEST == 127.0:
         if BY_CHANCE:
             steps = (q * 32768.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-            result = ((steps + (draws >> 1)) >> 15).to(tl.float32)
+            result = ((steps + (draws >> 17).to(tl.int32)) >> 15).to(tl.float32)
         else:
             result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
     else:
@@ -98,7 +98,7 @@ def _rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr)
     if BY_CHANCE:
         shift = tl.where(small, NORMAL, 0.0)
         bits = (magnitude + shift).to(tl.int32, bitcast=True)
-        bits += (draws << (DROPPED - 16)) + (1 << (DROPPED - 17))
+        bits += (draws >> (32 - DROPPED)).to(tl.int32)
         rounded = (bits & (-1 << DROPPED)).to(tl.float32, bitcast=True) - shift
     else:
         bits = magnitude.to(tl.int32, bitcast=True)

@@ -7,8 +7,8 @@
                   side of q; 0 under a scale of NaN
 
 So the expectation of a code is within 2**-16 of q, and what is within 2**-16 of an integer becomes that integer: the
-error of the division moves nothing. The draw of an element is that of `lowbit_kernels.draws` with the 64-bit index
-first[r] + start + k and the keys `KEYS`.
+error of the division moves nothing. The draw of an element is the upper 16 bits of that of `lowbit_kernels.draws` with
+the 64-bit index first[r] + start + k and the keys `KEYS`.
 
     values     float32 [R, K]
     old        float32 [R]: the scales so far; None: there are none
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels.draws import draws, hash_of, multiplier_of
+from lowbit_kernels.draws import draws, hash_of, multiplier_of, upper
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
 
@@ -74,7 +74,9 @@ def reference(
     if first is not None:
         index = first[:, None] + torch.arange(start, start + values.shape[1], device=values.device)
         rest = exact - codes
-        codes = codes + torch.where(draws(index, *KEYS) + 1 < rest.abs() * 65536, rest.sign(), 0.0)
+        codes = codes + torch.where(
+            upper(draws(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
+        )
     return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
 
 
