@@ -18,8 +18,8 @@ A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a N
 codes 0, so that its products are NaN.
 
 With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
-x (to 2**-16 of a step). The draw of element (m, k), for both copies the
-same, is that of `lowbit_kernels.draws` with the index m * (K rounded up to a multiple of 8) + k::
+x (to 2**-16 of a step). The draw of element (m, k), for both copies the same, is that of `lowbit_kernels.draws` with
+the index m * (K rounded up to a multiple of 8) + k::
 
     int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
     float8:  as many bits of the draw as x / scale has more than the format are added to those, which are then cut off
@@ -306,4 +306,12 @@ CASES = [
     Case("e5m2-tensorwise", 130, 200, "e5m2", tensorwise=True),
     *(Case(name, m, k, large=True) for name, m, k in LARGE),
     Case("rows-only-llama-8b-attention", 8192, 4096, columns=False, large=True),
+    Case("by-chance-llama-8b-attention", 8192, 4096, stochastic=True, large=True),
+    Case(
+        "by-chance-rows-only-llama-8b-attention",
+        *(8192, 4096),
+        columns=False,
+        stochastic=True,
+        large=True,
+    ),
 ]
