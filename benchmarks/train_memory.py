@@ -93,16 +93,21 @@ def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost
             raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
         tokens = candidate.batch[0] * candidate.batch[1]
         if not on_gpu:
-            seconds = statistics.median(_seconds(step) for _ in range(repeats))
-            return TrainingCost(seconds, tokens, None, None)
+            return TrainingCost(median_seconds(step, repeats, on_gpu), tokens, None, None)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        seconds = statistics.median(event_seconds(step, repeats))
+        seconds = median_seconds(step, repeats, on_gpu)
         peak, held = (
             (size - before) / 2**30
             for size in (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
         )
         return TrainingCost(seconds, tokens, peak, held)
+
+
+def median_seconds(step: Callable[[], Tensor], repeats: int, on_gpu: bool) -> float:
+    if on_gpu:
+        return statistics.median(event_seconds(step, repeats))
+    return statistics.median(_seconds(step) for _ in range(repeats))
 
 
 def _seconds(step: Callable[[], Tensor]) -> float:
@@ -126,8 +131,13 @@ def memory_limit(gib: float | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def training_step(candidate: TrainingCandidate) -> Callable[[], Tensor]:
-    """A function that takes one training step on random tokens and returns its loss."""
+def training_step(
+    candidate: TrainingCandidate, shard: Callable[[Llama], None] | None = None
+) -> Callable[[], Tensor]:
+    """A function that takes one training step on random tokens and returns its loss.
+
+    ``shard`` is called with the model, prepared and compiled, before its optimizer is made and its tokens are drawn.
+    """
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(candidate.choice.dtype)
@@ -143,6 +153,8 @@ def training_step(candidate: TrainingCandidate) -> Callable[[], Tensor]:
         loss_of = torch.compile(next_token_loss, dynamic=False)
         for block in model.blocks:
             block.compile(dynamic=False)
+    if shard is not None:
+        shard(model)
     optimizer = candidate.choice.make(model.parameters())
     rows, length = candidate.batch
     tokens = torch.randint(candidate.config.vocab_size, (rows, length + 1), device=candidate.device)

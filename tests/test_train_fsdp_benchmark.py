@@ -1,0 +1,100 @@
+"""The benchmark of low-bit training under FSDP2, in two processes on the processor."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import train_fsdp
+from benchmarks.ranks import in_ranks
+from benchmarks.registry import Problem, Result, Row
+from benchmarks.train_fsdp import ShardedCandidate, ShardedCost, measure_rank, measure_sharded
+from recipes.llama import LlamaConfig
+from tests.distributed.launch import launch
+
+CONFIG = LlamaConfig(300, dim=64, layers=2, heads=2, kv_heads=1, hidden=64, context=16)
+BLOCK = 64 * (64 + 32 + 32 + 64 + 3 * 64) + 2 * 64
+REST = 300 * 64 + 64
+ROWS = 64 + 32 + 32 + 64 + 3 * 64
+
+
+def tiny(candidate: ShardedCandidate) -> ShardedCandidate:
+    scheme = candidate.scheme and replace(candidate.scheme, always=True)
+    return replace(candidate, config=CONFIG, device="cpu", compile=False, scheme=scheme)
+
+
+def all_costs(rank: int, world_size: int) -> dict[str, ShardedCost]:
+    found = train_fsdp.candidates((2, 16))
+    return {c.products: measure_rank(tiny(c), 2) for c in found}
+
+
+def test_low_bit_weights_travel_in_a_byte_and_products_run() -> None:
+    ranks = launch(all_costs, 2)
+    found = {name: ShardedCost.joined([costs[name] for costs in ranks]) for name in ranks[0]}
+    assert list(found) == [*train_fsdp.SCHEMES, "bf16"]
+    elements = 2 * 2 * BLOCK + REST  # two blocks, gathered in forward and in backward
+    for name, cost in found.items():
+        assert cost.parameters == 2 * BLOCK + REST and cost.gathered == elements, name
+        assert cost.seconds > 0 and cost.tokens == 2 * 2 * 16 and cost.peak is None
+        if name == "bf16":
+            assert cost.sent == 2 * elements and cost.products == 0
+            continue
+        assert cost.products == 2 * 3 * (2 * 7 + 1), name  # ranks; y, dx, dw; blocks and the head
+        norms, scales = 2 * 2 * 2 * 64 + 64, 2 * 2 * ROWS + 300
+        assert cost.sent == elements - norms + 4 * scales + 2 * norms, name
+        assert 1 < cost.sent / elements < 1.1, name
+
+
+def test_processes_of_its_own_and_the_cells() -> None:
+    candidate = tiny(next(train_fsdp.candidates((2, 16))))
+    cost = measure_sharded(candidate, 2)
+    assert cost.tokens == 2 * 2 * 16 and cost.products == 90
+    reference = replace(candidate, products="bf16")
+    rows = [
+        Row(candidate, ShardedCost(0.2, 20_000, 2**30, 2**31, 2**31, 90, 3.0)),
+        Row(reference, ShardedCost(0.4, 20_000, 2**30, 2**32, 2**31, 0, None)),
+    ]
+    result = Result(Problem("p", [candidate, reference], reference.name), rows)
+    cells = train_fsdp.sharded_cells(rows[0], result, 1.0)
+    assert cells == ["200.0", "0.50", "100.0", "2.00", "2.00", "1.00", "90", "3.00"]
+    assert train_fsdp.sharded_cells(rows[1], result, 1.0)[-1] == ""
+    assert len(cells) == len(train_fsdp.SHARDED_TABLE.columns)
+
+
+def misbehave(how: str) -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    elif how == "raises":
+        raise ValueError("no such weight")
+    elif how == "dies":
+        os._exit(3)
+    else:
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "error", "text"),
+    [
+        ("raises", 100, RuntimeError, "rank 1: ValueError: no such weight\nTraceback"),
+        ("dies", 100, RuntimeError, "rank 1: ended with status 3"),
+        ("hangs", 8, TimeoutError, "rank 0 and 1 gave no answer within 8 s"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)
+def test_a_rank_that_fails(how: str, seconds: float, error: type[Exception], text: str) -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(error, match=text):
+        in_ranks(misbehave, 2, "cpu", seconds, how)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="2 GPUs are needed and 1 visible"):
+        measure_sharded(next(train_fsdp.candidates((2, 16))), 2)
