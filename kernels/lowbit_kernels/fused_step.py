@@ -187,7 +187,7 @@ class Variant:
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         lines = [f"#define {name} {value}" for name, value in defines.items()]
         own = primitives if "\n" in primitives else _file(primitives)
-        return "\n".join([*lines, own, _file("fused_step.h"), _file(kernel)])
+        return "\n".join([*lines, own, *map(_file, ("draws.h", "fused_step.h", kernel))])
 
 
 def is_available() -> bool:

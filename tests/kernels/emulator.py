@@ -97,27 +97,26 @@ QUANTIZE_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
         NAME((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (uint32 *)a[8], (const long long *)a[9], a[10], a[11]);
+             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8], a[9], a[10]);
     });
 }
 """
 
 
 def quantize_rowcol(*arguments) -> None:
-    """``quantize_rowcol_cuda.quantize`` on tensors of the CPU. Where blocks meet there is one, so that none waits."""
+    """``quantize_rowcol_cuda.quantize`` on tensors of the CPU."""
 
     def kernel(variant: quantize_rowcol_cuda.Variant, name: str, device: int):
         source = quantize_rowcol_cuda.source(variant, primitives=HEADER.read_text())
         function = _library(source + QUANTIZE_FOOTER.replace("NAME", name)).emulated
 
-        def call(stream: int, grid: int, threads: int, *values: int, cooperative=False) -> None:
-            function(1 if cooperative else grid, threads, (ctypes.c_uint64 * len(values))(*values))
+        def call(stream: int, grid: int, threads: int, *values: int) -> None:
+            function(grid, threads, (ctypes.c_uint64 * len(values))(*values))
 
         return call
 
     with (
         mock.patch.object(quantize_rowcol_cuda, "_kernel", kernel),
-        mock.patch.object(quantize_rowcol_cuda, "_resident", lambda kernel, device: 1),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
