@@ -73,37 +73,47 @@ def _rowwise(a, b, a_scale, b_scale, bias, out_dtype) -> torch.Tensor:
 
 def _runs(case: Case) -> dict[str, Callable]:
     if case.a_dtype != torch.int8:
-        return {"lowbit": torch.ops.lowbit.float8_scaled_mm, "torch._scaled_mm, rowwise": _rowwise}
+        return {
+            "lowbit, float8": torch.ops.lowbit.float8_scaled_mm,
+            "torch._scaled_mm, float8 by rows": _rowwise,
+        }
     return {
-        "lowbit": torch.ops.lowbit.int8_scaled_mm,
-        "lowbit in Triton": int8_mm_triton.int8_mm,
+        "lowbit, int8": torch.ops.lowbit.int8_scaled_mm,
+        "lowbit in Triton, int8": int8_mm_triton.int8_mm,
         "torch._int_mm": lambda a, b, *rest: torch._int_mm(a, b.T),
         "torch._int_mm and scales": _int_mm,
     }
 
 
+def _products(case: Case) -> list[Product]:
+    """Of one shape and format, once they have been held against the reference."""
+    runs, arguments = _runs(case), _quantized(case)
+    expected = reference(*arguments).float()
+    for name, run in runs.items():
+        if name != "torch._int_mm":  # which has no scales
+            error = (run(*arguments).float() - expected).norm() / expected.norm()
+            assert error < 1e-2, f"{name} is wrong: {error}"
+    operations = 2 * case.m * case.n * case.k
+    moved = (case.m + case.n) * case.k + case.m * case.n * 2
+    return [
+        Product(name, run, partial(_quantized, case), moved, operations=operations)
+        for name, run in runs.items()
+    ]
+
+
 @benchmark("scaled_mm", "products of int8 and float8 matrices, scaled, to bf16", table=TABLE)
 def scaled_mm() -> Iterator[Problem]:
+    shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in CASES:
-        if not case.large:
-            continue
-        operations = 2 * case.m * case.n * case.k
-        moved = (case.m + case.n) * case.k + case.m * case.n * 2
-        arguments = _quantized(case)
-        expected = reference(*arguments).float()
-        for name, run in _runs(case).items():
-            if name != "torch._int_mm":  # which has no scales
-                error = (run(*arguments).float() - expected).norm() / expected.norm()
-                assert error < 1e-2, f"{name} is wrong: {error}"
-        del arguments, expected
-        candidates = [
-            Product(name, run, partial(_quantized, case), moved, operations=operations)
-            for name, run in _runs(case).items()
-        ]
-        moved += (case.m + case.n) * case.k
+        if case.large:
+            shapes.setdefault((case.m, case.n, case.k), []).append(case)
+    for (m, n, k), cases in shapes.items():
+        products = [product for case in cases for product in _products(case)]
         plain = Product(
-            "bf16", lambda a, b: a @ b.T, partial(_bf16, case), moved, operations=operations
+            "bf16",
+            lambda a, b: a @ b.T,
+            partial(_bf16, cases[0]),
+            2 * ((m + n) * k + m * n),
+            operations=2 * m * n * k,
         )
-        yield Problem(
-            f"{case.name} {case.m} x {case.n} x {case.k}", [*candidates, plain], reference="bf16"
-        )
+        yield Problem(f"{cases[0].name} {m} x {n} x {k}", [*products, plain], reference="bf16")

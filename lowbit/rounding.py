@@ -183,9 +183,8 @@ def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
     """
     octet = index >> 3
-    k0, k1 = (
-        k.to(torch.int32) for k in (k0, k1)
-    )  # 32 bits wrap as they should, and are twice as fast
+    # 32 bits wrap as they should, and are twice as fast
+    k0, k1 = k0.to(torch.int32), k1.to(torch.int32)
     key = k1
     if index.dtype == torch.int64:
         key = (octet >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
@@ -193,14 +192,24 @@ def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)  # `>>` would keep the sign
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(key).mul_(-0x7B935975)
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
-    h.mul_(_multipliers(index.device)[index & 7])
+    h.mul_(_multipliers(index)[index & 7])
     return (h >> 16).bitwise_and_(0xFFFF)
 
 
+def _multipliers(index: Tensor) -> Tensor:
+    """M of the module docstring, as int32 of the same bits, on the device of `index`."""
+    if type(index) is Tensor:
+        return _kept_multipliers(index.device)
+    return _made_multipliers(index.device)  # as fake as `index` may be: not to be kept
+
+
 @functools.cache  # once a device, since a copy to a GPU can't be captured in a graph
-def _multipliers(device: torch.device) -> Tensor:
-    """M of the module docstring, as int32 of the same bits."""
-    return torch.tensor(_M).to(torch.int32).to(device)
+def _kept_multipliers(device: torch.device) -> Tensor:
+    return _made_multipliers(device)
+
+
+def _made_multipliers(device: torch.device) -> Tensor:
+    return torch.tensor(_M, device="cpu").to(torch.int32).to(device)
 
 
 def _hash(octet: Tensor, k0: Any, k1: Any) -> Tensor:

@@ -8,8 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowbit.rounding import bits_at, keys, random_bits, stochastic_round, stochastic_round_bf16
+from lowbit.rounding import (
+    _kept_multipliers,
+    bits_at,
+    keys,
+    random_bits,
+    stochastic_round,
+    stochastic_round_bf16,
+)
 
 KEY = {"seed": 1234, "step": 7, "tensor": 3}
 MASK = 0xFFFFFFFF
@@ -279,3 +287,18 @@ def test_draws_by_index_are_those_of_ranges() -> None:
         assert torch.equal(bits_at(index, k0, k1), expected)
         if offset < 2**31 - 12:
             assert torch.equal(bits_at(index.int(), k0.int(), k1), expected)
+
+
+def test_what_is_kept_of_a_draw_is_real() -> None:
+    """Whatever the default device, and whatever mode the first draw is taken in."""
+    index = torch.arange(10)
+    k0, k1 = keys(1, torch.tensor([2]), 3)
+    expected = bits_at(index, k0, k1)
+    _kept_multipliers.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(bits_at(index, k0, k1), expected)
+    _kept_multipliers.cache_clear()
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (index, k0, k1)]
+        assert bits_at(*fake).shape == (10,)
+    assert torch.equal(bits_at(index, k0, k1), expected)

@@ -1,13 +1,7 @@
 // One step of an optimizer over many tensors: decode the states, update in float32, encode, in one launch.
 //
-// fused_step.py compiles this once for each combination of
-//   PARAM, GRAD        dtypes: FP32, BF16, FP16
-//   STATES             how many states an element has, 0..3; SIGNED: a bit for each whose values have a sign
-//   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
-//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED by a byte below the bf16 (24-bit weights)
-//   SCALED             whether gradients are multiplied by a factor from memory (unscaling, clipping)
-//   PREPARE, UPDATE    the algorithm, as statements; HYPER names for its options in `h`
-//   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `encode`)
+// fused_step.py compiles this once for each combination of what fused_step.h lists, and of SCALED: whether gradients are
+// multiplied by a factor from memory (unscaling, clipping).
 //
 // Work is cut into tiles of 256 elements of one row of one tensor, a tile a warp, eight neighbouring elements a
 // lane: 16-byte accesses of bf16. A block of 8-bit states is a tile, so its absmax is one warp-wide maximum; one of

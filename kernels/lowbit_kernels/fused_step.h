@@ -1,5 +1,5 @@
 // What the kernels of fused_step.cu and fused_step_cpu.cpp share: the parameters that a variant is compiled with, the
-// table that the host fills in, random draws and the algorithm.
+// table that the host fills in and the algorithm. draws.h comes before it.
 //
 //   PARAM, GRAD        dtypes: FP32, BF16, FP16
 //   STATES             how many states an element has, 0..3; SIGNED: a bit for each whose values have a sign
@@ -11,9 +11,6 @@
 enum { FP32, BF16, FP16 };
 enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
 enum { NEAREST, STOCHASTIC, CORRECTED };
-
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
 
 static constexpr int TILE = 256;
 static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
@@ -65,42 +62,6 @@ struct alignas(16) Scalars {
     float c[8];
     uint32 keys[4][2];  // of the weight's draws, and of each state's
 };
-
-// ---- random draws: lowbit/rounding.py defines them ---------------------------------------------------------------
-
-DEVICE uint32 finalise(uint32 h) {
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15;
-    h *= 0x846ca68bu;
-    return h ^ (h >> 16);
-}
-
-DEVICE uint32 mix(uint32 key, uint64 word) {
-    key = finalise((key ^ (uint32)word) + 0x9e3779b9u);
-    return finalise((key ^ (uint32)(word >> 32)) + 0x9e3779b9u);
-}
-
-DEVICE uint32 hash(const uint32 *keys, uint64 octet) {
-    uint32 h = (uint32)octet ^ keys[0];
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(octet >> 32);
-    h *= 0x846ca68bu;
-    return h ^ h >> 16;
-}
-
-// The draw of an octet's element j is the upper half of its hash times this.
-DEVICE constexpr uint32 multiplier(int j) {
-    return j == 0   ? 0x2265b1f5u
-           : j == 1 ? 0xd8f16adfu
-           : j == 2 ? 0x414c343du
-           : j == 3 ? 0x4a2f20abu
-           : j == 4 ? 0xaa2ca1afu
-           : j == 5 ? 0x29e821a5u
-           : j == 6 ? 0xcb6915c1u
-                    : 0x56c58311u;
-}
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
-"""One optimizer step over any number of tensors in one launch: the kernel of ``fused_step.cu``.
+"""One optimizer step over any number of tensors in one launch: the kernel of ``fused_step.cu``, and what it shares with
+that of ``fused_step_cpu.cpp``, which ``fused_step_cpu.py`` runs.
 
-The tensors are given as a table of pointers that lies on the device. For each element of each tensor: the states are
-decoded from their format to float32, an algorithm (`Rule`) updates them and the weight, and all are stored again;
-nothing is materialised in between, and nothing is read by the host. Options, step counters and the learning rate are
-read on the device, so that no change of them compiles anything, and a step can be captured in a CUDA graph.
+The tensors are given as a table of pointers, in the memory of their device. For each element of each tensor: the
+states are decoded from their format to float32, an algorithm (`Rule`) updates them and the weight, and all are stored
+again; nothing is materialised in between, and nothing is read by the host. Options, step counters and the learning
+rate are read on the device, so that no change of them compiles anything, and a step can be captured in a CUDA graph.
 
 This is no operator of ``torch.ops``: its operands are addresses in a table, which an operator's schema can't name.
 """
@@ -33,7 +34,7 @@ LOCATE = 256  # tiles an entry of `locate`
 REGISTERS_FOR = 1024  # threads a multiprocessor: 64 registers each; measured, see the log
 MAX_HYPER, MAX_STATES = 8, 3
 
-# Structs of the .cu, in words of 64 bits (`Scalars`: all of it).
+# The structs of fused_step.h, in words of 64 bits (`Scalars`: all of it).
 TENSOR = (
     *(
         "grad",
@@ -66,15 +67,16 @@ SCALARS_WORDS = 8
 
 @dataclass(frozen=True)
 class Rule:
-    """An algorithm in CUDA C++.
+    """An algorithm in C++, for GPUs and CPUs.
 
     Args:
         hyper: names of its options (never lr), at most 8.
         prepare: statements in double, run once a tensor: reads ``lr``, ``t`` (the step, from 1) and the options by
             name, writes ``c[0]`` .. ``c[7]``.
         update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
-            not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` divides
-            faster than ``/``, which is what a GPU spends most time on.
+            not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``,
+            on a GPU faster than ``/``, which is what it spends most time on. ``g * g`` overflows where its share in a
+            moment need not: multiply the share first.
     """
 
     hyper: tuple[str, ...]
@@ -149,7 +151,8 @@ class Variant:
         return REGISTERS_FOR if self.is_scaled else 256
 
     def table_words(self) -> np.ndarray:
-        """What the kernel keeps in shared memory: the values of every state, then the cells of every state."""
+        """What the kernel looks codes up in (on a GPU in shared memory): the values of every state, then the cells of
+        every state."""
         if not self.uses_codes:
             return np.zeros(1, np.uint32)
         values, cells = [], []
@@ -184,7 +187,7 @@ class Variant:
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         lines = [f"#define {name} {value}" for name, value in defines.items()]
         own = primitives if "\n" in primitives else _file(primitives)
-        return "\n".join([*lines, own, _file("fused_step.h"), _file(kernel)])
+        return "\n".join([*lines, own, *map(_file, ("draws.h", "fused_step.h", kernel))])
 
 
 def is_available() -> bool:

@@ -7,7 +7,7 @@
 // one is worked on in a copy. So every element takes the same path, in IEEE arithmetic (no contraction into fma):
 // results don't depend on threads, alignment, sharding or the machine.
 
-static constexpr int STRIP = 256;
+static constexpr int STRIP = TILE;
 static constexpr int LANES = 16;          // numbers of the widest vector
 static constexpr uint64 GRAIN = 1 << 15;  // elements that are worth a thread
 

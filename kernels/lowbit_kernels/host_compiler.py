@@ -6,6 +6,7 @@ installed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 from lowbit_kernels import disk_cache
@@ -29,10 +31,25 @@ NATIVE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-ma
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The command of this machine's C++ compiler; empty if there is none."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    for command in (chosen, ["c++"], ["g++"], ["clang++"]):
+    """The command of this machine's C++ compiler; empty if there is none.
+
+    Raises:
+        RuntimeError: ``$CXX`` cannot be read as a command.
+    """
+    chosen = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise RuntimeError(
+            f"$CXX is no command: {chosen!r} ({error}); set it, or unset it"
+        ) from error
+    for command in (words, ["c++"], ["g++"], ["clang++"]):
         if command and (path := shutil.which(command[0])):
+            if words and command is not words:
+                message = (
+                    f"$CXX is {chosen!r}, which is no program that can be run; {path} is taken"
+                )
+                warnings.warn(message, stacklevel=2)
             return path, *command[1:]
     return ()
 
@@ -42,23 +59,25 @@ def library(source: str) -> ctypes.CDLL:
     """The loaded library of a C++ source: from the disk if it has been compiled before. Calls release the GIL.
 
     Raises:
-        RuntimeError: there is no compiler, it refuses the source, or what it made can't be loaded.
+        RuntimeError: there is no compiler, it refuses the source, or what it made can't be written or loaded.
     """
     if not compiler():
         raise RuntimeError("no C++ compiler was found; install g++ or clang++, or name one in $CXX")
-    options = (*compiler(), *OPTIONS, *NATIVE)
-    path = disk_cache.cached_path(".so", source, _version(), _processor(), *options)
+    key = (".so", source, _version(), _processor(), *compiler(), *OPTIONS, *NATIVE)
+    kept = disk_cache.find(*key)
+    if kept is not None:
+        with contextlib.suppress(OSError):  # a folder that nothing may be run from
+            return ctypes.CDLL(str(kept))
     try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # not there, damaged, or in a folder that nothing may be run from
-        pass
-    with tempfile.TemporaryDirectory(prefix="lowbit-") as folder:
-        made = _compile(source, Path(folder))
-        disk_cache.keep(path, made.read_bytes())
-        try:
+        with tempfile.TemporaryDirectory(prefix="lowbit-", ignore_cleanup_errors=True) as folder:
+            made = _compile(source, Path(folder))
+            kept = disk_cache.keep(made.read_bytes(), *key)
+            if kept is not None:
+                with contextlib.suppress(OSError):
+                    return ctypes.CDLL(str(kept))
             return ctypes.CDLL(str(made))
-        except OSError as error:
-            raise RuntimeError(f"a compiled kernel cannot be loaded: {error}") from error
+    except (OSError, ValueError) as error:  # no place for temporary files, a full disk, ...
+        raise RuntimeError(f"a compiled kernel cannot be made or loaded: {error}") from error
 
 
 def _compile(source: str, folder: Path) -> Path:
@@ -70,7 +89,8 @@ def _compile(source: str, folder: Path) -> Path:
     except OSError as error:
         raise RuntimeError(f"{compiler()[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        log = done.stderr.strip() or f"exit status {done.returncode}"
+        log = done.stderr.replace(f"{folder}{os.sep}", "").strip()
+        log = log or f"exit status {done.returncode}"
         raise RuntimeError(f"{compiler()[0]} cannot compile a kernel: {log}")
     return made
 
@@ -78,8 +98,10 @@ def _compile(source: str, folder: Path) -> Path:
 @functools.cache
 def _version() -> str:
     try:
-        done = subprocess.run([*compiler(), "--version"], capture_output=True, text=True)
-    except OSError:
+        done = subprocess.run(
+            [*compiler(), "--version"], capture_output=True, text=True, errors="replace"
+        )
+    except (OSError, ValueError):
         return ""
     return done.stdout
 

@@ -50,35 +50,22 @@ class Kernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, attribute, shared)[0])
 
-    def __call__(
-        self, stream: int, grid: int, threads: int, *arguments: int, cooperative: bool = False
-    ) -> None:
-        """Launch `grid` blocks of `threads` on a stream (its handle), `cooperative` ones all at once or not at all.
-        The device must be the current one."""
-        block = (grid, 1, 1, threads, 1, 1, self._shared, stream, ctypes.addressof(self._pointers))
+    def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
+        """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
+        launch = (
+            *(self._function, grid, 1, 1, threads, 1, 1),
+            *(self._shared, stream, ctypes.addressof(self._pointers), 0),
+        )
         with self._lock:  # forward and backward may run in two threads
             self._values[:] = list(arguments)  # the driver copies them before it returns
             for i in range(self._structs):
                 self._pointers[i] = arguments[i]
-            error = self._launch(block, cooperative)
+            error = self._driver.cuLaunchKernel(*launch)[0]
             if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                 # this thread's first use of CUDA
                 torch.cuda.set_device(torch.cuda.current_device())
-                error = self._launch(block, cooperative)
+                error = self._driver.cuLaunchKernel(*launch)[0]
         _check(error)
-
-    def blocks(self, threads: int) -> int:
-        """How many blocks of `threads` run on one multiprocessor at once."""
-        error, count = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            self._function, threads, self._shared
-        )
-        _check(error)
-        return count
-
-    def _launch(self, block: tuple, cooperative: bool) -> Any:
-        if cooperative:
-            return self._driver.cuLaunchCooperativeKernel(self._function, *block)[0]
-        return self._driver.cuLaunchKernel(self._function, *block, 0)[0]
 
 
 class Module:
@@ -118,13 +105,12 @@ def compiled(source: str, arch: str) -> bytes:
 
     error, major, minor = nvrtc.nvrtcVersion()
     _check(error)
-    path = disk_cache.cached_path(".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    key = (".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
+    kept = disk_cache.find(*key)
+    if kept is not None:
+        return kept.read_bytes()
     cubin = _compile(source, arch)
-    disk_cache.keep(path, cubin)
+    disk_cache.keep(cubin, *key)
     return cubin
 
 

@@ -140,13 +140,6 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     return __shfl_sync(0xffffffff, n, 0);
 }
 
-// What another block wrote before it released it.
-DEVICE unsigned int load_acquire(const unsigned int *p) {
-    unsigned int x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-    return x;
-}
-
 // A struct of a multiple of 16 bytes that nobody writes to meanwhile, 16 bytes at a time; what isn't used isn't read.
 template <typename T>
 DEVICE T constant_load(const T *p) {

@@ -7,22 +7,17 @@
 //   TENSORWISE         one scale for all
 //   STOCHASTIC         rounding by chance
 //   ALIGNED            rows begin at multiples of 16 bytes
-//   KEPT               tiles that a block keeps in shared memory between the two looks (kernel `fused`)
 //   STEPS              of 2048 elements that a block keeps of a row (kernel `rows`; 0: not compiled)
-// and puts ptx.cuh before it.
+// and puts ptx.cuh and draws.h before it.
 //
 // A scale depends on a whole row or column, so the matrix is looked at twice: once for the largest magnitudes, once to
 // quantize. `absmax` and `quantize` do it in two launches, the second from the end backwards, where the L2 cache still
-// has what the first one read. `fused` does both in one, with a meeting of all blocks between (they must all run at
-// once): each keeps its last tile in registers and its first ones in shared memory, and reads only the others again.
-// `rows` is for the rows alone: a block has its row in registers.
+// has some of what the first one read. `rows` is for the rows alone: a block has its row in registers.
 //
 // A tile is 128 x 128, a warp's part of it 16 rows, a lane's four neighbouring columns of those; so a lane has the 16
 // codes of a column that are neighbours in the transposed copy. They pass through shared memory, so that a warp writes
 // 128 bytes of each of four rows of it.
 
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
 enum { BF16, FP16, FP32 };
 enum { INT8, E4M3, E5M2 };
 
@@ -32,7 +27,7 @@ static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.
 static constexpr uint32 INFINITE = 0x7f800000;
 
 // The matrix x, m x k with rows `stride` elements apart, and what becomes of it. `row_max` and `column_max` hold the
-// bits of the largest magnitudes as float32, zero before the first look; `meeting` is zero too.
+// bits of the largest magnitudes as float32, zero before the first look.
 struct Job {
     const unsigned char *x;
     long long stride;
@@ -40,14 +35,13 @@ struct Job {
     float *scale;            // [m]
     unsigned char *codes_t;  // [k, m16]
     float *scale_t;          // [k]
-    uint32 *row_max, *column_max, *meeting;
+    uint32 *row_max, *column_max;
     const long long *seed;
     long long m, k;
 
     MEMBER long long k16() const { return (k + 15) / 16 * 16; }
     MEMBER long long m16() const { return (m + 15) / 16 * 16; }
     MEMBER long long tiles_across() const { return (k16() + TILE - 1) / TILE; }
-    MEMBER long long tiles() const { return (m16() + TILE - 1) / TILE * tiles_across(); }
 };
 
 // ---- elements --------------------------------------------------------------------------------------------------------
@@ -131,50 +125,30 @@ DEVICE float quotient_of(float x, Scale scale) {
     return fma_exactly(fma_exactly(near, scale.negative, x), scale.inverse, near);
 }
 
-DEVICE uint32 finalise(uint32 h) {
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15;
-    h *= 0x846ca68bu;
-    return h ^ h >> 16;
-}
-
-// What decides on the rounding of two neighbouring elements of a row: see quantize_rowcol.py.
+// What decides on the rounding of eight neighbouring elements of a row: see quantize_rowcol.py.
 struct Draws {
     uint32 keys[2];
 
     MEMBER explicit Draws(const long long *seed) {
-        if constexpr (STOCHASTIC) {
-            const uint64 word = *seed;
-            uint32 from[2] = {0x243f6a88u, 0x85a308d3u};
-            for (int i = 0; i < 2; ++i) {
-                keys[i] = finalise((from[i] ^ (uint32)word) + 0x9e3779b9u);
-                keys[i] = finalise((keys[i] ^ (uint32)(word >> 32)) + 0x9e3779b9u);
-            }
-        }
+        if constexpr (STOCHASTIC) keys[0] = mix(0x243f6a88u, *seed), keys[1] = mix(0x85a308d3u, *seed);
     }
-    MEMBER uint32 pair(uint64 index) const {
-        uint32 h = (uint32)index ^ keys[0];
-        h ^= h >> 16;
-        h *= 0x7feb352du;
-        h ^= h >> 15 ^ keys[1] + 0x9e3779b9u * (uint32)(index >> 32);
-        h *= 0x846ca68bu;
-        return h ^ h >> 16;
+    MEMBER uint32 octet(const Job &job, long long row, long long column) const {
+        return hash(keys, row * ((job.k + 7) >> 3) + (column >> 3));
     }
 };
 
-// A quotient to a number of the float8 format, up or down by chance: `draw` of 16 bits.
+// A quotient to a number of the float8 format, up or down by chance.
 DEVICE float rounded_by_chance(float x, uint32 draw) {
     constexpr int DROPPED = FORMAT == E4M3 ? 20 : 21;  // bits of a float32 that the format lacks
     constexpr float NORMAL = FORMAT == E4M3 ? 0x1p-6f : 0x1p-14f;
     const float magnitude = fabsf(x);
     // Below NORMAL the format's numbers are as far apart as those from NORMAL to twice that.
     const float shift = magnitude < NORMAL ? NORMAL : 0.0f;
-    const uint32 bits = float_bits(magnitude + shift) + (draw << DROPPED - 16) + (1 << DROPPED - 17);
+    const uint32 bits = float_bits(magnitude + shift) + (draw >> 32 - DROPPED);
     return copysignf(bits_float(bits & ~0u << DROPPED) - shift, x);
 }
 
-// Four quotients to four codes in a word, the first in the lowest byte; `draws` of 16 bits if STOCHASTIC.
+// Four quotients to four codes in a word, the first in the lowest byte; `draws` only if STOCHASTIC.
 DEVICE uint32 encode(const float *x, const uint32 *draws) {
     if constexpr (FORMAT == INT8) {
         uint32 code[4];
@@ -183,7 +157,7 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
             // An integer in the lowest bits of a float: its unit is 1 beside 1.5 * 2**23.
             if constexpr (STOCHASTIC)
                 code[i] = (uint32)((int)(float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) - 0x4b400000u +
-                                         (draws[i] >> 1)) >>
+                                         (draws[i] >> 17)) >>
                                    15);
             else code[i] = float_bits(x[i] + 12582912.0f);
         }
@@ -210,7 +184,6 @@ struct Shared {
         uint32 column_max[WARPS][TILE];
     };
     Scale row[TILE], column[TILE];
-    Raw<4> kept[KEPT > 0 ? KEPT : 1][HEIGHT][THREADS];
 };
 
 struct Position {
@@ -277,7 +250,6 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
             const long long to = at.column + threadIdx.x;
             if (to < job.k && largest != 0) atomicMax(job.column_max + to, largest);
         }
-        __syncthreads();
     }
 }
 
@@ -329,7 +301,6 @@ DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at,
         const uint4 codes = shared.transposed[own][chunk ^ own / 4 % 8];
         if (column < job.k && row < job.m16()) stream_store((uint4 *)(job.codes_t + column * job.m16() + row), codes);
     }
-    __syncthreads();
 }
 
 // The second look at a tile.
@@ -353,12 +324,9 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
 #pragma unroll
             for (int c = 0; c < 4; ++c) x[r][c] = part.row[i + r][c];
             if constexpr (STOCHASTIC) {
-                const uint64 pair = (row + i + r) * ((job.k + 1) / 2) + column / 2;
+                const uint32 h = draws.octet(job, row + i + r, column);
 #pragma unroll
-                for (int c = 0; c < 4; c += 2) {
-                    const uint32 h = draws.pair(pair + c / 2);
-                    drawn[r][c] = h & 0xffff, drawn[r][c + 1] = h >> 16;
-                }
+                for (int c = 0; c < 4; ++c) drawn[r][c] = h * (lane % 2 ? multiplier(c + 4) : multiplier(c));
             }
         }
         if constexpr (ROWS) {
@@ -382,7 +350,6 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
         }
     }
     if constexpr (COLUMNS) store_transposed(job, shared, at, codes_t);
-    else __syncthreads();
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
@@ -391,12 +358,11 @@ DYNAMIC_SHARED(memory);
 
 #define PARAMETERS                                                                                                     \
     const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,              \
-        float *scale_t, uint32 *row_max, uint32 *column_max, uint32 *meeting, const long long *seed, long long m,      \
-        long long k
+        float *scale_t, uint32 *row_max, uint32 *column_max, const long long *seed, long long m, long long k
 #define JOB                                                                                                            \
-    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, meeting, seed, m, k }
+    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, m, k }
 
-#if STEPS == 0 && KEPT == 0
+#if STEPS == 0
 // A block a tile.
 extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS) {
     JOB;
@@ -414,51 +380,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(PARAMETERS) {
 }
 #endif
 
-#if KEPT > 0
-// As many blocks as run at once, two on a multiprocessor.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) fused(PARAMETERS) {
-    JOB;
-    Shared &shared = *(Shared *)memory;
-    const long long tiles = job.tiles(), own = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
-    Part part, next;
-    fetch(job, blockIdx.x, next);
-    for (int i = 0; i < own; ++i) {
-        part = next;
-        if (i + 1 < own) fetch(job, blockIdx.x + (long long)(i + 1) * gridDim.x, next);
-        if (i < KEPT) {
-#pragma unroll
-            for (int r = 0; r < HEIGHT; ++r) shared.kept[i][r][threadIdx.x] = part.row[r];
-        }
-        find_largest(job, shared, blockIdx.x + (long long)i * gridDim.x, part);
-    }
-
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        atomicAdd(job.meeting, 1u);
-        while (load_acquire(job.meeting) < gridDim.x) {}
-    }
-    __syncthreads();
-
-    const Draws draws(job.seed);
-    for (int i = own - 1; i >= 0; --i) {
-        if (i > KEPT) {
-            fetch(job, blockIdx.x + (long long)(i - 1) * gridDim.x, next);
-        } else if (i > 0) {
-#pragma unroll
-            for (int r = 0; r < HEIGHT; ++r) next.row[r] = shared.kept[i - 1][r][threadIdx.x];
-        }
-        quantize_tile(job, shared, draws, blockIdx.x + (long long)i * gridDim.x, part);
-        part = next;
-    }
-}
-#endif
-
 #if STEPS > 0
 DEVICE void store_row(const Job &job, long long row, long long column, const Raw<8> &raw, Scale scale,
                       const Draws &draws) {
     if (column >= job.k16()) return;
-    uint32 word[2];
+    uint32 word[2], octet = 0;
+    if constexpr (STOCHASTIC) octet = draws.octet(job, row, column);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float y[4];
@@ -467,10 +394,7 @@ DEVICE void store_row(const Job &job, long long row, long long column, const Raw
         for (int c = 0; c < 4; ++c) y[c] = quotient_of(raw[i * 4 + c], scale);
         if constexpr (STOCHASTIC) {
 #pragma unroll
-            for (int c = 0; c < 4; c += 2) {
-                const uint32 h = draws.pair(row * ((job.k + 1) / 2) + (column + i * 4 + c) / 2);
-                drawn[c] = h & 0xffff, drawn[c + 1] = h >> 16;
-            }
+            for (int c = 0; c < 4; ++c) drawn[c] = octet * multiplier(i * 4 + c);
         }
         word[i] = scale.inverse == 0.0f ? 0 : encode(y, drawn);
     }

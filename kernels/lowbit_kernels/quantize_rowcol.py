@@ -18,17 +18,17 @@ A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a N
 codes 0, so that its products are NaN.
 
 With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
-x (to 2**-16 of a step). Element (m, k) draws 16 bits, a function of the seed and of its index alone, for both copies
-the same. With F and the hash of two neighbours of `lowbit.rounding`::
+x (to 2**-16 of a step). The draw of element (m, k), for both copies the same, is that of `lowbit_kernels.draws` with
+the index m * (K rounded up to a multiple of 8) + k::
 
-    K(k):  for w in (lo(seed), hi(seed)):  k = F((k ^ w) + 0x9e3779b9)
-    k0 = K(0x243f6a88);  k1 = K(0x85a308d3);  index = m * (K + K % 2) + k
-    int8:    floor((round(x / scale * 2**15) + (draw >> 1)) / 2**15)
-    float8:  draw is added to the bits of x / scale that the format lacks, which are then cut off
+    int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
+    float8:  as many bits of the draw as x / scale has more than the format are added to those, which are then cut off
 
 What it costs: both copies of M x K 16-bit elements are 4 bytes an element, moved once. But no scale is known before all
-is read, so x is read twice, 6 bytes: without caches at best 67% of the copy's speed. `quantize_rowcol.cu` makes the
-second reading come out of the cache, or of what blocks have kept.
+is read, so x is read twice, 6 bytes, and the L2 cache has little of it the second time. On one H200
+`quantize_rowcol.cu` moves those 6 at 84 to 91% of the copy's speed, so 56 to 61% of it by 4 bytes; with a second
+reading that always hits, 67 to 76%. Blocks that keep tiles until the scales are known gain nothing
+(``benchmarks/LOG.md``).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels.draws import hashed, keys, multipliers, upper
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -49,7 +50,6 @@ FORMATS = {
     "e4m3": (torch.float8_e4m3fn, 448.0),
     "e5m2": (torch.float8_e5m2, 57344.0),
 }
-_MASK = 0xFFFFFFFF
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -129,40 +129,21 @@ def _encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tens
 def _round_by_chance(q: Tensor, format: str, draws: Tensor) -> Tensor:
     if format == "int8":
         steps = (q * 32768.0).round().to(torch.int32)
-        return ((steps + (draws >> 1)) >> 15).to(torch.float32)
+        return ((steps + upper(draws, 15)) >> 15).to(torch.float32)
     dropped, normal = (20, 2.0**-6) if format == "e4m3" else (21, 2.0**-14)
     magnitude = q.abs()
     # Below `normal` the format's numbers are as far apart as those from there to twice that.
     shift = torch.where(magnitude < normal, normal, 0.0)
     bits = (magnitude + shift).view(torch.int32)
-    bits = (bits + (draws << (dropped - 16)) + (1 << (dropped - 17))) & (-1 << dropped)
+    bits = (bits + upper(draws, dropped)) & (-1 << dropped)
     return (bits.view(torch.float32) - shift).copysign(q)
 
 
 def _draws(m: int, k: int, seed: Tensor) -> Tensor:
-    """16 bits for each element of [m, k]: int32."""
-    word = seed.reshape(())
-    keys = []
-    for start in (0x243F6A88, 0x85A308D3):
-        key = torch.full_like(word, start)
-        for half in (word & _MASK, (word >> 32) & _MASK):
-            key = _finalise(((key ^ half) + 0x9E3779B9) & _MASK)
-        keys.append(key)
-    pairs = (k + 1) // 2
-    index = torch.arange(m * pairs, dtype=torch.int64, device=seed.device)
-    middle = (keys[1] + (index >> 32) * 0x9E3779B9) & _MASK
-    h = _finalise((index & _MASK) ^ keys[0], middle)
-    both = torch.stack([h & 0xFFFF, h >> 16], dim=-1)
-    return both.to(torch.int32).view(m, 2 * pairs)[:, :k]
-
-
-def _finalise(h: Tensor, key: Tensor | int = 0) -> Tensor:
-    """F on int64 tensors of 0 .. 2**32 - 1; `key` joins in the middle."""
-    h = h ^ (h >> 16)
-    h = (h * 0x7FEB352D) & _MASK
-    h = h ^ (h >> 15) ^ key
-    h = (h * -0x7B935975) & _MASK  # 0x846ca68b - 2**32
-    return h ^ (h >> 16)
+    """Of each element of [m, k]: int32."""
+    octets = -(-k // 8)
+    h = hashed(torch.arange(m * octets, device=seed.device), *keys(seed.reshape(())))
+    return (h[:, None] * multipliers(seed.device)).view(m, 8 * octets)[:, :k]
 
 
 def _padded(codes: Tensor) -> Tensor:
@@ -325,4 +306,12 @@ CASES = [
     Case("e5m2-tensorwise", 130, 200, "e5m2", tensorwise=True),
     *(Case(name, m, k, large=True) for name, m, k in LARGE),
     Case("rows-only-llama-8b-attention", 8192, 4096, columns=False, large=True),
+    Case("by-chance-llama-8b-attention", 8192, 4096, stochastic=True, large=True),
+    Case(
+        "by-chance-rows-only-llama-8b-attention",
+        *(8192, 4096),
+        columns=False,
+        stochastic=True,
+        large=True,
+    ),
 ]

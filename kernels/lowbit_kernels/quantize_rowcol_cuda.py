@@ -15,7 +15,6 @@ INPUTS = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 TILE, THREADS, ROW_STEP = 128, 256, 2048
 MAX_STEPS = 8
 SHARED = 16384 + 2 * TILE * 8  # of a tile: its transposed codes, its scales
-KEPT = {2: 2, 4: 1}  # tiles in shared memory of two blocks a multiprocessor, by bytes of an element
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Variant:
     tensorwise: bool
     stochastic: bool
     aligned: bool
-    kept: int
     steps: int
 
 
@@ -50,11 +48,10 @@ def quantize(
     tensorwise: bool,
     seed: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
-    fused: bool = False,
 ) -> None:
     """The operands of ``lowbit::quantize_rowcol``, checked, and its results to fill; M, K > 0."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (m, k), size = x.shape, x.element_size()
+    m, k = x.shape
     in_one_pass = rows and not columns and not tensorwise
     variant = Variant(
         INPUTS[x.dtype],
@@ -63,8 +60,7 @@ def quantize(
         columns,
         tensorwise,
         seed is not None,
-        x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0,
-        KEPT[size] if fused else 0,
+        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0,
         min(-(-k // ROW_STEP), MAX_STEPS) if in_one_pass else 0,
     )
     codes, scale, codes_t, scale_t = (part.data_ptr() for part in out)
@@ -72,25 +68,19 @@ def quantize(
         stream = torch.cuda.current_stream().cuda_stream
         found = 0
         if not in_one_pass:
-            scratch = torch.zeros(m + k + 1, dtype=torch.int32, device=x.device)
+            scratch = torch.zeros(m + k, dtype=torch.int32, device=x.device)
             found = scratch.data_ptr()
         arguments = (
             *(x.data_ptr(), x.stride(0), codes, scale, codes_t, scale_t),
-            *(found, found + 4 * m, found + 4 * (m + k)),
-            *(0 if seed is None else seed.data_ptr(), m, k),
+            *(found, found + 4 * m, 0 if seed is None else seed.data_ptr(), m, k),
         )
         device = torch.cuda.current_device()
         if in_one_pass:
             _kernel(variant, "rows", device)(stream, m, THREADS, *arguments)
             return
         tiles = -(-m // TILE) * -(-k // TILE)
-        if fused:
-            kernel = _kernel(variant, "fused", device)
-            resident = _resident(kernel, device)
-            kernel(stream, min(tiles, resident), THREADS, *arguments, cooperative=True)
-        else:
-            _kernel(variant, "absmax", device)(stream, tiles, THREADS, *arguments)
-            _kernel(variant, "quantize", device)(stream, tiles, THREADS, *arguments)
+        _kernel(variant, "absmax", device)(stream, tiles, THREADS, *arguments)
+        _kernel(variant, "quantize", device)(stream, tiles, THREADS, *arguments)
 
 
 def source(variant: Variant, primitives: str | None = None) -> str:
@@ -99,7 +89,8 @@ def source(variant: Variant, primitives: str | None = None) -> str:
     for field in fields(variant):
         value = getattr(variant, field.name)
         lines.append(f"#define {field.name.upper()} {int(value) if value in (0, 1) else value}")
-    return "\n".join([*lines, primitives or _file("ptx.cuh"), _file("quantize_rowcol.cu")])
+    own = primitives or _file("ptx.cuh")
+    return "\n".join([*lines, own, _file("draws.h"), _file("quantize_rowcol.cu")])
 
 
 @functools.cache
@@ -115,15 +106,5 @@ def _module(variant: Variant, device: int) -> nvrtc.Module:
 
 @functools.cache
 def _kernel(variant: Variant, name: str, device: int) -> nvrtc.Kernel:
-    size = 4 if variant.input == "FP32" else 2
-    shared = 0 if name == "rows" else SHARED + max(variant.kept, 1) * TILE * TILE * size
-    if name in ("absmax", "quantize"):
-        shared = SHARED
-    return _module(variant, device).kernel(name, 12, shared=shared)
-
-
-@functools.cache
-def _resident(kernel: nvrtc.Kernel, device: int) -> int:
-    """Blocks of the kernel that run at once."""
-    properties = torch.cuda.get_device_properties(device)
-    return kernel.blocks(THREADS) * properties.multi_processor_count
+    shared = 0 if name == "rows" else SHARED
+    return _module(variant, device).kernel(name, 11, shared=shared)

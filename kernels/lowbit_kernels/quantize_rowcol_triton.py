@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit_kernels.draws import hash_of, key_of, multiplier_of
 from lowbit_kernels.triton_runtime import jit, tl, triton
 
 
@@ -66,30 +67,10 @@ def _scale(largest, LARGEST: tl.constexpr):
 
 
 @jit
-def _finalise(h, key):
-    h ^= h >> 16
-    h *= 0x7FEB352D
-    h ^= (h >> 15) ^ key
-    h *= 0x846CA68B
-    return h ^ (h >> 16)
-
-
-@jit
-def _key(start, seed):
-    zero = (seed & 0).to(tl.uint32)
-    key = zero + start
-    key = _finalise((key ^ (seed & 0xFFFFFFFF).to(tl.uint32)) + 0x9E3779B9, zero)
-    return _finalise((key ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)) + 0x9E3779B9, zero)
-
-
-@jit
 def _draws(seed, row, column, k):
-    index = row.to(tl.int64)[:, None] * (k + k % 2) + column.to(tl.int64)[None, :]
-    pair = index >> 1
-    high = ((pair >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    h = (pair & 0xFFFFFFFF).to(tl.uint32) ^ _key(0x243F6A88, seed)
-    h = _finalise(h, _key(0x85A308D3, seed) + high * 0x9E3779B9)
-    return tl.where((index & 1) == 0, h & 0xFFFF, h >> 16).to(tl.int32)
+    octet = row.to(tl.int64)[:, None] * ((k + 7) // 8) + (column >> 3).to(tl.int64)[None, :]
+    h = hash_of(octet, key_of(0x243F6A88, seed), key_of(0x85A308D3, seed))
+    return h * multiplier_of(column)[None, :]
 
 
 @jit
@@ -98,7 +79,7 @@ def _rounded(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
     if LARGEST == 127.0:
         if BY_CHANCE:
             steps = (q * 32768.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-            result = ((steps + (draws >> 1)) >> 15).to(tl.float32)
+            result = ((steps + (draws >> 17).to(tl.int32)) >> 15).to(tl.float32)
         else:
             result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
     else:
@@ -117,7 +98,7 @@ def _rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr)
     if BY_CHANCE:
         shift = tl.where(small, NORMAL, 0.0)
         bits = (magnitude + shift).to(tl.int32, bitcast=True)
-        bits += (draws << (DROPPED - 16)) + (1 << (DROPPED - 17))
+        bits += (draws >> (32 - DROPPED)).to(tl.int32)
         rounded = (bits & (-1 << DROPPED)).to(tl.float32, bitcast=True) - shift
     else:
         bits = magnitude.to(tl.int32, bitcast=True)

@@ -7,14 +7,8 @@
                   side of q; 0 under a scale of NaN
 
 So the expectation of a code is within 2**-16 of q, and what is within 2**-16 of an integer becomes that integer: the
-error of the division moves nothing. The draw of an element is a hash of the 64-bit index i = first[r] + start + k, in
-arithmetic modulo 2**32, one hash for two elements::
-
-    pair = i >> 1;  h = lo(pair) ^ K0;  h ^= h >> 16;  h *= 0x7feb352d
-    h ^= (h >> 15) ^ (K1 + 0x9e3779b9 * hi(pair));  h *= 0x846ca68b;  h ^= h >> 16
-    draw = h & 0xffff  if i is even  else  h >> 16
-
-(constants of a finaliser with low bias, found by search: https://github.com/skeeto/hash-prospector).
+error of the division moves nothing. The draw of an element is the upper 16 bits of that of `lowbit_kernels.draws` with
+the 64-bit index first[r] + start + k and the keys `KEYS`.
 
     values     float32 [R, K]
     old        float32 [R]: the scales so far; None: there are none
@@ -33,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit_kernels.draws import draws, hash_of, multiplier_of, upper
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
 
@@ -79,21 +74,10 @@ def reference(
     if first is not None:
         index = first[:, None] + torch.arange(start, start + values.shape[1], device=values.device)
         rest = exact - codes
-        codes = codes + torch.where(draws(index) + 1 < rest.abs() * 65536, rest.sign(), 0.0)
+        codes = codes + torch.where(
+            upper(draws(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
+        )
     return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
-
-
-def draws(index: Tensor) -> Tensor:
-    """0 .. 65535 for indices, int64: int32 of that shape."""
-    pair = index >> 1
-    k0, k1 = (key - 2**32 * (key >= 2**31) for key in KEYS)
-    h = pair.to(torch.int32) ^ k0
-    h ^= (h >> 16) & 0xFFFF  # `>>` keeps the sign
-    h *= 0x7FEB352D
-    h ^= ((h >> 15) & 0x1FFFF) ^ ((pair >> 32).to(torch.int32) * -0x61C88647 + k1)
-    h *= -0x7B935975
-    h ^= (h >> 16) & 0xFFFF
-    return (h >> ((index.to(torch.int32) & 1) * 16)) & 0xFFFF
 
 
 @jit
@@ -136,20 +120,19 @@ def _kernel(
         scale = tl.where(most == before * 127, before, scale)
     scale = tl.where(most == 0, 1.0, scale)
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
+    if STOCHASTIC:
+        place = tl.load(first + row) + start
+        multiplier = multiplier_of(
+            place + tl.arange(0, BLOCK)
+        )  # 8 divides BLOCK, or all is one block
     for begin in tl.range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < columns
         exact = tl.div_rn(tl.load(source + column, mask=inside, other=0), scale)
         code = (exact + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds half to even
         if STOCHASTIC:
-            index = tl.load(first + row) + start + column
-            pair = index >> 1
-            h = pair.to(tl.uint32) ^ K0
-            h = (h ^ (h >> 16)) * 0x7FEB352D
-            h = h ^ (h >> 15) ^ ((pair >> 32).to(tl.uint32) * 0x9E3779B9 + K1)
-            h = h * 0x846CA68B
-            h = h ^ (h >> 16)
-            draw = tl.where((index & 1) == 1, h >> 16, h & 0xFFFF).to(tl.float32)
+            h = hash_of((place + column) >> 3, K0, K1)
+            draw = ((h * multiplier) >> 16).to(tl.float32)
             rest = exact - code
             step = tl.where(rest > 0, 1.0, -1.0)
             code += tl.where(draw + 1 < tl.abs(rest) * 65536, step, 0.0)

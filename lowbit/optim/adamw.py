@@ -150,7 +150,7 @@ class AdamBase(LowbitOptimizer):
         lines = ["g = -g;"] if group["maximize"] else []
         if not self.decoupled:
             lines.append("g += c[6] * w;")
-        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * (g * g);"]
+        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
         if group["amsgrad"]:  # fmaxf would drop a NaN
             lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
         if self.decoupled:

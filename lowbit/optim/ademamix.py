@@ -224,7 +224,7 @@ class AdEMAMix(LowbitOptimizer):
         lines += [
             "s[0] += c[5] * (g - s[0]);",
             "s[1] += c[2] * (g - s[1]);",
-            "s[2] = c[6] * s[2] + c[7] * (g * g);",
+            "s[2] = c[6] * s[2] + c[7] * g * g;",
         ]
         lines.append("w *= c[4];")
         lines.append("w -= quotient(s[0] * c[0] + s[1] * c[1], sqrtf(s[2]) + c[3]);")

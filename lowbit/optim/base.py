@@ -19,9 +19,10 @@ What the base does with them:
 from __future__ import annotations
 
 import inspect
+import operator
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -70,6 +71,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     """The format of states where none is asked for."""
 
     _plan: FusedSteps | None = None  # of the last step
+    _checked: Sequence[Any] = ()  # the options of all groups that were looked at
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
         """`options`: the algorithm's own, with their values. Raises TypeError, ValueError for bad ones."""
@@ -162,17 +164,19 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
 
         Raises:
-            RuntimeError: a sparse gradient, or a parameter of another shape than in earlier steps. It has not changed
-                then.
-            ValueError: groups that disagree in what concerns all gradients together. Nothing has changed then.
+            RuntimeError: a gradient that is sparse or of another shape than its parameter, or a parameter of another
+                shape than in earlier steps. It has not changed then.
+            ValueError, TypeError: an option set since the last step isn't taken, or groups disagree in what concerns
+                all gradients together. Nothing has changed then.
         """
-        check_shared(self.param_groups[0], self.param_groups[1:])
+        self._check_options()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._plan if self._plan is not None and self._plan.holds() else None
-        jobs = collect(self.param_groups) if plan is None else plan.jobs()
+        if self._plan is not None and not self._plan.holds(self):
+            self._plan = None
+        jobs = collect(self.param_groups) if self._plan is None else self._plan.jobs()
         options = self.param_groups[0]
         scale = grad_scale(
             jobs,
@@ -181,36 +185,55 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
         )
-        if plan is None:
-            if scale.skip is not None and scale.skip.device.type == "cpu" and bool(scale.skip):
-                return (
-                    loss  # without even making states; a GPU's answer would have to be waited for
-                )
-            plan = self._plan = self._plan_for(jobs)
-        left = jobs if plan is None else plan.run(scale)
-        if left:  # finding out whether to skip waits for the device
-            self._step_eagerly(left, scale)
-        for job in left:
-            job.grads = []  # let them be freed: a plan keeps its jobs
+        if self._plan is None and scale.skip is not None and scale.skip.device.type == "cpu":
+            # without even making states; a GPU's answer would have to be waited for
+            if bool(scale.skip):
+                return loss
+            scale = scale._replace(skip=None)
+        self._update(jobs, scale)
         return loss
 
-    def _plan_for(self, jobs: list[Job]) -> FusedSteps | None:
-        """What a kernel does of these; None where there is none, and nothing of it need be imported."""
-        if not any(job.may_fuse for job in jobs):
-            return None
-        from lowbit.optim.fused import FusedSteps
-
-        return FusedSteps(self, jobs)
-
-    def _step_eagerly(self, jobs: list[Job], scale: GradScale) -> None:
-        if scale.skip is not None and bool(scale.skip):
+    def _check_options(self) -> None:
+        """Look at options that were set since the last step, as the constructor does."""
+        for group in self.param_groups:
+            # a tensor's value is not looked at: it would wait for the device
+            check = check_number if isinstance(group["lr"], Tensor) else check_nonnegative
+            check("lr", group["lr"])
+        names = [name for name in self.defaults if name != "lr"]
+        found = [group.get(name) for group in self.param_groups for name in names]
+        if len(found) == len(self._checked) and all(map(operator.is_, found, self._checked)):
             return
-        for job in jobs:
+        made = [{**group, "lr": 0.0} for group in self.param_groups]
+        for checked in made:
+            self.check_group(checked)
+        check_shared(made[0], made[1:])
+        for group, checked in zip(self.param_groups, made, strict=True):
+            group.update({**checked, "lr": group["lr"]})
+        self._checked = [group[name] for group in self.param_groups for name in names]
+
+    def _update(self, jobs: list[Job], scale: GradScale) -> None:
+        """Have kernels do what they can, and PyTorch operations the rest."""
+        rest = jobs if self._plan is None else self._plan.pop_rest()
+        for job in rest:
             for param in job.params:
                 self._ensure_state(job.group, param)
-            counters = [self.state[param]["step"] for param in job.params]
-            torch._foreach_add_(counters, 1)
-            eager.Step(self, job, scale.coefficient).run()
+        if self._plan is None and any(job.may_fuse for job in jobs):
+            # where there is no kernel, none of this need be imported
+            from lowbit.optim.fused import FusedSteps
+
+            self._plan = FusedSteps(self, jobs)
+            rest = self._plan.pop_rest()
+        if self._plan is not None:
+            self._plan.run(self, scale)
+        # finding out whether to skip waits for the device
+        if rest and not (scale.skip is not None and bool(scale.skip)):
+            self._step_eagerly(rest, scale.coefficient)
+
+    def _step_eagerly(self, jobs: list[Job], coefficient: Tensor | None) -> None:
+        """Update these by PyTorch operations, their gradients multiplied by `coefficient`. Their states exist."""
+        for job in jobs:
+            torch._foreach_add_([self.state[param]["step"] for param in job.params], 1)
+            eager.Step(self, job, coefficient).run()
 
     def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Give a parameter the states that it lacks: all, or that of an option turned on since."""

@@ -71,9 +71,8 @@ def _norm(jobs: list[Job], device: torch.device) -> Tensor:
         squares = torch.stack(norms).square().sum()
         if sharding is not None:
             mesh, dims = sharding
-            squares = squares.to(
-                mesh.device_type
-            )  # where the ranks exchange; parts may be offloaded
+            # where the ranks exchange; parts may be offloaded
+            squares = squares.to(mesh.device_type)
             for dim in dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares.to(device)

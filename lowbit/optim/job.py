@@ -23,7 +23,7 @@ class Job:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether a kernel may take it, as far as its device and the user say. Asked for elsewhere it is refused."""
+        """Whether to look for a kernel. Where there can be none, only if the user asks for one: to be told why not."""
         wanted = self.group["fused"]
         return self.grads[0].device.type in ("cuda", "cpu") if wanted is None else wanted
 
@@ -37,7 +37,7 @@ def collect(groups: list[dict[str, Any]]) -> list[Job]:
     """The jobs of a step.
 
     Raises:
-        RuntimeError: a gradient is sparse.
+        RuntimeError: a gradient is sparse, or of another shape than its parameter.
     """
     found: list[tuple[dict[str, Any], Tensor, int]] = []
     index = 0
@@ -46,6 +46,11 @@ def collect(groups: list[dict[str, Any]]) -> list[Job]:
             if param.grad is not None:
                 if param.grad.layout is not torch.strided:
                     raise _sparse(param, param.grad)
+                if param.grad.shape != param.shape:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(param.shape)} has a gradient of shape {tuple(param.grad.shape)}; "
+                        "call zero_grad() after its data is replaced by that of another shape"
+                    )
                 found.append((group, param, index))
             index += 1
     jobs: dict[Any, Job] = {}

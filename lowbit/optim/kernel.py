@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lowbit.codebook import Codebook
 from lowbit.optim import state as states
-from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import FusedStep, Table, Variant
@@ -63,6 +62,15 @@ def scaled(variant: Variant) -> Variant:
     return _variant(v.rule, v.param, v.grad, v.formats, v.signed, v.rounding, True)
 
 
+@functools.cache
+def has_own_memory(kind: type) -> bool:
+    """Whether tensors of a class lie at their `data_ptr`, as those don't that say for themselves what an operation
+    does to them: wrappers around others, or fake ones."""
+    if not issubclass(kind, Tensor):
+        return False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _format(state: Tensor) -> str | None:
     """The kernel's name of how a state is stored; None for what it can't read."""
     if isinstance(state, CodebookTensor):
@@ -89,15 +97,17 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
         return "fused=False"
     if optimizer.rule(group) is None:
         return f"{type(optimizer).__name__} has no kernel"
-    if isinstance(own, LowbitTensor):
-        return f"it is a {type(own).__name__}"
     if own.dtype != param.dtype:
         return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
-    for name, dtype in (("its", own.dtype), ("its gradient's", grad.dtype)):
-        if dtype not in fused_step.DTYPES:
-            return f"{name} dtype is {dtype}"
-    if not own.is_contiguous():
-        return f"its strides are {own.stride()}"
+    for name, tensor in (("it", own), ("its gradient", grad)):
+        if not has_own_memory(type(tensor)):
+            return f"{name} is a {type(tensor).__name__}"
+        if tensor.dtype not in fused_step.DTYPES:
+            return f"{name} has the dtype {tensor.dtype}"
+        if tensor.numel() and not tensor.is_meta and tensor.data_ptr() == 0:
+            return f"{name} has no memory"
+    if not own.is_contiguous() or own.is_neg():
+        return f"its strides are {own.stride()}, or it is a view with the sign turned"
     stored = [states.local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
     formats = {_format(state) for state in stored}
     if None in formats:
@@ -114,28 +124,38 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
 def device_obstacle(device: torch.device, float8: bool) -> str | None:
     """Why no kernel runs on a device, with float8 states or others; None if one does."""
     if device.type == "cpu":
-        if host_compiler.compiler():
-            return None
-        _warn_once(
-            "lowbit's optimizer step on a CPU is compiled at first use, and no C++ compiler was found: optimizers run "
-            "by PyTorch operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; "
-            "fused=False asks for PyTorch operations"
-        )
-        return "no C++ compiler was found (g++ or clang++ on the path, or one named in $CXX)"
+        return _no_compiler()
     if device.type != "cuda":
         return f"there is none for {device.type}"
     if torch.version.cuda is None:
         return "the GPU is not NVIDIA's"
     if not fused_step.is_available():
         _warn_once(
+            "no cuda-bindings",
             "lowbit's CUDA optimizer step needs the package cuda-bindings (part of torch's CUDA builds), which is "
-            "not installed: optimizers run by PyTorch ops, several times slower"
+            "not installed: optimizers run by PyTorch ops, several times slower",
         )
         return "cuda.bindings is not installed"
     needed = (8, 9) if float8 else (8, 0)
     if torch.cuda.get_device_capability(device) < needed:
         return f"the GPU's compute capability is below {needed[0]}.{needed[1]}"
     return None
+
+
+def _no_compiler() -> str | None:
+    try:
+        if host_compiler.compiler():
+            return None
+        reason = "no C++ compiler was found (c++, g++ or clang++ on the path, or one named in $CXX)"
+    except RuntimeError as error:
+        reason = str(error)
+    _warn_once(
+        "no compiler",
+        f"lowbit's optimizer step on a CPU is compiled at first use, and {reason}: optimizers run by PyTorch "
+        "operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; fused=False asks for "
+        "PyTorch operations",
+    )
+    return reason
 
 
 @functools.cache
@@ -150,16 +170,22 @@ def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
         lines = [line.strip() for line in str(error).splitlines()]
         first = next((line for line in lines[1:] if "error" in line), "")
         _warn_once(
+            "not compiled",
             f"lowbit's optimizer step for this CPU could not be compiled, and runs by PyTorch operations, several "
-            f"times slower: {lines[0]} {first}".rstrip()
+            f"times slower: {lines[0]} {first}".rstrip(),
         )
         return f"it could not be compiled: {lines[0]} {first}".rstrip()
     return None
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+_WARNED: set[str] = set()
+
+
+def _warn_once(kind: str, message: str) -> None:
+    """Of each kind, which may concern many variants, the first."""
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        warnings.warn(message, stacklevel=2)
 
 
 @functools.cache

@@ -47,7 +47,6 @@ from lowbit.optim.orthogonalize import (
 from lowbit.tensor.codebook_tensor import CodebookTensor
 
 if TYPE_CHECKING:
-    from lowbit.optim.clip import GradScale
     from lowbit_kernels.fused_step import Rule
 
 # Elements orthogonalized at once: many small matrices fill a GPU, one large one does.
@@ -254,18 +253,13 @@ class Muon(AdamBase):
 
     # ---- the step -------------------------------------------------------------------------------------------
 
-    def _step_eagerly(self, jobs: list[Job], scale: GradScale) -> None:
-        if scale.skip is not None and bool(scale.skip):
-            return
-        scale = scale._replace(skip=None)
-        super()._step_eagerly([job for job in jobs if not job.group["use_muon"]], scale)
+    def _step_eagerly(self, jobs: list[Job], coefficient: Tensor | None) -> None:
+        super()._step_eagerly([job for job in jobs if not job.group["use_muon"]], coefficient)
         for job in jobs:
             if job.group["use_muon"]:
-                for param in job.params:
-                    self._ensure_state(job.group, param)
                 torch._foreach_add_([self.state[param]["step"] for param in job.params], 1)
                 for batch in _batches(job):
-                    self._step_matrices(batch, scale.coefficient)
+                    self._step_matrices(batch, coefficient)
 
     def _step_matrices(self, job: Job, coefficient: Tensor | None) -> None:
         """Update parameters of one (global) shape."""

@@ -43,8 +43,8 @@ class CommonOptions(TypedDict, total=False):
     """Of parameters on an NVIDIA GPU or a CPU. None: a kernel where it applies, compiled at first use and kept on
     disk; where it doesn't, PyTorch operations, several times slower. False: PyTorch operations always. True: the
     kernel always; where it can't, an error that says why. For a CPU it is compiled by the machine's C++ compiler
-    (`$CXX`, or g++ or clang++ on the path: about a second for each format and dtype); without one a warning says so
-    once. float64 and low-bit weights take PyTorch operations."""
+    (`$CXX`, or c++, g++ or clang++ on the path: about a second for each format and dtype); without one a warning says
+    so once. float64 and low-bit weights take PyTorch operations."""
     foreach: bool | None
     """Without effect; as in torch.optim, not together with `fused`."""
     capturable: bool

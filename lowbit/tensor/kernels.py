@@ -11,14 +11,14 @@ def quantize_rowcol(
     x: Tensor, format: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`lowbit_kernels.quantize_rowcol`: codes, scales, and both of the transposed copy."""
-    from lowbit_kernels.quantize_rowcol import quantize_rowcol
+    from lowbit_kernels import quantize_rowcol
 
     return quantize_rowcol(x, format, **options)
 
 
 def scaled_mm(format: str, a: Tensor, b: Tensor, *scales: Any, **options: Any) -> Tensor:
     """`lowbit_kernels.scaled_mm` of codes in a format of `quantize_rowcol`, int8 or float8."""
-    from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
+    from lowbit_kernels import float8_scaled_mm, int8_scaled_mm
 
     multiply = int8_scaled_mm if format == "int8" else float8_scaled_mm
     return multiply(a, b, *scales, **options)
@@ -33,13 +33,13 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
 
 def ternary_mm(a: Tensor, packed: Tensor, *scales: Any, **options: Any) -> Tensor:
     """`lowbit_kernels.ternary_mm`: int8 rows by a matrix of 2-bit codes."""
-    from lowbit_kernels.ternary_mm import ternary_mm
+    from lowbit_kernels import ternary_mm
 
     return ternary_mm(a, packed, *scales, **options)
 
 
 def round_rows(values: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`lowbit_kernels.round_rows`: int8 codes and a scale a row, to nearest or stochastically."""
-    from lowbit_kernels.round_rows import round_rows
+    from lowbit_kernels import round_rows
 
     return round_rows(values, **options)

@@ -127,13 +127,9 @@ static inline int __syncthreads_or(int x) {
     return any;
 }
 
-// Blocks run one after another: a kernel whose blocks meet gets one block.
-static inline void __threadfence() {}
+// Blocks run one after another.
 template <typename T>
 static inline void atomicMax(T *p, T x) { *p = max(*p, x); }
-template <typename T>
-static inline void atomicAdd(T *p, T x) { *p += x; }
-static inline unsigned int load_acquire(const unsigned int *p) { return *p; }
 
 // ---- instructions ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import quantize_rowcol_cuda
+from lowbit_kernels import host_compiler, quantize_rowcol_cuda
 from lowbit_kernels.fused_step import FusedStep, Variant
 
-COMPILER = shutil.which("g++")
+COMPILER = host_compiler.compiler()
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 FOOTER = """
 extern "C" void emulated_prepare(unsigned grid, unsigned threads, const uint64_t *a) {
@@ -46,7 +45,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def _library(source: str) -> ctypes.CDLL:
-    assert COMPILER is not None
+    assert COMPILER
     path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     path.with_suffix(".cpp").write_text(source)
     options = [
@@ -60,7 +59,7 @@ def _library(source: str) -> ctypes.CDLL:
         "-Wl,-Bsymbolic",
     ]
     command = [
-        COMPILER,
+        *COMPILER,
         *options,
         str(path.with_suffix(".cpp")),
         "-o",
@@ -72,9 +71,7 @@ def _library(source: str) -> ctypes.CDLL:
 
 
 class EmulatedStep(FusedStep):
-    """`FusedStep` for tensors on the CPU; `launches` counts what ran."""
-
-    launches: list[Variant] = []  # noqa: RUF012 - shared by all, on purpose
+    """`FusedStep` for tensors on the CPU."""
 
     def __init__(self, variant: Variant, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -89,8 +86,6 @@ class EmulatedStep(FusedStep):
     def _call(self, function):
         def call(stream: int, grid: int, threads: int, *arguments: int) -> None:
             function(grid, threads, (ctypes.c_uint64 * len(arguments))(*arguments))
-            if function.__name__ == "emulated_step":
-                self.launches.append(self.variant)
 
         return call
 
@@ -102,27 +97,26 @@ QUANTIZE_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
         NAME((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (uint32 *)a[8], (const long long *)a[9], a[10], a[11]);
+             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8], a[9], a[10]);
     });
 }
 """
 
 
 def quantize_rowcol(*arguments) -> None:
-    """``quantize_rowcol_cuda.quantize`` on tensors of the CPU. Where blocks meet there is one, so that none waits."""
+    """``quantize_rowcol_cuda.quantize`` on tensors of the CPU."""
 
     def kernel(variant: quantize_rowcol_cuda.Variant, name: str, device: int):
         source = quantize_rowcol_cuda.source(variant, primitives=HEADER.read_text())
         function = _library(source + QUANTIZE_FOOTER.replace("NAME", name)).emulated
 
-        def call(stream: int, grid: int, threads: int, *values: int, cooperative=False) -> None:
-            function(1 if cooperative else grid, threads, (ctypes.c_uint64 * len(values))(*values))
+        def call(stream: int, grid: int, threads: int, *values: int) -> None:
+            function(grid, threads, (ctypes.c_uint64 * len(values))(*values))
 
         return call
 
     with (
         mock.patch.object(quantize_rowcol_cuda, "_kernel", kernel),
-        mock.patch.object(quantize_rowcol_cuda, "_resident", lambda kernel, device: 1),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),

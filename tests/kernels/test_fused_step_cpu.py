@@ -77,19 +77,23 @@ def test_codes_are_the_nearest(format, signed):
 @states
 @pytest.mark.parametrize("shape", [(3, 1), (5, 33), (7, 64), (9, 96), (2, 255), (4, 101), (3, 700)])
 def test_every_code_is_decoded(format, signed, shape):
-    state = CodebookTensor.from_float(
-        rand(*shape).abs() if not signed else rand(*shape), format, signed=signed
-    )
-    codes = torch.randint(0, 127, state.codes.shape, dtype=torch.uint8)
+    old, new = (rand(*shape, seed=seed) for seed in (0, 1))
+    if not signed:
+        old, new = old.abs(), new.abs()
+    state = CodebookTensor.from_float(old, format, signed=signed)
+    codes = torch.arange(state.codes.numel()).mul(101).remainder(256).to(torch.uint8)
+    if format == "float8":
+        codes[codes & 0x7F == 0x7F] = 0  # NaN
+    codes = codes.view_as(state.codes)
     if format == "4bit" and shape[1] % 2:
         codes[:, -1] &= 15
     state.codes.copy_(codes)
     expected = state.dequantize()
-    values = rand(*shape, seed=1).abs() if not signed else rand(*shape, seed=1)
-    assert torch.equal(pass_through(values, state), expected)
-    other = CodebookTensor.from_float(values, format, signed=signed)
+    assert torch.equal(pass_through(new, state), expected)
+    other = CodebookTensor.from_float(new, format, signed=signed)
     assert torch.equal(state.scale, other.scale)
-    assert (state.codes != other.codes).float().mean() <= 0.02  # ties
+    # a quotient may be rounded to the other side of a boundary, where the inverse is multiplied with
+    assert (state.codes != other.codes).sum() <= 1
 
 
 @states
@@ -143,7 +147,7 @@ def test_other_processors_give_the_same_bits(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
             patch.setattr(
-                "lowbit.optim.fused.compiled", lambda variant, device: FusedStepCpu(variant)
+                "lowbit.optim.launch.compiled", lambda variant, device: FusedStepCpu(variant)
             )
             host_compiler.library.cache_clear()
             other = trained()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import shlex
+import subprocess
+import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +16,7 @@ import torch
 from lowbit import optim
 from lowbit.optim import kernel
 from lowbit_kernels import disk_cache, host_compiler
+from lowbit_kernels.fused_step import Variant
 from tests.optim.problems import parameters, run
 
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -20,12 +27,14 @@ def _fresh(monkeypatch, tmp_path):
     """A cache of its own, and nothing remembered of other tests."""
     remembered = (
         *(host_compiler.library, host_compiler.compiler, host_compiler._version),
-        *(kernel.compile_obstacle, kernel.compiled, kernel._warn_once),
+        *(kernel.compile_obstacle, kernel.compiled),
     )
+    kernel._WARNED.clear()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
     for function in remembered:
         function.cache_clear()
     yield
+    kernel._WARNED.clear()
     for function in remembered:
         function.cache_clear()
 
@@ -44,13 +53,41 @@ def test_compiled_once_and_kept(monkeypatch):
 
 
 @needs_compiler
-def test_a_damaged_file_is_made_again():
-    assert host_compiler.library(SOURCE).answer() == 42  # loaded from where it was compiled
+def test_a_file_that_was_cut_off_is_made_again():
+    """To load one would end the process."""
+    host_compiler.library(SOURCE)
     (kept,) = disk_cache.cache_folder().iterdir()
-    kept.write_bytes(b"damaged")
-    host_compiler.library.cache_clear()
-    assert host_compiler.library(SOURCE).answer() == 42
-    assert kept.stat().st_size > 1000
+    whole = kept.read_bytes()
+    kept.unlink()  # this process goes on with it
+    kept.write_bytes(whole[: len(whole) // 2])
+    code = f"from lowbit_kernels import host_compiler as c; print(c.library({SOURCE!r}).answer())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+    assert kept.read_bytes() == whole
+
+
+@needs_compiler
+@pytest.mark.parametrize("forbidden", ["temporary", "cache"])
+def test_a_folder_that_nothing_may_be_run_from(monkeypatch, forbidden):
+    load = ctypes.CDLL
+
+    def loaded(path):
+        if ("cache" in Path(path).parts[-2]) == (forbidden == "cache"):
+            raise OSError("failed to map segment from shared object: Operation not permitted")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    for _ in range(2):
+        assert host_compiler.library(SOURCE).answer() == 42
+        host_compiler.library.cache_clear()
+
+
+@needs_compiler
+def test_a_compiler_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent/g++ -O1")
+    host_compiler.compiler.cache_clear()
+    with pytest.warns(UserWarning, match=r"\$CXX is '/nonexistent/g\+\+ -O1'.*is taken"):
+        assert host_compiler.library(SOURCE).answer() == 42
 
 
 @needs_compiler
@@ -88,22 +125,63 @@ def test_without_a_compiler_pytorch_does_it_and_a_warning_says_so_once(monkeypat
         run(optim.AdamW8bit(params, fused=False), params, 1)
 
 
-@pytest.mark.parametrize("broken", ["refuses", "gone"])
-def test_a_broken_compiler_breaks_no_training(monkeypatch, tmp_path, broken):
+def broken(monkeypatch, tmp_path, how):
+    """Make the compiler such; what the warning says."""
     script = tmp_path / "cxx"
-    script.write_text(
-        "#!/bin/sh\necho 'some note' >&2\necho 'x.cpp:1: error: no such processor' >&2\nexit 1\n"
-    )
-    script.chmod(0o755)
+    compiler = shlex.join(host_compiler.compiler())
     monkeypatch.setenv("CXX", str(script))
-    if broken == "gone":
+    lines = "echo 'some note' >&2\necho \"$PWD x.cpp:1: error: no such processor\" >&2\nexit 1"
+    if how == "not in UTF-8":
+        lines = "printf '\\377\\n'\n" + lines
+    script.write_text(f"#!/bin/sh\n{lines}\n")
+    script.chmod(0o755)
+    host_compiler.compiler.cache_clear()
+    if how == "gone":
         assert host_compiler.compiler()
         script.unlink()
+        return "cannot be run"
+    if how == "no command":
+        monkeypatch.setenv("CXX", f'{compiler} "-D')
+        return "No closing quotation"
+    if how == "disk full":
+
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+        return "No space left"
+    if how == "no temporary folder":
+
+        def nowhere(*args, **kwargs):
+            raise FileNotFoundError(2, "No usable temporary directory found")
+
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", nowhere)
+        return "No usable temporary directory"
+    return "no such processor"
+
+
+HOW = ["refuses", "gone", "no command", "disk full", "no temporary folder", "not in UTF-8"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", HOW)
+def test_a_broken_compiler_breaks_no_training(monkeypatch, tmp_path, how):
+    expected = broken(monkeypatch, tmp_path, how)
     params, others = parameters((64, 64)), parameters((64, 64))
-    expected = "no such processor" if broken == "refuses" else "cannot be run"
     with pytest.warns(UserWarning, match=expected):
         run(optim.AdamW8bit(params), params, 2)
     run(optim.AdamW8bit(others, fused=False), others, 2)
     assert torch.equal(params[0], others[0])
     with pytest.raises(RuntimeError, match=f"fused=True.*{expected}"):
         run(optim.AdamW8bit(params, fused=True), params, 1)
+
+
+@needs_compiler
+def test_a_source_that_is_refused_is_told_once_for_all_variants(monkeypatch):
+    monkeypatch.setattr(Variant, "source", lambda *args: "this is no program")
+    params = parameters((64, 64), (9,))
+    with pytest.warns(UserWarning, match="could not be compiled") as caught:
+        run(optim.AdamW8bit(params), params, 2)
+        run(optim.AdamW4bit(params), params, 2)
+    assert len(caught) == 1
+    assert tempfile.gettempdir() not in str(caught[0].message)

@@ -177,24 +177,22 @@ EMULATED = {
     "columns-only",
     "misaligned",
     "by-chance-odd",
+    "by-chance-rows-only",
     "e4m3-fp16",
     "e4m3-tensorwise",
     "e5m2-by-chance",
 }
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("fused", [False, True], ids=["two-launches", "fused"])
+@pytest.mark.skipif(not emulator.COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
-def test_emulated_cuda(case, fused: bool) -> None:
+def test_emulated_cuda(case) -> None:
     """The CUDA source, by this machine's C++ compiler."""
     x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
-    if fused and (rows, columns) == (True, False):
-        pytest.skip("one pass, whatever is asked for")
     out = allocate(x, format, rows, columns, tensorwise)
     for part in out:
         part.view(torch.uint8).fill_(0xAA)
-    emulator.quantize_rowcol(x, format, rows, columns, tensorwise, seed, out, fused)
+    emulator.quantize_rowcol(x, format, rows, columns, tensorwise, seed, out)
     assert_same(out, reference(*arguments))
 
 
@@ -291,13 +289,12 @@ def assert_filled(arguments: tuple, run) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True], ids=["two-launches", "fused"])
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
-def test_cuda_source(case, fused: bool) -> None:
+def test_cuda_source(case) -> None:
     arguments = case.arguments("cuda")
     if not quantize_rowcol_cuda.is_available(arguments[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
-    assert_filled(arguments, lambda *rest: quantize_rowcol_cuda.quantize(*rest, fused=fused))
+    assert_filled(arguments, quantize_rowcol_cuda.quantize)
 
 
 @pytest.mark.gpu

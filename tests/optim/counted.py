@@ -1,32 +1,37 @@
-"""Kernels that say that they ran: `emulator.EmulatedStep.launches` holds the variants, whichever kernel it was."""
+"""Kernels that say that they ran: `LAUNCHES` holds the variants, whichever kernel it was."""
 
 from __future__ import annotations
 
 import functools
 
-from lowbit.optim import fused, kernel
+from lowbit.optim import kernel, launch
+from lowbit_kernels.fused_step import Variant
 from lowbit_kernels.fused_step_cpu import FusedStepCpu
-from tests.kernels import emulator
+from tests.kernels.emulator import EmulatedStep
+
+LAUNCHES: list[Variant] = []
 
 
-class Counted(kernel.FusedStep):
-    launches = emulator.EmulatedStep.launches
-
+class _Counted:
     def __call__(self, *args, **kwargs):
         super().__call__(*args, **kwargs)
-        self.launches.append(self.variant)
+        LAUNCHES.append(self.variant)
 
 
-class CountedCpu(FusedStepCpu):
-    launches = emulator.EmulatedStep.launches
+class Counted(_Counted, kernel.FusedStep):
+    pass
 
-    def __call__(self, *args, **kwargs):
-        super().__call__(*args, **kwargs)
-        self.launches.append(self.variant)
+
+class CountedCpu(_Counted, FusedStepCpu):
+    pass
+
+
+class CountedEmulated(_Counted, EmulatedStep):
+    pass
 
 
 def launched():
-    return len(emulator.EmulatedStep.launches)
+    return len(LAUNCHES)
 
 
 def count(patch):
@@ -36,11 +41,11 @@ def count(patch):
     def compiled(variant, device):
         return CountedCpu(variant) if device.type == "cpu" else Counted(variant, device)
 
-    patch.setattr(fused, "compiled", compiled)
+    patch.setattr(launch, "compiled", compiled)
 
 
 def emulate(patch):
     """Have CPU parameters updated by the code for GPUs."""
     patch.setattr(kernel, "device_obstacle", lambda device, float8: None)
     patch.setattr(kernel, "compile_obstacle", lambda variant, device: None)
-    patch.setattr(fused, "compiled", functools.cache(emulator.EmulatedStep))
+    patch.setattr(launch, "compiled", functools.cache(CountedEmulated))

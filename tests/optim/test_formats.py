@@ -215,10 +215,8 @@ def test_strides_of_parameter_and_gradient_do_not_matter(state):
     plain = nn.Parameter(values.clone())
     turned = nn.Parameter(values.t().contiguous().t())
     assert not turned.is_contiguous()
-    options = {
-        "state": state,
-        "fused": False,
-    }  # no kernel takes the other, so none may take the first
+    # no kernel takes the other, so none may take the first
+    options = {"state": state, "fused": False}
     first, second = optim.AdamW([plain], **options), optim.AdamW([turned], **options)
     for grad in grads:
         plain.grad = grad.t().contiguous().t()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -57,6 +59,23 @@ def test_a_graph_outlives_the_plan_it_was_captured_with():
         p.isfinite().all() and not torch.equal(p, b) for p, b in zip(params, before, strict=True)
     )
     assert optimizer.state[params[1]]["step"] == 2 and len(rubbish) == 20
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_the_states_that_it_writes_to():
+    params = parameters("cuda", [(64, 256), (300,)])
+    optimizer = optim.AdamW8bit(params)
+    set_grads(params, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    states = [weakref.ref(value) for p in params for value in optimizer.state[p].values()]
+    optimizer.load_state_dict(optimizer.state_dict())  # as copies
+    assert all(ref() is not None for ref in states)
+    graph.replay()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from lowbit import optim
 from lowbit.optim import state as states
 from tests.distributed.launch import launch
 from tests.kernels import emulator
-from tests.optim.counted import count, emulate
+from tests.optim.counted import LAUNCHES, count, emulate
 from tests.optim.problems import rand
 
 pytestmark = pytest.mark.skipif(not emulator.COMPILER, reason="no g++")
@@ -47,10 +47,10 @@ def check_rows(rank, world_size, how):
     for name, options in OPTIONS.items():
         with pytest.MonkeyPatch.context() as patch:
             HOW[how](patch)
-            emulator.EmulatedStep.launches.clear()
+            LAUNCHES.clear()
             whole, reference = trained(lambda t: t, options)
             parts, own = trained(lambda t: distribute_tensor(t, mesh, [Shard(0)]), options)
-            assert len(emulator.EmulatedStep.launches) == 6, name
+            assert len(LAUNCHES) == 6, name
         for p, q in zip(whole, parts, strict=True):
             assert torch.equal(q.full_tensor(), p), (name, p.shape)
             for key, expected in reference.state[p].items():
@@ -75,9 +75,9 @@ def check_columns(rank, world_size, how):
             for step in range(2):
                 grad = rand(64, 320, seed=2 + step).to(torch.bfloat16)
                 param.grad = distribute_tensor(grad, mesh, [placement])
-                emulator.EmulatedStep.launches.clear()
+                LAUNCHES.clear()
                 optimizer.step()
-                assert emulator.EmulatedStep.launches
+                assert LAUNCHES
             results.append(param.full_tensor())
     return torch.equal(*results)
 

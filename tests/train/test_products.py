@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lowbit import MixedPrecisionTensor, train
 from lowbit.tensor import mixed_precision, shared_input
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels import quantize_rowcol
 from lowbit_kernels.scaled_mm import calls
 from tests.train.problems import (
     SCHEMES,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import LowbitTensor, MixedPrecisionTensor, train
 from lowbit.tensor import seen
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels import quantize_rowcol
 from lowbit_kernels.scaled_mm import calls
 from tests.train.problems import (
     SCHEMES,

@@ -1,0 +1,38 @@
+"""Rows of float32 rounded to int8 by chance, as int8 weights are after a step, beside the formula in PyTorch ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.registry import Candidate, Problem, benchmark
+from lowbit_kernels.round_rows import CASES, Case, reference
+
+
+def moved_bytes(case: Case) -> int:
+    """Values read, codes written; of each row the old scale, the new one and where its draws begin."""
+    return case.rows * (case.columns * 5 + 16)
+
+
+@benchmark("round_rows", "float32 rows to int8, stochastically")
+def round_rows() -> Iterator[Problem]:
+    runs: dict[str, Callable] = {
+        "lowbit": torch.ops.lowbit.round_rows,
+        "formula in PyTorch ops": reference,
+    }
+    for case in CASES:
+        if not case.large:
+            continue
+        arguments = case.arguments("cuda")
+        for got, want in zip(runs["lowbit"](*arguments), reference(*arguments), strict=True):
+            assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0)), "lowbit is wrong"
+        del arguments
+        yield Problem(
+            f"{case.name} {case.rows} x {case.columns}",
+            [
+                Candidate(name, run, partial(case.arguments, "cuda"), moved_bytes(case))
+                for name, run in runs.items()
+            ],
+        )

@@ -1,0 +1,294 @@
+"""One launch of a compiled step: its kernel, and the table of pointers that it reads, on a GPU or a CPU.
+
+A launch knows addresses, shapes and places of what it updates, and keeps none of it alive but a step's gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.optim import state as states
+from lowbit.optim.clip import GradScale
+from lowbit.optim.kernel import compiled, has_own_memory, scaled
+from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit_kernels import fused_step
+from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
+from lowbit_kernels.fused_step_cpu import FusedStepCpu
+
+_GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "layout", "shape"))
+
+
+class Item(NamedTuple):
+    """A parameter of a launch, while it is made."""
+
+    param: Tensor
+    own: Tensor  # what the step writes to: the parameter itself, or see `states.memory`
+    group: int  # index in param_groups
+    place: int  # in the optimizer
+    grad: Tensor
+
+
+@dataclass
+class Launch:
+    """One kernel and its table, [parameters, fused_step.TENSOR words] followed by the groups."""
+
+    variant: Variant
+    places: list[int]  # of its parameters in the optimizer
+    wrapped: bool  # some parameter is a DTensor, or has its weight inside
+    addresses: list[int]  # of the weights
+    shapes: list[torch.Size]  # of the weights
+    tiles: int
+    locate: Tensor
+    scalars: Tensor
+    words: np.ndarray
+    table: Tensor  # the same on the device; on a CPU, the same memory
+    others: np.ndarray  # bits of every address of a parameter but the gradient's, or-ed
+    params: list[Any]  # and their gradients, of the step at hand
+    grads: list[Tensor]
+    dense: bool = False  # whether a gradient's memory is simply its values
+    uploaded: np.ndarray | None = None
+    kernels: dict[bool, FusedStep | FusedStepCpu] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Launch:
+        """The launch that updates these, whose states exist."""
+        device = items[0].own.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, and this step is not like the last one; take one step with the same "
+                "parameters, gradients and options before the capture"
+            )
+        width, groups = len(fused_step.TENSOR), len(optimizer.param_groups)
+        words = np.zeros(len(items) * width + groups * fused_step.GROUP_WORDS, np.int64)
+        rows = words[: len(items) * width].reshape(-1, width)
+        draws = variant.rounding == "stochastic" or "bf16" in variant.formats
+        pairs = zip(rows, items, strict=True)
+        others = np.array([_fill(row, optimizer, item, draws) for row, item in pairs])
+        counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
+        first = np.cumsum(counts) - counts
+        rows[:, COLUMN["first_tile"]] = first
+        total = int(counts.sum())
+        scratch = (len(items), fused_step.SCALARS_WORDS)
+        made = cls(
+            variant=variant,
+            places=[item.place for item in items],
+            wrapped=any(item.own is not item.param for item in items),
+            addresses=[item.own.data_ptr() for item in items],
+            shapes=[item.own.shape for item in items],
+            tiles=total,
+            locate=_copied(fused_step.locate(first, total), device),
+            scalars=torch.empty(scratch, dtype=torch.int64, device=device),
+            words=words,
+            table=torch.from_numpy(words) if device.type == "cpu" else _empty(words, device),
+            others=others,
+            params=[item.param for item in items],
+            grads=[item.grad for item in items],
+        )
+        made.dense = _are_dense(made.grads)
+        made.take({})
+        return made
+
+    # ---- each step ------------------------------------------------------------------------------------------
+
+    def holds(self, params: list[Any]) -> bool:
+        """Whether weights and gradients are such as they were; takes up the gradients. `params`: its own."""
+        own = list(map(states.memory, params)) if self.wrapped else params
+        if list(map(Tensor.data_ptr, own)) != self.addresses:
+            return False
+        if not _are_shaped(own, self.shapes) or not all(map(Tensor.is_contiguous, own)):
+            return False
+        grads = list(map(_GRAD, params))
+        inner = map(states.local, grads) if self.wrapped else grads
+        if not all(map(has_own_memory, set(map(type, inner)))):  # None has none either
+            return False
+        if set(map(_DTYPE, grads)) != {self.variant.grad}:
+            return False
+        self.dense = _are_dense(grads)  # a sparse one never is
+        if not self.dense and set(map(_LAYOUT, grads)) != {torch.strided}:
+            return False
+        if not _are_shaped(grads, map(_SHAPE, params) if self.wrapped else self.shapes):
+            return False
+        self.params, self.grads = params, grads
+        return True
+
+    def take(self, moved: dict[int, Tensor]) -> bool:
+        """Make the gradients ready to be read. `moved`: those that ranks had to exchange, by place. Returns whether
+        all have memory: one may have given it up."""
+        if self.wrapped:
+            each = zip(self.places, self.grads, strict=True)
+            self.grads = [moved.get(place, grad) for place, grad in each]
+            self.dense = _are_dense(self.grads)
+        if not self.dense:
+            self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
+        addresses = np.array(list(map(Tensor.data_ptr, self.grads)), np.int64)
+        rows = self.tensor_words()
+        rows[:, COLUMN["grad"]] = addresses
+        rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
+        return bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
+
+    def run(self, optimizer: Any, scale: GradScale) -> None:
+        device = self.table.device
+        control = _control(scale, device)
+        self._write_groups(optimizer)
+        table = self._upload(optimizer)
+        groups = table.data_ptr() + self.tensor_words().nbytes
+        with _current(device):
+            self._kernel(scale.coefficient is not None)(
+                table.data_ptr(),
+                groups,
+                self.scalars,
+                self.locate,
+                count=len(self.places),
+                tiles=self.tiles,
+                control=control,
+            )
+        written = self.params
+        if self.wrapped:
+            written = [*written, *map(states.memory, written)]
+        # Autograd, which may hold them for a backward pass, and what low-bit tensors know of the weight inside.
+        torch.autograd.graph.increment_version(written)
+        self.params, self.grads = [], []  # let them be freed
+
+    def _kernel(self, is_scaled: bool) -> FusedStep | FusedStepCpu:
+        """The one for gradients that are scaled, or as they are. Kept here, since to hash a variant takes long."""
+        if is_scaled not in self.kernels:
+            variant = scaled(self.variant) if is_scaled else self.variant
+            self.kernels[is_scaled] = compiled(variant, self.table.device)
+        return self.kernels[is_scaled]
+
+    # ---- the table ------------------------------------------------------------------------------------------
+
+    def tensor_words(self) -> np.ndarray:
+        width = len(fused_step.TENSOR)
+        return self.words[: len(self.places) * width].reshape(-1, width)
+
+    def group_words(self) -> np.ndarray:
+        width = fused_step.GROUP_WORDS
+        return self.words[len(self.places) * len(fused_step.TENSOR) :].reshape(-1, width)
+
+    def _write_groups(self, optimizer: Any) -> None:
+        for words, group in zip(self.group_words(), optimizer.param_groups, strict=True):
+            lr = group["lr"]
+            words[1] = 0
+            if _is_read_on_device(lr, self.table.device):
+                words[1], words[2] = lr.data_ptr(), lr.dtype == torch.float64
+            else:
+                words[:1].view(np.float64)[0] = float(lr)
+            words[3] = np.uint64(group["seed"] % 2**64).astype(np.int64)
+            hyper = optimizer.hyper(group)
+            words[4 : 4 + len(hyper)].view(np.float64)[:] = hyper
+
+    def _upload(self, optimizer: Any) -> Tensor:
+        """The table where the kernel reads it, as it is now."""
+        if self.table.device.type == "cpu":
+            return self.table
+        if self.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # a graph reads its own copy whenever it is replayed: later steps must not write to it
+            source = _pinned(self.words, self.table.device)
+            table = torch.empty_like(self.table)
+            # kept for as long as the graph may be replayed, whatever plan and states come next
+            written = [(states.memory(p), dict(optimizer.state[p])) for p in self.params]
+            kept = (self.locate, self.scalars, self.kernels, source, table, written)
+            optimizer.__dict__.setdefault("_captured", []).append(kept)
+            return table.copy_(source, non_blocking=True)
+        if self.uploaded is None or not np.array_equal(self.uploaded, self.words):
+            self.uploaded = self.words.copy()
+            source = _pinned(self.uploaded, self.table.device)
+            self.table.copy_(source, non_blocking=True)
+        return self.table
+
+
+def _fill(row: np.ndarray, optimizer: Any, item: Item, draws: bool) -> int:
+    """Write a row of the table, but for the gradient's address and the first tile. Returns the bits of all addresses,
+    or-ed, and one more where rows don't begin at a multiple of eight elements: if the last four are 0, eight
+    elements can be read at once."""
+    group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
+    numel = cols = item.own.numel()
+    addresses = {"param": item.own.data_ptr()}
+    for slot, name in enumerate(optimizer.state_names(group)):
+        part = states.local(state[name])
+        if isinstance(part, CodebookTensor):
+            addresses[f"state_{slot}"] = part.codes.data_ptr()
+            addresses[f"scale_{slot}"] = part.scale.data_ptr()
+            cols = part.cols_of(item.own.shape)
+        else:
+            addresses[f"state_{slot}"] = part.data_ptr()
+    if states.has_correction(group, item.param):
+        addresses["correction"] = states.local(state["weight_correction"]).data_ptr()
+    bits = 0
+    for name, address in addresses.items():
+        row[COLUMN[name]] = address
+        bits |= address
+    if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
+        cols = numel
+    row[COLUMN["step"]] = state["step"].data_ptr()
+    row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
+    row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
+    row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
+    if draws:
+        base, run, stride = states.global_index(item.param)
+        row[COLUMN["first_index"]] = base
+        if run != stride:
+            row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
+    return bits | (0 if cols % 8 == 0 or cols == numel else 1)
+
+
+def _are_shaped(tensors: list[Tensor], shapes: Iterable[torch.Size]) -> bool:
+    return all(map(operator.eq, map(_SHAPE, tensors), shapes))  # a list of shapes would take longer
+
+
+def _are_dense(grads: list[Tensor]) -> bool:
+    """Whether the memory of gradients is simply their values."""
+    try:
+        return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
+    except RuntimeError:  # some layouts have no answer
+        return False
+
+
+def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
+    """In memory from which a GPU can copy while the host goes on; torch frees it only after that."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _empty(like: np.ndarray, device: torch.device) -> Tensor:
+    return torch.empty(len(like), dtype=torch.int64, device=device)
+
+
+def _copied(values: np.ndarray, device: torch.device) -> Tensor:
+    return _pinned(values, device).to(device, non_blocking=True)
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device the current one, which costs more than asking whether it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _is_read_on_device(lr: object, device: torch.device) -> bool:
+    if not isinstance(lr, Tensor) or lr.device != device:
+        return False
+    return lr.dtype in (torch.float32, torch.float64)
+
+
+def _control(scale: GradScale, device: torch.device) -> Tensor | None:
+    """What the kernel reads of it: float32 [factor, whether to skip]."""
+    if scale.coefficient is None and scale.skip is None:
+        return None
+    factor, skip = scale.coefficient, scale.skip
+    some = factor if factor is not None else skip
+    assert some is not None
+    parts = [
+        torch.ones_like(some, dtype=torch.float32) if factor is None else factor,
+        torch.zeros_like(some, dtype=torch.float32) if skip is None else skip.float(),
+    ]
+    return torch.stack(parts).to(device)

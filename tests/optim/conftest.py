@@ -1,0 +1,26 @@
+"""Where the kernel of an optimizer's step runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit_kernels import host_compiler
+from tests.kernels import emulator
+from tests.optim.counted import LAUNCHES, count, emulate
+
+needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=needs_compiler),
+        pytest.param("emulated", marks=pytest.mark.skipif(not emulator.COMPILER, reason="no g++")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request, monkeypatch):
+    """Where parameters lie; `LAUNCHES` holds what ran."""
+    emulate(monkeypatch) if request.param == "emulated" else count(monkeypatch)
+    LAUNCHES.clear()
+    return torch.device("cuda" if request.param == "cuda" else "cpu", 0)
