@@ -12,6 +12,8 @@ The classes that carry a scheme out are in `lowbit.tensor`; `lowbit.train` says 
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -79,14 +81,25 @@ def _subclasses(kind: type[TrainingScheme]) -> list[type[TrainingScheme]]:
 
 @dataclass(frozen=True)
 class Least:
-    """The smallest products that gain by a format: N·K / (N + K) of the weight, and M, the rows of the input.
+    """The smallest products that gain, forward and backward together.
 
-    Quantizing reads and writes M·(N + K) elements and the product saves time in proportion to M·N·K, so a weight
-    gains where N·K / (N + K) is large enough, whatever M is; M then only has to outweigh what a launch costs.
+    They save time in proportion to M·N·K. Quantizing costs some in proportion to M·(N + K), and all launches a fixed
+    one, both counted here in the M·N·K that they are worth: a layer gains where M·(N·K - quantizing·(N + K)) exceeds
+    `launches`. Measured on an H200 (`benchmarks/results/train_linear-nvidia-h200.md`): 16384 rows of a 2048 x 2048
+    weight gain 1.25 times, 1024 lose as much, which makes the costs 343 and 1.24e10; a fifth more is asked for.
+
+    Attributes:
+        weight: the smallest N·K / (N + K) that was seen to gain; smaller weights are left alone by `prepare_`.
     """
 
-    weight: int
-    rows: int
+    weight: int = 1024
+    quantizing: int = 343
+    launches: float = 1.5e10
+
+    def rows(self, n: int, k: int) -> int:
+        """The fewest rows M with which a weight [N, K] gains."""
+        each = n * k - self.quantizing * (n + k)
+        return math.ceil(self.launches / each) if each > 0 else sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -183,12 +196,15 @@ class LowbitProducts(TrainingScheme):
             return None
         if device.type in ("cpu", "meta"):
             return f"on {device.type} low-bit products are not faster"
-        if m < self.least.rows:
-            return f"too few rows to gain: {m} is below {self.least.rows}"
+        too_small = self._too_small(n, k)
+        if too_small is not None:
+            return too_small
+        if m < self.least.rows(n, k):
+            return f"too few rows to gain: {m} is below {self.least.rows(n, k)}"
         refusal = self._refusal_of(device)
         if refusal is not None:
             raise RuntimeError(refusal)
-        return self._too_small(n, k)
+        return None
 
 
 @dataclass(frozen=True)
@@ -196,7 +212,7 @@ class Int8Products(LowbitProducts):
     """Both operands in int8, with a scale a row of each."""
 
     capability = (8, 0)
-    least = Least(weight=512, rows=1024)
+    least = Least()
 
     @property
     def forward_format(self) -> str:
@@ -243,7 +259,7 @@ class Float8MixedPrecision(MixedPrecision):
     tensorwise: bool = field(default=False, kw_only=True)
 
     capability = (8, 9)
-    least = Least(weight=512, rows=1024)
+    least = Least()
 
     def __post_init__(self) -> None:
         super().__post_init__()

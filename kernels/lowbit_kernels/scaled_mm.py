@@ -160,7 +160,8 @@ def _float8_cublas(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    a, b = a.contiguous(), b.contiguous()
+    # a single row counts as contiguous whatever its stride is, and cuBLAS wants that of a row
+    a, b = (x.contiguous().view(-1).view(x.shape) for x in (a, b))
     n = b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns
         b = F.pad(b.view(torch.uint8), (0, 0, 0, extra)).view(b.dtype)

@@ -134,7 +134,7 @@ class AdamBase(LowbitOptimizer):
         if group["weight_decay"] and not self.decoupled:
             grad = grad + group["weight_decay"] * weight.float()
         exp_avg.lerp_(grad, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        exp_avg_sq.mul_(beta2).addcmul_(grad * (1 - beta2), grad)  # squares overflow on a GPU
         second = exp_avg_sq
         if group["amsgrad"]:
             second = torch.maximum(states["max_exp_avg_sq"], second, out=states["max_exp_avg_sq"])

@@ -211,7 +211,7 @@ class AdEMAMix(LowbitOptimizer):
             grad = -grad
         fast.lerp_(grad, 1 - beta1)
         slow.add_((grad - slow).mul_(share))
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        second.mul_(beta2).addcmul_(grad * (1 - beta2), grad)  # squares overflow on a GPU
         change = (fast * fast_factor).add_(slow * slow_factor).div_(second.sqrt().add_(eps))
         if group["weight_decay"]:
             weight.mul_(keep)

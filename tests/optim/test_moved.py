@@ -51,7 +51,7 @@ def test_states_whose_memory_is_replaced(device, state, memory):
     assert launched() == 3
     expected = trained(device, state, False, replace)
     for a, b in zip(found, expected, strict=True):
-        assert relative(a, b) < 2e-2  # of codes, some
+        assert relative(a, b) < 1e-1  # of codes, some; of memory that was left behind, all
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])

@@ -17,11 +17,11 @@ from tests.train.problems import linear, outcome, prepared, snr, values
 pytestmark = pytest.mark.gpu
 
 SCHEMES = {
-    "int8": Int8MixedPrecision(),
-    "int8-stochastic": Int8MixedPrecision(stochastic_rounding=True),
-    "float8": Float8MixedPrecision(),
-    "float8-e5m2": Float8MixedPrecision(backward="e5m2"),
-    "float8-tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2"),
+    "int8": Int8MixedPrecision(always=True),
+    "int8-stochastic": Int8MixedPrecision(stochastic_rounding=True, always=True),
+    "float8": Float8MixedPrecision(always=True),
+    "float8-e5m2": Float8MixedPrecision(backward="e5m2", always=True),
+    "float8-tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2", always=True),
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 every_dtype = pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_as_float64(scheme, dtype):
 
 def test_too_few_rows_run_in_high_precision():
     layer = linear(2048, 2048, dtype=torch.bfloat16).cuda()
-    low, x = prepared(layer, SCHEMES["int8"]), values(16, 2048, dtype=torch.bfloat16).cuda()
+    low, x = prepared(layer, Int8MixedPrecision()), values(16, 2048, dtype=torch.bfloat16).cuda()
     calls.clear()
     assert torch.equal(low(x), layer(x)) and not calls
     assert "too few rows" in train.explain(low, x).layers[""].why[0]

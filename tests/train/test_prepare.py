@@ -147,9 +147,13 @@ def test_a_model_cast_to_float64_afterwards_is_told_the_way_back(scheme):
 
 def test_the_rule_by_rows():
     scheme, gpu = Int8MixedPrecision(), torch.device("cuda")
-    enough = scheme.least.rows
+    enough = scheme.least.rows(4096, 4096)
     assert "too few rows" in str(scheme.plain_because(gpu, enough - 1, 4096, 4096))
     assert "on cpu" in str(scheme.plain_because(torch.device("cpu"), enough, 4096, 4096))
+    assert "too small" in str(scheme.plain_because(gpu, 2**30, 1024, 1024))
+    # what was measured: these gain, and lose
+    assert scheme.least.rows(2048, 2048) <= 16384 and scheme.least.rows(4096, 4096) <= 8192
+    assert scheme.least.rows(2048, 2048) > 1024 and scheme.least.rows(1024, 1024) > 4096
     assert INT8.plain_because(torch.device("cpu"), 1, 1, 1) is None
     assert INT8.plain_because(torch.device("cpu"), 0, 1, 1) is not None
 
