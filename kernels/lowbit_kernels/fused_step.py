@@ -31,7 +31,7 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row that a warp works on
 LOCATE = 256  # tiles an entry of `locate`
-REGISTERS_FOR = 1024  # threads a multiprocessor: 64 registers each; measured, see the log
+RESIDENT_THREADS = 1024  # of a multiprocessor, which leaves each 64 registers; measured, see the log
 MAX_HYPER, MAX_STATES = 8, 3
 
 # The structs of fused_step.h, in words of 64 bits (`Scalars`: all of it).
@@ -148,7 +148,7 @@ class Variant:
     def threads(self) -> int:
         """Of a block: all of a multiprocessor's, which share its tiles; where bytes are only moved, one block for every
         few tiles is faster."""
-        return REGISTERS_FOR if self.is_scaled else 256
+        return RESIDENT_THREADS if self.is_scaled else 256
 
     def table_words(self) -> np.ndarray:
         """What the kernel looks codes up in (on a GPU in shared memory): the values of every state, then the cells of
