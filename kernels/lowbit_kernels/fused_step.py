@@ -31,7 +31,9 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row that a warp works on
 LOCATE = 256  # tiles an entry of `locate`
-RESIDENT_THREADS = 1024  # of a multiprocessor, which leaves each 64 registers; measured, see the log
+RESIDENT_THREADS = (
+    1024  # of a multiprocessor, which leaves each 64 registers; measured, see the log
+)
 MAX_HYPER, MAX_STATES = 8, 3
 
 # The structs of fused_step.h, in words of 64 bits (`Scalars`: all of it).
