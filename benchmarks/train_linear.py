@@ -1,6 +1,6 @@
 """Forward and backward of one linear layer: low-bit products with all that quantizing costs, beside bfloat16.
 
-Each is compiled by torch.compile. From the small shapes come the thresholds of `lowbit.train_scheme`, below which
+Each is compiled by torch.compile. From the small shapes come the costs in `lowbit.train_scheme.Least`, by which
 a layer is left alone.
 """
 

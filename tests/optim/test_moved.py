@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lowbit import optim
 from lowbit.optim import fused
+from lowbit.rounding import join_bf16
 from tests.optim.counted import launched
 from tests.optim.problems import rand, relative
 
@@ -28,7 +29,10 @@ def inner_of(state):
 
 
 def trained(device, state, fused_or_not, replace):
-    """A parameter and its states after three steps, with `replace` called on each plain state after the first."""
+    """A weight of 24 bits and its states after three steps, with `replace` called on each plain state after the first.
+
+    Weight and correction are put together: the byte alone wraps where the bfloat16 rounds the other way.
+    """
     param = nn.Parameter(rand(64, 256, dtype=torch.bfloat16).to(device))
     options = {"weight_correction": "8bit", "state": state, "fused": fused_or_not, "lr": 1e-2}
     optimizer = optim.AdamW([param], **options)
@@ -38,7 +42,9 @@ def trained(device, state, fused_or_not, replace):
         if step == 0:
             for value in inner_of(optimizer.state[param]):
                 replace(value)
-    return [param.detach().float(), *(v.float() for v in inner_of(optimizer.state[param]))]
+    states = dict(optimizer.state[param])
+    weight = join_bf16(param.detach(), states.pop("weight_correction"))
+    return [weight, *(v.float() for v in inner_of(states))]
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
@@ -50,8 +56,9 @@ def test_states_whose_memory_is_replaced(device, state, memory):
     found = trained(device, state, None, replace)
     assert launched() == 3
     expected = trained(device, state, False, replace)
-    for a, b in zip(found, expected, strict=True):
-        assert relative(a, b) < 1e-1  # of codes, some; of memory that was left behind, all
+    assert relative(found[0], expected[0]) < 2e-4  # 2e-3 with the corrections of other weights
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert relative(a, b) < 2e-2  # of codes, some
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
