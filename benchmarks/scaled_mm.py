@@ -12,7 +12,14 @@ from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmar
 from benchmarks.report import readable
 from benchmarks.timing import measure
 from lowbit_kernels import int8_mm_triton
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.scaled_mm import CASES, Case, reference
+
+LAYOUTS = {  # of x [M, K] by w: which operand the product sums over rows of
+    "NT after quantize_rowcol": (False, False),
+    "NN after quantize_rowcol": (False, True),
+    "TN after quantize_rowcol": (True, True),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,20 @@ def _quantized(case: Case) -> tuple:
     return (*codes, a_scale, b_scale, None, torch.bfloat16)
 
 
+def _after_quantizing(case: Case, turned: tuple[bool, bool]) -> tuple:
+    """Operands as the quantize pass writes them; of one that is `turned`, [K, rows] in memory, the transposed copy."""
+    operands = []
+    for rows, is_turned in zip((case.m, case.n), turned, strict=True):
+        shape = (case.k, rows) if is_turned else (rows, case.k)
+        x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        codes, scale, codes_t, scale_t = quantize_rowcol(
+            x, "int8", rows=not is_turned, columns=is_turned
+        )
+        operands.append((codes_t, scale_t) if is_turned else (codes, scale))
+    (a, a_scale), (b, b_scale) = operands
+    return a, b, a_scale, b_scale, None, torch.bfloat16
+
+
 def _int_mm(a, b, a_scale, b_scale, bias, out_dtype) -> torch.Tensor:
     return (torch._int_mm(a, b.T) * a_scale[:, None] * b_scale).to(out_dtype)
 
@@ -93,11 +114,16 @@ def _products(case: Case) -> list[Product]:
         if name != "torch._int_mm":  # which has no scales
             error = (run(*arguments).float() - expected).norm() / expected.norm()
             assert error < 1e-2, f"{name} is wrong: {error}"
+    make = {name: (run, partial(_quantized, case)) for name, run in runs.items()}
+    if case.name == "8192-cubed":
+        for layout, turned in LAYOUTS.items():
+            quantized = partial(_after_quantizing, case, turned)
+            make[f"lowbit, int8, {layout}"] = (runs["lowbit, int8"], quantized)
     operations = 2 * case.m * case.n * case.k
     moved = (case.m + case.n) * case.k + case.m * case.n * 2
     return [
-        Product(name, run, partial(_quantized, case), moved, operations=operations)
-        for name, run in runs.items()
+        Product(name, run, arguments, moved, operations=operations)
+        for name, (run, arguments) in make.items()
     ]
 
 

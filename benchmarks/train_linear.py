@@ -1,4 +1,4 @@
-"""Forward and backward of one linear layer: low-bit products with all that quantizing costs, beside bfloat16.
+"""Forward and backward of one linear layer: low-bit products with all that quantizing costs, beside bf16 and torchao.
 
 Each is compiled by torch.compile. From the small shapes come the costs in `lowbit.train_scheme.Least`, by which
 a layer is left alone.
@@ -19,6 +19,7 @@ from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmar
 from benchmarks.report import ratio, readable
 from benchmarks.timing import Timing, measure
 from benchmarks.train_llama import SCHEMES
+from benchmarks.train_peers import PEERS, as_function
 from lowbit import MixedPrecisionTensor
 
 REFERENCE = "bf16"
@@ -42,6 +43,24 @@ def arguments(shape: tuple[int, int, int], scheme: Any, device: str = "cuda") ->
     if scheme is not None:
         weight = MixedPrecisionTensor(weight, scheme)
     return x.requires_grad_(), nn.Parameter(weight), grad
+
+
+class LazilyCompiled:
+    """The linear that `make` gives, compiled at its first call: a peer that isn't installed fails only there."""
+
+    def __init__(self, make: Callable[[], Callable[..., Tensor]]) -> None:
+        self.make = make
+        self.linear: Callable[..., Tensor] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.linear is None:
+            made = self.make()
+
+            def linear(x: Tensor, weight: Tensor) -> Tensor:
+                return made(x, weight)
+
+            self.linear = torch.compile(linear, fullgraph=True, dynamic=False)
+        return self.linear(x, weight)
 
 
 def forward_and_backward(
@@ -98,10 +117,12 @@ def train_linear() -> Iterator[Problem]:
     for shape in SHAPES:
         torch.compiler.reset()
         chosen = []
-        for name, scheme in {**schemes, REFERENCE: None}.items():
-            linear = torch.compile(lambda x, w: F.linear(x, w), fullgraph=True, dynamic=False)
-            run = partial(forward_and_backward, linear)
-            m, n, k = shape
-            moved = 2 * 2 * (m * k + n * k + m * n)
+        m, n, k = shape
+        moved = 2 * 2 * (m * k + n * k + m * n)
+        for name, scheme in {**schemes, **dict.fromkeys(PEERS), REFERENCE: None}.items():
+            compiled = LazilyCompiled(
+                partial(as_function, PEERS[name], n, k) if name in PEERS else lambda: F.linear
+            )
+            run = partial(forward_and_backward, compiled)
             chosen.append(Candidate(name, run, partial(arguments, shape, scheme), moved))
         yield Problem("{} x {} x {}".format(*shape), chosen, REFERENCE)

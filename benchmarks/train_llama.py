@@ -1,7 +1,7 @@
-"""A whole training step of the 1.2B Llama of `train_memory` with low-bit products, beside plain bfloat16.
+"""A whole training step of the 1.2B Llama of `train_memory` with low-bit products or weights, beside plain bfloat16.
 
 In each block seven linears and in the end the head, which is tied to the embedding, are prepared; those that are too
-small to gain stay plain, as `prepare_` reports.
+small to gain stay plain, as `prepare_` reports. int8 weights are those of the blocks: the embedding and its head stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from benchmarks.optimizers import REFERENCE, lowbit_choice, torch_fused
 from benchmarks.registry import Problem, benchmark
 from benchmarks.train_memory import TRAINING_TABLE, TrainingCandidate
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+from benchmarks.train_peers import PEERS
+from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 
 SCHEMES: dict[str, Any] = {
     "int8": Int8MixedPrecision(),
@@ -31,7 +32,10 @@ def candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
         yield TrainingCandidate(
             adamw8bit, batch, products=f"{name}, plain head", scheme=without_head
         )
-    int8 = SCHEMES["int8"]
+    int8, int8_weights = SCHEMES["int8"], {"head": None, "*": Int8Weight()}
+    yield TrainingCandidate(adamw8bit, batch, products="int8 weights", scheme=int8_weights)
+    for name, convert in PEERS.items():
+        yield TrainingCandidate(torch_fused(), batch, products=name, scheme=convert)
     yield TrainingCandidate(torch_fused(), batch, products="int8", scheme=int8)
     yield TrainingCandidate(adamw8bit, batch, products="bf16")
     yield TrainingCandidate(torch_fused(), batch)

@@ -51,7 +51,7 @@ class TrainingCandidate:
         limit: GiB that the process may take; None is all there are.
         most_repeats: steps to time at the most, where each takes seconds.
         products: names the products of the linear layers, where they are not plain.
-        scheme: of those products, for `lowbit.train.prepare_`.
+        scheme: of those products, for `lowbit.train.prepare_`; or a peer's function that converts the model.
     """
 
     choice: OptimizerChoice
@@ -146,7 +146,9 @@ def training_step(
             model = Llama(candidate.config)
     finally:
         torch.set_default_dtype(before)
-    if candidate.scheme is not None:
+    if callable(candidate.scheme):
+        candidate.scheme(model)
+    elif candidate.scheme is not None:
         train.prepare_(model, candidate.scheme)
     loss_of = next_token_loss
     if candidate.compile:

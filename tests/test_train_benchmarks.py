@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import train_linear, train_llama
+from benchmarks import train_linear, train_llama, train_peers
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
-from benchmarks.train_memory import measure_training
+from benchmarks.train_memory import measure_training, training_step
+from lowbit.train import Int8Weight
 from lowbit_kernels.scaled_mm import calls
 from recipes.llama import LlamaConfig
 
@@ -53,12 +55,34 @@ def test_the_steps_of_a_whole_model() -> None:
     assert len({c.name for c in found}) == len(found) and found[-1].name == "torch AdamW fused"
     for candidate in found:
         scheme = candidate.scheme
-        if isinstance(scheme, dict):
+        if callable(scheme):  # a peer's
+            continue
+        has_products = scheme not in (None, {"head": None, "*": Int8Weight()})
+        if isinstance(scheme, dict) and has_products:
             scheme = {key: value and replace(value, always=True) for key, value in scheme.items()}
-        elif scheme is not None:
+        elif has_products:
             scheme = replace(scheme, always=True)
         small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
         calls.clear()
         assert measure_training(small, 2).seconds > 0
-        layers = 0 if scheme is None else 7 if isinstance(scheme, dict) else 8
+        layers = has_products * (7 if isinstance(scheme, dict) else 8)
         assert sum(calls.values()) == 4 * 3 * layers, candidate.name
+
+
+def test_a_peer_converts_the_model_and_a_linear() -> None:
+    def convert(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda module, args, y: 2 * y)
+
+    config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
+    plain = next(c for c in train_llama.candidates((2, 16)) if c.scheme is None)
+    small = replace(plain, config=config, device="cpu", compile=False)
+    losses = [training_step(replace(small, scheme=scheme))() for scheme in (None, convert)]
+    assert losses[0] != losses[1]
+
+    x, weight = torch.randn(5, 64), torch.randn(40, 64, requires_grad=True)
+    y = train_peers.as_function(convert, 40, 64)(x, weight)
+    assert torch.allclose(y, 2 * x @ weight.T)
+    (grad,) = torch.autograd.grad(y.sum(), weight)
+    assert torch.allclose(grad, 2 * x.sum(0).expand(40, 64))

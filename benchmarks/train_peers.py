@@ -1,0 +1,45 @@
+"""torchao's ways to train in low bits: functions that convert the linears of a model, as `lowbit.train.prepare_` does.
+
+Each imports torchao when it is called, so that where it isn't installed it costs a line of the report.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def float8(recipe: str, model: nn.Module) -> None:
+    """Every linear's three products in float8, by a recipe of torchao: "rowwise" or "tensorwise"."""
+    torchao = importlib.import_module("torchao.float8")
+    config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    torchao.convert_to_float8_training(model, config=config)
+
+
+def int8(model: nn.Module) -> None:
+    """Every linear's three products in int8, by new modules: the tensor subclass runs in bfloat16 (torchao 0.18)."""
+    quantize_ = importlib.import_module("torchao.quantization").quantize_
+    training = importlib.import_module("torchao.prototype.quantized_training")
+    quantize_(model, training.int8_mixed_precision_training(module_swap=True))
+
+
+PEERS: dict[str, Callable[[nn.Module], None]] = {
+    "torchao float8 rowwise": partial(float8, "rowwise"),
+    "torchao float8 tensorwise": partial(float8, "tensorwise"),
+    "torchao int8": int8,
+}
+
+
+def as_function(
+    convert: Callable[[nn.Module], Any], n: int, k: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x [..., k], weight [n, k]) -> the linear [..., n] that a peer makes of a plain one."""
+    holder = nn.Sequential(nn.Linear(k, n, bias=False, device="meta"))
+    convert(holder)
+    (linear,) = holder
+    return lambda x, weight: functional_call(linear, {"weight": weight}, (x,))
