@@ -46,10 +46,11 @@ def arguments(shape: tuple[int, int, int], scheme: Any, device: str = "cuda") ->
 
 
 class LazilyCompiled:
-    """The linear that `make` gives, compiled at its first call: a peer that isn't installed fails only there."""
+    """The linear that `make` gives, compiled at its first call: a peer that isn't installed fails only there. Unless it
+    must be compiled as a `whole`, a part may be left as it is."""
 
-    def __init__(self, make: Callable[[], Callable[..., Tensor]]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[], Callable[..., Tensor]], whole: bool) -> None:
+        self.make, self.whole = make, whole
         self.linear: Callable[..., Tensor] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -59,7 +60,8 @@ class LazilyCompiled:
             def linear(x: Tensor, weight: Tensor) -> Tensor:
                 return made(x, weight)
 
-            self.linear = torch.compile(linear, fullgraph=True, dynamic=False)
+            torch.compiler.reset()  # past its limit of recompilations it would run what it is given
+            self.linear = torch.compile(linear, fullgraph=self.whole, dynamic=False)
         return self.linear(x, weight)
 
 
@@ -115,14 +117,11 @@ def train_linear() -> Iterator[Problem]:
         f"lowbit {name}": replace(scheme, always=True) for name, scheme in SCHEMES.items()
     }
     for shape in SHAPES:
-        torch.compiler.reset()
         chosen = []
         m, n, k = shape
         moved = 2 * 2 * (m * k + n * k + m * n)
         for name, scheme in {**schemes, **dict.fromkeys(PEERS), REFERENCE: None}.items():
-            compiled = LazilyCompiled(
-                partial(as_function, PEERS[name], n, k) if name in PEERS else lambda: F.linear
-            )
-            run = partial(forward_and_backward, compiled)
+            make = partial(as_function, PEERS[name], n, k) if name in PEERS else lambda: F.linear
+            run = partial(forward_and_backward, LazilyCompiled(make, whole=name not in PEERS))
             chosen.append(Candidate(name, run, partial(arguments, shape, scheme), moved))
         yield Problem("{} x {} x {}".format(*shape), chosen, REFERENCE)

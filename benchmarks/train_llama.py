@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from benchmarks.optimizers import REFERENCE, lowbit_choice, torch_fused
 from benchmarks.registry import Problem, benchmark
 from benchmarks.train_memory import TRAINING_TABLE, TrainingCandidate
@@ -46,5 +44,4 @@ def candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
 )
 def train_llama() -> Iterator[Problem]:
     batch = (4, 4096)
-    torch.compiler.reset()
     yield Problem(f"batch {batch[0]} x {batch[1]}", list(candidates(batch)), REFERENCE)

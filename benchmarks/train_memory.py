@@ -1,8 +1,9 @@
 """A whole training step of a plain 1.2B Llama in bfloat16: what it takes at its peak, and how long it takes.
 
 The same model, batch and loss under each optimizer, alone and with `CPUOffloadOptimizer`, which keeps the states in
-the host's memory. Blocks and loss are compiled, once for all rows. In the last problem the process may take only so
-much memory: there the states of torch's optimizer don't fit beside the model, and the line says so.
+the host's memory. Blocks and loss are compiled, for each row anew: past its limit of recompilations torch.compile would
+run them as they are. In the last problem the process may take only so much memory: there the states of torch's
+optimizer don't fit beside the model, and the line says so.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def training_step(
         train.prepare_(model, candidate.scheme)
     loss_of = next_token_loss
     if candidate.compile:
+        torch.compiler.reset()
         loss_of = torch.compile(next_token_loss, dynamic=False)
         for block in model.blocks:
             block.compile(dynamic=False)
@@ -246,11 +248,9 @@ def _offloaded_choices() -> list[OptimizerChoice]:
 )
 def train_memory() -> Iterator[Problem]:
     for batch in ((4, 4096), (1, 4096)):
-        torch.compiler.reset()
         candidates = [TrainingCandidate(c, batch) for c in _choices()]
         candidates += [offloading(c, batch) for c in _offloaded_choices()]
         yield Problem(f"batch {batch[0]} x {batch[1]}", candidates, REFERENCE)
-    torch.compiler.reset()
     capped = partial(TrainingCandidate, batch=(1, 1024), limit=CAPPED_GIB)
     candidates = [
         capped(lowbit_choice("AdamW4bit", "AdamW4bit")),

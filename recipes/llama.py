@@ -225,7 +225,8 @@ class Llama(nn.Module):
         cos_TP, sin_TP = self.cos[start:end], self.sin[start:end]
         x_BTD = self.embedding(tokens_BT)
         for layer, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, cos_TP, sin_TP, cache, layer)
+            # without a cache all blocks are called alike, so that torch.compile compiles them once
+            x_BTD = block(x_BTD, cos_TP, sin_TP, cache, layer if cache is not None else 0)
         if cache is not None:
             cache.length = end
         return self.head(self.norm(x_BTD))
