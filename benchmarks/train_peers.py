@@ -14,18 +14,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
+def is_chosen(module: nn.Module, name: str) -> bool:
+    """Linears but the head, which torchao's own recipes leave in bfloat16."""
+    return isinstance(module, nn.Linear) and name != "head"
+
+
 def float8(recipe: str, model: nn.Module) -> None:
-    """Every linear's three products in float8, by a recipe of torchao: "rowwise" or "tensorwise"."""
+    """Three products of each in float8, by a recipe of torchao: "rowwise" or "tensorwise"."""
     torchao = importlib.import_module("torchao.float8")
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-    torchao.convert_to_float8_training(model, config=config)
+    torchao.convert_to_float8_training(model, config=config, module_filter_fn=is_chosen)
 
 
 def int8(model: nn.Module) -> None:
-    """Every linear's three products in int8, by new modules: the tensor subclass runs in bfloat16 (torchao 0.18)."""
+    """Three products of each in int8, by new modules: the tensor subclass runs in bfloat16 (torchao 0.18)."""
     quantize_ = importlib.import_module("torchao.quantization").quantize_
     training = importlib.import_module("torchao.prototype.quantized_training")
-    quantize_(model, training.int8_mixed_precision_training(module_swap=True))
+    quantize_(model, training.int8_mixed_precision_training(module_swap=True), is_chosen)
 
 
 PEERS: dict[str, Callable[[nn.Module], None]] = {
