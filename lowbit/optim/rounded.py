@@ -1,11 +1,11 @@
 """The compiled step of weights that round themselves (`LowbitTensor.update_`), as int8 weights do.
 
-The kernel reads and writes float32 values, in memory that some rows of one parameter, or a few whole parameters, share
-for a moment: their values are put there, the kernel updates them and their states, and the weights take them. What lies
-there at once is bounded (`eager.piece_of`: 64 MiB on a GPU), and is freed with the step. So an element costs what it
-does in PyTorch operations at least (its values are written and read twice), but a parameter takes some eight launches.
+The kernel reads and writes float32 values. A few parameters at a time, or some rows of a large one, lend theirs to a
+piece of memory; the kernel updates them there with their states, and the weights take them back, rounded. That memory
+is bounded (`eager.piece_of`: 64 MiB on a GPU), one after another uses it, and it is freed at the end of the step. A
+parameter takes some eight launches, and no answer of the device is waited for.
 
-All rows are in one table, as those of `Launch`: a pass, of rows that share the memory, is a part of it.
+All rows are in one table, as those of `Launch`; a pass is a part of it whose values are in memory together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     """What a row of the table updates."""
 
     owner: int  # index of its parameter in the launch
-    start: int
+    start: int  # these of its rows
     end: int
     rows: int  # of all of it; 1: it is taken whole
     skipped: int  # elements of it before these
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Rows of the table, from `first` to before `end`, whose values are in memory together."""
+    """Rows of the table, from `first` to before `end`, which one launch updates."""
 
     first: int
     end: int
