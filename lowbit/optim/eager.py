@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 PIECE_CPU, PIECE_OTHER = 2**17, 2**24
 
 
+def piece_of(device: torch.device) -> int:
+    """Elements that are updated at once on a device."""
+    return PIECE_CPU if device.type == "cpu" else PIECE_OTHER
+
+
 @dataclass(slots=True)
 class Part:
     """Rows of one parameter."""
@@ -87,9 +92,8 @@ class Step:
             if found is not None:
                 key, kind, part = found
                 by_kind.setdefault(key, (kind, []))[1].append(part)
-        limit = PIECE_CPU if self.on_cpu else PIECE_OTHER
         for kind, parts in by_kind.values():
-            rows = max(1, limit // kind.widest)
+            rows = max(1, piece_of(self.device) // kind.widest)
             for piece in _pieces(parts, rows, gather=self.gathers):
                 self._update(kind, piece)
         for target, values in self.unfinished:
@@ -112,8 +116,8 @@ class Step:
             tensors.append(states.local(state["weight_correction"]))
         for t in stored:
             tensors.extend((t.codes, t.scale) if isinstance(t, CodebookTensor) else (t,))
-        if rounds and weight.shape[0] != rows:
-            tensors[1] = weight.view(rows, -1, weight.shape[-1])
+        if rounds:
+            tensors[1] = rows_of(weight, rows)
         seen = [
             t
             if (t.ndim == 2 or isinstance(t, LowbitTensor)) and t.shape[0] == rows
@@ -229,6 +233,11 @@ class Step:
                 i = base + i // run * stride + i % run
             indices.append(i)
         return bits_at(_gather(indices).view(-1, kind.cols), k0, k1)
+
+
+def rows_of(weight: Tensor, rows: int) -> Tensor:
+    """A low-bit weight with that many rows, as its states have."""
+    return weight if weight.shape[0] == rows else weight.view(rows, -1, weight.shape[-1])
 
 
 def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part]]:

@@ -1,10 +1,11 @@
 """The compiled step of an optimizer: which launches it takes, and whether they are still the right ones.
 
 All parameters with the same algorithm, dtypes, state format and rounding are updated by one launch
-(`lowbit.optim.launch`). What doesn't change between steps is worked out once (`FusedSteps`). Each step looks whether
-it still holds: the same parameters have gradients, and weights and states lie where they lay, in the same shapes.
-Then it collects the addresses of the gradients. On a GPU the table is copied to the device if anything in it has
-changed: a pinned, asynchronous copy of some kilobytes; on a CPU it is read where it is. Nothing is read back.
+(`lowbit.optim.launch`); those that round themselves, by one for every few of them (`lowbit.optim.rounded`). What
+doesn't change between steps is worked out once (`FusedSteps`). Each step looks whether it still holds: the same
+parameters have gradients, and weights and states lie where they lay, in the same shapes. Then it collects the addresses
+of the gradients. On a GPU the table is copied to the device if anything in it has changed: a pinned, asynchronous copy
+of some kilobytes; on a CPU it is read where it is. Nothing is read back.
 
 A plan knows its tensors by weak references, so that weights and states are freed with the optimizer, or with what
 the user takes out of it.
@@ -27,6 +28,7 @@ from lowbit.optim.clip import GradScale
 from lowbit.optim.job import Job, local_grad
 from lowbit.optim.kernel import options_of, variant_of
 from lowbit.optim.launch import Item, Launch
+from lowbit.optim.rounded import RoundedLaunch
 from lowbit.tensor.codebook_tensor import CodebookTensor
 
 _GRAD, _CODES, _SCALE = map(operator.attrgetter, ("grad", "codes", "scale"))
@@ -54,11 +56,14 @@ class FusedSteps:
                 else:
                     own = states.memory(param)
                     item = Item(param, own, numbers[id(job.group)], index, grad)
-                    batches[variant, own.device].append(item)
+                    kind = RoundedLaunch if states.rounds_itself(param) else Launch
+                    batches[kind, variant, own.device].append(item)
             if rest.params:
                 self._left.append(rest)
         self._rest = [(numbers[id(job.group)], job.indices) for job in self._left]
-        self.launches = [Launch.of(optimizer, key[0], items) for key, items in batches.items()]
+        self.launches: list[Launch] = [
+            kind.of(optimizer, variant, items) for (kind, variant, _), items in batches.items()
+        ]
         if self.launches:
             self._remember(optimizer, jobs)
 

@@ -30,9 +30,9 @@ def variant_of(
         own, state = states.memory(param), optimizer.state[param]
         signs = optimizer.state_names(group)
         formats = tuple(str(_format(states.local(state[name]))) for name in signs)
-        rounding = _rounding(group, own.dtype)
-        rule = optimizer.rule(group)
-        found = _variant(rule, own.dtype, grad.dtype, formats, tuple(signs.values()), rounding)
+        dtype = _dtype(param)
+        rule, rounding = optimizer.rule(group), _rounding(group, dtype)
+        found = _variant(rule, dtype, grad.dtype, formats, tuple(signs.values()), rounding)
         reason = compile_obstacle(found, own.device)
         if reason is None:
             return found
@@ -82,6 +82,11 @@ def _format(state: Tensor) -> str | None:
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(state.dtype)
 
 
+def _dtype(param: Tensor) -> torch.dtype:
+    """Of the weight that the kernel writes: of one that rounds itself, the float32 values (`lowbit.optim.rounded`)."""
+    return torch.float32 if states.rounds_itself(param) else states.memory(param).dtype
+
+
 def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
     if dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
         return "stochastic"
@@ -100,10 +105,12 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
     if own.dtype != param.dtype:
         return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
     for name, tensor in (("it", own), ("its gradient", grad)):
-        if not has_own_memory(type(tensor)):
-            return f"{name} is a {type(tensor).__name__}"
         if tensor.dtype not in fused_step.DTYPES:
             return f"{name} has the dtype {tensor.dtype}"
+        if tensor is own and states.rounds_itself(param):
+            continue  # its values are put into memory for the kernel
+        if not has_own_memory(type(tensor)):
+            return f"{name} is a {type(tensor).__name__}"
         if tensor.numel() and not tensor.is_meta and tensor.data_ptr() == 0:
             return f"{name} has no memory"
     if not own.is_contiguous() or own.is_neg():
@@ -114,7 +121,7 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
         return "its states are not stored as the kernel reads them"
     if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
         return "its states have rows of several lengths"
-    draws = _rounding(group, own.dtype) == "stochastic" or "bf16" in formats
+    draws = _rounding(group, _dtype(param)) == "stochastic" or "bf16" in formats
     _, run, stride = states.global_index(param) if draws else (0, 1, 1)
     if run != stride and run % 8 and own.device.type == "cuda":
         return f"a row of its shard has {run} elements, which 8 doesn't divide"

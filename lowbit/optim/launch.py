@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit.optim import state as states
 from lowbit.optim.clip import GradScale
 from lowbit.optim.kernel import compiled, has_own_memory, scaled
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
@@ -27,18 +28,30 @@ _GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "lay
 
 
 class Item(NamedTuple):
-    """A parameter of a launch, while it is made."""
+    """A parameter of a launch, while it is made, or rows of one."""
 
     param: Tensor
     own: Tensor  # what the step writes to: the parameter itself, or see `states.memory`
     group: int  # index in param_groups
     place: int  # in the optimizer
     grad: Tensor
+    start: int = 0  # these rows, of `rows` in all
+    end: int = 1
+    rows: int = 1
+
+    @property
+    def numel(self) -> int:
+        return self.own.numel() // self.rows * (self.end - self.start)
+
+    @property
+    def skipped(self) -> int:
+        """Elements of the parameter before these."""
+        return self.own.numel() // self.rows * self.start
 
 
 @dataclass
 class Launch:
-    """One kernel and its table, [parameters, fused_step.TENSOR words] followed by the groups."""
+    """One kernel and its table, [items, fused_step.TENSOR words] followed by the groups."""
 
     variant: Variant
     places: list[int]  # of its parameters in the optimizer
@@ -58,8 +71,15 @@ class Launch:
     kernels: dict[bool, FusedStep | FusedStepCpu] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Launch:
+    def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Self:
         """The launch that updates these, whose states exist."""
+        made = cls._over(optimizer, variant, items, items)
+        made.take({})
+        return made
+
+    @classmethod
+    def _over(cls, optimizer: Any, variant: Variant, items: list[Item], pieces: list[Item]) -> Self:
+        """The launch of these parameters, with these rows of them in its table; their gradients are yet to be taken."""
         device = items[0].own.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -67,24 +87,23 @@ class Launch:
                 "parameters, gradients and options before the capture"
             )
         width, groups = len(fused_step.TENSOR), len(optimizer.param_groups)
-        words = np.zeros(len(items) * width + groups * fused_step.GROUP_WORDS, np.int64)
-        rows = words[: len(items) * width].reshape(-1, width)
-        draws = variant.rounding == "stochastic" or "bf16" in variant.formats
-        pairs = zip(rows, items, strict=True)
-        others = np.array([_fill(row, optimizer, item, draws) for row, item in pairs])
+        words = np.zeros(len(pieces) * width + groups * fused_step.GROUP_WORDS, np.int64)
+        rows = words[: len(pieces) * width].reshape(-1, width)
+        pairs = zip(rows, pieces, strict=True)
+        others = np.array([_fill(row, optimizer, piece, draws_of(variant)) for row, piece in pairs])
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
         first = np.cumsum(counts) - counts
         rows[:, COLUMN["first_tile"]] = first
         total = int(counts.sum())
-        scratch = (len(items), fused_step.SCALARS_WORDS)
+        scratch = (len(pieces), fused_step.SCALARS_WORDS)
         made = cls(
             variant=variant,
             places=[item.place for item in items],
             wrapped=any(item.own is not item.param for item in items),
-            addresses=[item.own.data_ptr() for item in items],
+            addresses=cls._addresses_of([item.own for item in items]),
             shapes=[item.own.shape for item in items],
             tiles=total,
-            locate=_copied(fused_step.locate(first, total), device),
+            locate=copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
             table=torch.from_numpy(words) if device.type == "cpu" else _empty(words, device),
@@ -93,15 +112,18 @@ class Launch:
             grads=[item.grad for item in items],
         )
         made.dense = _are_dense(made.grads)
-        made.take({})
         return made
+
+    @staticmethod
+    def _addresses_of(weights: list[Tensor]) -> list[int]:
+        return list(map(Tensor.data_ptr, weights))
 
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, params: list[Any]) -> bool:
         """Whether weights and gradients are such as they were; takes up the gradients. `params`: its own."""
         own = list(map(states.memory, params)) if self.wrapped else params
-        if list(map(Tensor.data_ptr, own)) != self.addresses:
+        if self._addresses_of(own) != self.addresses:
             return False
         if not _are_shaped(own, self.shapes) or not all(map(Tensor.is_contiguous, own)):
             return False
@@ -128,34 +150,43 @@ class Launch:
             self.dense = _are_dense(self.grads)
         if not self.dense:
             self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
-        addresses = np.array(list(map(Tensor.data_ptr, self.grads)), np.int64)
+        addresses = self._gradients()
         rows = self.tensor_words()
         rows[:, COLUMN["grad"]] = addresses
         rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
         return bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
+
+    def _gradients(self) -> np.ndarray:
+        """The addresses of what the rows of the table read; 0 for a gradient without memory."""
+        return np.array(list(map(Tensor.data_ptr, self.grads)), np.int64)
 
     def run(self, optimizer: Any, scale: GradScale) -> None:
         device = self.table.device
         control = _control(scale, device)
         self._write_groups(optimizer)
         table = self._upload(optimizer)
-        groups = table.data_ptr() + self.tensor_words().nbytes
         with _current(device):
-            self._kernel(scale.coefficient is not None)(
-                table.data_ptr(),
-                groups,
-                self.scalars,
-                self.locate,
-                count=len(self.places),
-                tiles=self.tiles,
-                control=control,
-            )
+            self._launch(table, self._kernel(scale.coefficient is not None), control)
         written = self.params
         if self.wrapped:
             written = [*written, *map(states.memory, written)]
         # Autograd, which may hold them for a backward pass, and what low-bit tensors know of the weight inside.
         torch.autograd.graph.increment_version(written)
         self.params, self.grads = [], []  # let them be freed
+
+    def _launch(
+        self, table: Tensor, kernel: FusedStep | FusedStepCpu, control: Tensor | None
+    ) -> None:
+        address = table.data_ptr()
+        kernel(
+            address,
+            address + self.tensor_words().nbytes,
+            self.scalars,
+            self.locate,
+            count=len(self.others),
+            tiles=self.tiles,
+            control=control,
+        )
 
     def _kernel(self, is_scaled: bool) -> FusedStep | FusedStepCpu:
         """The one for gradients that are scaled, or as they are. Kept here, since to hash a variant takes long."""
@@ -168,11 +199,15 @@ class Launch:
 
     def tensor_words(self) -> np.ndarray:
         width = len(fused_step.TENSOR)
-        return self.words[: len(self.places) * width].reshape(-1, width)
+        return self.words[: len(self.others) * width].reshape(-1, width)
 
     def group_words(self) -> np.ndarray:
         width = fused_step.GROUP_WORDS
-        return self.words[len(self.places) * len(fused_step.TENSOR) :].reshape(-1, width)
+        return self.words[len(self.others) * len(fused_step.TENSOR) :].reshape(-1, width)
+
+    def _scratch(self) -> tuple[Any, ...]:
+        """Memory of its own that the kernel is given, besides the table."""
+        return self.locate, self.scalars
 
     def _write_groups(self, optimizer: Any) -> None:
         for words, group in zip(self.group_words(), optimizer.param_groups, strict=True):
@@ -196,7 +231,7 @@ class Launch:
             table = torch.empty_like(self.table)
             # kept for as long as the graph may be replayed, whatever plan and states come next
             written = [(states.memory(p), dict(optimizer.state[p])) for p in self.params]
-            kept = (self.locate, self.scalars, self.kernels, source, table, written)
+            kept = (self._scratch(), self.kernels, source, table, written)
             optimizer.__dict__.setdefault("_captured", []).append(kept)
             return table.copy_(source, non_blocking=True)
         if self.uploaded is None or not np.array_equal(self.uploaded, self.words):
@@ -211,18 +246,20 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, draws: bool) -> int:
     or-ed, and one more where rows don't begin at a multiple of eight elements: if the last four are 0, eight
     elements can be read at once."""
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
-    numel = cols = item.own.numel()
-    addresses = {"param": item.own.data_ptr()}
+    numel = cols = item.numel
+    addresses = {}
+    if not isinstance(item.own, LowbitTensor):  # whose values are put into memory at each step
+        addresses["param"] = _start(item.own, item)
     for slot, name in enumerate(optimizer.state_names(group)):
         part = states.local(state[name])
         if isinstance(part, CodebookTensor):
-            addresses[f"state_{slot}"] = part.codes.data_ptr()
-            addresses[f"scale_{slot}"] = part.scale.data_ptr()
+            addresses[f"state_{slot}"] = _start(part.codes, item)
+            addresses[f"scale_{slot}"] = _start(part.scale, item)
             cols = part.cols_of(item.own.shape)
         else:
-            addresses[f"state_{slot}"] = part.data_ptr()
+            addresses[f"state_{slot}"] = _start(part, item)
     if states.has_correction(group, item.param):
-        addresses["correction"] = states.local(state["weight_correction"]).data_ptr()
+        addresses["correction"] = _start(states.local(state["weight_correction"]), item)
     bits = 0
     for name, address in addresses.items():
         row[COLUMN[name]] = address
@@ -235,10 +272,20 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, draws: bool) -> int:
     row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
     if draws:
         base, run, stride = states.global_index(item.param)
-        row[COLUMN["first_index"]] = base
+        row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs
         if run != stride:
             row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
     return bits | (0 if cols % 8 == 0 or cols == numel else 1)
+
+
+def _start(tensor: Tensor, item: Item) -> int:
+    """The address of an item's first row in a tensor of its parameter."""
+    return tensor.data_ptr() + tensor.nbytes // item.rows * item.start
+
+
+def draws_of(variant: Variant) -> bool:
+    """Whether it draws random bits."""
+    return variant.rounding == "stochastic" or "bf16" in variant.formats
 
 
 def _are_shaped(tensors: list[Tensor], shapes: Iterable[torch.Size]) -> bool:
@@ -263,7 +310,7 @@ def _empty(like: np.ndarray, device: torch.device) -> Tensor:
     return torch.empty(len(like), dtype=torch.int64, device=device)
 
 
-def _copied(values: np.ndarray, device: torch.device) -> Tensor:
+def copied(values: np.ndarray, device: torch.device) -> Tensor:
     return _pinned(values, device).to(device, non_blocking=True)
 
 

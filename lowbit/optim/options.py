@@ -44,7 +44,7 @@ class CommonOptions(TypedDict, total=False):
     disk; where it doesn't, PyTorch operations, several times slower. False: PyTorch operations always. True: the
     kernel always; where it can't, an error that says why. For a CPU it is compiled by the machine's C++ compiler
     (`$CXX`, or c++, g++ or clang++ on the path: about a second for each format and dtype); without one a warning says
-    so once. float64 and low-bit weights take PyTorch operations."""
+    so once. float64 weights take PyTorch operations, and weights in low bits those that decode and round them."""
     foreach: bool | None
     """Without effect; as in torch.optim, not together with `fused`."""
     capturable: bool

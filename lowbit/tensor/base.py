@@ -127,6 +127,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
         return self.dequantize()
 
+    def write_master(self, out: Tensor) -> None:
+        """Put `master()` into `out`, float32 of this shape."""
+        out.copy_(self.master())
+
     def update_(self, values: Tensor) -> None:
         """Take the values that an optimizer made of `master()`. Where they are rounded, stochastically."""
         self.copy_(values)

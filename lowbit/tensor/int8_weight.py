@@ -115,6 +115,12 @@ class Int8WeightTensor(AffineTensor):
         """The values in float32, a new tensor: `update_` takes the ones that an optimizer makes of them."""
         return self._with(dtype=torch.float32).dequantize()
 
+    def write_master(self, out: Tensor) -> None:
+        if self.transposed or self.flat_from is not None:
+            super().write_master(out)
+        else:
+            torch.mul(self.codes, self.scale, out=out)  # in one pass
+
     def update_(self, values: Tensor) -> None:
         """Take these values [..., N, K], float32, rounded stochastically, and move on to the next random draws.
 
