@@ -51,8 +51,14 @@ class TrainableTensor(LowbitTensor):
         return cls.from_inner({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
 
     def over(self, weight: Tensor) -> Self:
-        """The same over another high-precision weight, of this shape. Raises as making one does."""
+        """The same over another high-precision weight, of this shape. Raises ValueError for another shape, and as
+        making one does."""
         check_weight(weight)
+        if weight.shape != self.shape:
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} in place of one of {tuple(self.shape)}; accepted: that shape, "
+                "sharded as the parameter is"
+            )
         weight = weight.detach().contiguous()
         return self._with({"weight": weight}, dtype=weight.dtype)
 
@@ -164,7 +170,8 @@ def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
         aten.div.Tensor,
         aten.neg.default,
     ),
-    *(aten.abs.default, aten.pow.Tensor_Scalar, aten.isfinite.default, aten.isnan.default),
+    *(aten.abs.default, aten.sgn.default, aten.pow.Tensor_Scalar),
+    *(aten.isfinite.default, aten.isnan.default),
     *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.where.self),
     *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
     aten.linalg_vector_norm.default,
