@@ -385,6 +385,48 @@ def test_explain_leaves_no_trace_of_a_failure():
     assert seen.note(1, 1, 1, None) is None
 
 
+class Counting(nn.Module):
+    """Puts other tensors in the place of its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(32, 64)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.count, self.last = self.count + 1, x.detach()
+        return self.layer(x)
+
+
+def test_explain_leaves_inputs_and_replaced_buffers_as_they_were():
+    model, x = prepared(Counting(), INT8), values(16, 64).requires_grad_()
+    buffer, before = model.count, values(16, 64)
+    x.grad = before.clone()
+    found = train.explain(model, x=x).layers["layer"]
+    assert found.ran["grad_input"] and torch.equal(x.grad, before)
+    assert model.count is buffer and not buffer.any() and model.last is None
+    computed = (x * 2).requires_grad_()
+    train.explain(model, computed)
+    computed.sum().backward()
+    assert torch.equal(x.grad, before + 2), "its own graph is there still, and has not run"
+
+
+@pytest.mark.parametrize("scheme", [INT8, train.Int8Weight(), train.BitNet()], ids=str)
+def test_penalties_on_a_weight_have_a_gradient(scheme):
+    weight = prepared(linear(24, 64), scheme).weight
+    own = weight.master().detach().clone().requires_grad_()
+    for penalty in (
+        lambda w: w.abs().sum(),
+        lambda w: w.pow(2).mean(),
+        lambda w: w.norm(),
+        lambda w: (w * w).sum(),
+    ):
+        (found,) = torch.autograd.grad(penalty(weight), weight)
+        (expected,) = torch.autograd.grad(penalty(own), own)
+        assert relative(found, expected) < 1e-6
+
+
 def test_signal_to_noise_of_a_whole_block():
     model, x = Block(), values(64, 64)
     expected = outcome(model, x)
