@@ -49,7 +49,7 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
         parts = sums.to(own_sums[0].device).split([s.numel() for s in own_sums])
         for own, total, like in zip(members, parts, own_sums, strict=True):
             n, k = own.matrix
-            own.precomputed = (scale_of(total.view(like.shape), n * k), own.weight._version)
+            own.remember_scale(scale_of(total.view(like.shape), n * k))
 
 
 def split_dims(weight: Any) -> tuple[int, ...]:
