@@ -193,9 +193,10 @@ def find_targets(
     """The weights to convert, all of them checked, and a report of the ones left alone. `kind`: of schemes.
 
     Raises:
-        TypeError: not a scheme, no module, no filter. ValueError: a pattern that matches nothing; nothing to convert, unless a training
-        scheme left something alone by a rule of its own; an integer, complex, NaN or infinite weight; tied weights with
-        different schemes; a model already sharded.
+        TypeError: not a scheme, no module, no filter.
+        ValueError: a pattern that matches nothing; nothing to convert, unless a training scheme left something alone by
+            a rule of its own; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
+            already sharded.
     """
     _check_schemes(schemes, kind)
     filter_fn = is_linear if filter_fn is None else filter_fn

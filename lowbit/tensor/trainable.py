@@ -17,6 +17,12 @@ from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.base_ops import cat
 
+KEEP_OUT = (
+    "leave this weight out by filter_fn, or call .dequantize() for a plain tensor, from which "
+    "no gradient reaches it"
+)
+"""The way out for a weight that is trained: in a plain tensor's place it would stop learning, in silence."""
+
 
 class Values(torch.autograd.Function):
     """`weight.values()`, a plain tensor, whose gradient is the weight's."""
@@ -35,6 +41,7 @@ class TrainableTensor(LowbitTensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
+    way_out = KEEP_OUT
     products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     """What replaces torch's functions on it, such as F.linear; called with their arguments."""
 
@@ -56,8 +63,8 @@ class TrainableTensor(LowbitTensor):
         check_weight(weight)
         if weight.shape != self.shape:
             raise ValueError(
-                f"a weight of shape {tuple(weight.shape)} in place of one of {tuple(self.shape)}; accepted: that shape, "
-                "sharded as the parameter is"
+                f"a weight of shape {tuple(weight.shape)} in place of one of {tuple(self.shape)}; accepted: that "
+                "shape, sharded as the parameter is"
             )
         weight = weight.detach().contiguous()
         return self._with({"weight": weight}, dtype=weight.dtype)
