@@ -219,5 +219,5 @@ def test_parts_that_do_not_fit() -> None:
 @FLOWS
 @pytest.mark.parametrize("value", ["int4", 4, None, INT4], ids=str)
 def test_a_model_that_is_none(flow: Flow, value: Any) -> None:
-    with pytest.raises(TypeError, match="model must be an nn.Module, got "):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got "):
         flow(value, INT4)

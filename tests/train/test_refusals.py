@@ -1,0 +1,51 @@
+"""What users get wrong with training schemes: refused by name, and nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import train
+from lowbit.train import BitNet, Int8Weight
+from tests.train.problems import SCHEMES, linear, prepared
+
+INT8 = SCHEMES["int8"]
+
+
+@pytest.mark.parametrize("model", [None, "model", [torch.zeros(8, 8)]], ids=["none", "str", "list"])
+def test_what_is_no_module_is_refused_by_name(model):
+    for call in (
+        lambda: train.prepare_(model, INT8),
+        lambda: train.restore_(model),
+        lambda: train.convert_(model),
+        lambda: train.explain(model, torch.zeros(2, 8)),
+        lambda: lowbit.quantize_(model, lowbit.Int8WeightOnly()),
+    ):
+        with pytest.raises(TypeError, match=f"nn.Module, got {type(model).__name__}"):
+            call()
+
+
+@pytest.mark.parametrize("filter_fn", ["up", {"up": True}, False, 3], ids=str)
+def test_a_filter_that_is_none_is_refused(filter_fn):
+    model = linear(8, 16)
+    with pytest.raises(TypeError, match=r"filter_fn must be a function.*got.*patterns"):
+        train.prepare_(model, INT8, filter_fn)
+    assert type(model.weight) is nn.Parameter and type(model) is nn.Linear
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
+def test_a_weight_of_another_shape_is_refused(scheme, assign):
+    """Also one of which a copy would fill all rows."""
+    model = prepared(linear(24, 64), scheme)
+    before = model.weight.master().clone()
+    for shape in ((1, 64), (24, 1), (64, 24), (64,)):
+        state = {"weight": torch.zeros(shape), "bias": torch.zeros(24)}
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            model.load_state_dict(state, assign=assign)
+    assert torch.equal(model.weight.master(), before)
+    if scheme != Int8Weight():
+        with pytest.raises(ValueError, match=r"shape \(1, 64\) in place of one of \(24, 64\)"):
+            model.weight.over(torch.zeros(1, 64))
