@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import lowbit
 from lowbit import train
-from lowbit.train import BitNet, Int8Weight
+from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 from tests.train.problems import SCHEMES, linear, prepared
 
 INT8 = SCHEMES["int8"]
@@ -21,6 +23,8 @@ def test_what_is_no_module_is_refused_by_name(model):
         lambda: train.restore_(model),
         lambda: train.convert_(model),
         lambda: train.explain(model, torch.zeros(2, 8)),
+        lambda: train.locate_(model),
+        lambda: train.precompute_bitnet_scale(model),
         lambda: lowbit.quantize_(model, lowbit.Int8WeightOnly()),
     ):
         with pytest.raises(TypeError, match=f"nn.Module, got {type(model).__name__}"):
@@ -49,3 +53,25 @@ def test_a_weight_of_another_shape_is_refused(scheme, assign):
     if scheme != Int8Weight():
         with pytest.raises(ValueError, match=r"shape \(1, 64\) in place of one of \(24, 64\)"):
             model.weight.over(torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize("capability,fits", [((7, 5), 0), ((8, 6), 1), ((9, 0), 2)])
+def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    weight = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    for scheme, needs in (
+        (Int8MixedPrecision(), 1),
+        (Float8MixedPrecision(), 2),
+        (Int8Weight(output=True), 1),
+        (BitNet(), 1),
+    ):
+        if fits < needs:
+            with pytest.raises(ValueError, match=rf"{type(scheme).__name__} on cuda:0.*below"):
+                scheme.check(weight)
+        else:
+            scheme.check(weight)
+    Int8Weight().check(weight)  # which asks for no products in int8
+    weight.device = torch.device("mps")
+    with pytest.raises(ValueError, match=r"BitNet on mps: it is no NVIDIA GPU.*accepted"):
+        BitNet().check(weight)
