@@ -75,3 +75,13 @@ def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits
     weight.device = torch.device("mps")
     with pytest.raises(ValueError, match=r"BitNet on mps: it is no NVIDIA GPU.*accepted"):
         BitNet().check(weight)
+
+
+@pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
+def test_an_input_on_another_device_or_of_no_dimensions_is_refused(scheme):
+    """By the products: a kernel would take the address of one memory for one of the other."""
+    model = prepared(linear(24, 64), scheme)
+    with pytest.raises(ValueError, match=r"input on meta with a weight on cpu; accepted: .*\.to\("):
+        model(torch.zeros(2, 64, device="meta"))
+    with pytest.raises(ValueError, match=r"input \(\) with weight \(24, 64\): K differs"):
+        model(torch.tensor(1.0))
