@@ -101,8 +101,8 @@ def quantized_linear(input: Tensor, weight: LowbitTensor, bias: Tensor | None = 
 
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:
-    """Raise ValueError where x [..., K] and a weight [N, K] do not fit or are on two devices, NotImplementedError inside
-    of torch.func."""
+    """Raise ValueError where x [..., K] and a weight [N, K] do not fit or are on two devices, and NotImplementedError
+    inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
