@@ -86,7 +86,7 @@ class Least:
     They save time in proportion to M·N·K. Quantizing costs some in proportion to M·(N + K), and all launches a fixed
     one, both counted here in the M·N·K that they are worth: a layer gains where M·(N·K - quantizing·(N + K)) exceeds
     `launches`. Measured on an H200 (`benchmarks/results/train_linear-nvidia-h200.md`): 16384 rows of a 2048 x 2048
-    weight gain 1.25 times, 1024 lose as much, which makes the costs 343 and 1.24e10; a fifth more is asked for.
+    weight run at 1.25 times the speed, 1024 at 0.59, which makes the costs 343 and 1.24e10; a fifth more is asked for.
 
     Attributes:
         weight: the smallest N·K / (N + K) that was seen to gain; smaller weights are left alone by `prepare_`.
@@ -338,8 +338,19 @@ class BitNet(TrainingScheme):
     grad_input: bool = False
     grad_weight: bool = False
 
+    capability: ClassVar[tuple[int, int]] = Int8Products.capability
+
     def __post_init__(self) -> None:
         _check_bools(self)
+
+    def check(self, weight: Tensor) -> None:
+        super().check(weight)
+        reason = missing_units(weight.device, self.capability)
+        if reason is not None:
+            raise ValueError(
+                f"BitNet on {weight.device}: {reason}, so it has no units for int8 products; accepted: the CPU, and "
+                "NVIDIA GPUs from compute capability 8.0 on (prepare the model there), or train without BitNet"
+            )
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
         if "attention" in uses:

@@ -24,7 +24,8 @@ through an op.
 Where each runs:
 
     CUDA, compute capability 9.0    scaled_mm.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256; where these are
-                                    fewer than multiprocessors, K in slices (up to 17 MB for their sums)
+                                    fewer than multiprocessors, K in slices, whose int32 sums take 4·M·N bytes each
+                                    while it runs (17 MB for the four of a gradient of 512 x 2048 over 16384 rows)
     other CUDA devices              Triton (int8_mm_triton)
     CPU                             PyTorch
 """
@@ -60,7 +61,7 @@ def int8_scaled_mm(
 
     Raises:
         TypeError: a dtype other than those above.
-        ValueError: shapes that don't fit each other, or K not a multiple of 16.
+        ValueError: shapes that don't fit each other, K not a multiple of 16, or tensors on several devices.
     """
     return torch.ops.lowbit.int8_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
 
@@ -244,6 +245,10 @@ def _check(
             raise ValueError(
                 f"{name} must have the shape ({size},) or (1,), got {tuple(scale.shape)}"
             )
+    others = (b, a_scale, b_scale) if bias is None else (b, a_scale, b_scale, bias)
+    if any(t.device != a.device for t in others):  # kernels would take addresses of other memory
+        devices = ", ".join(str(t.device) for t in (a, *others))
+        raise ValueError(f"operands, scales and bias must be on one device, got {devices}")
     if bias is not None and bias.shape != (b.shape[0],):
         raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
     for name, got in (

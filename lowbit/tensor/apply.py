@@ -127,8 +127,18 @@ def _pattern_for(schemes: Mapping[str, Any], names: tuple[str, str]) -> str | No
     return next((p for p in schemes if any(_matches(p, name) for name in names)), None)
 
 
+def check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
+            "the weights"
+        )
+
+
 def find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
-    """id of a parameter → every (module, attribute, fully qualified name) that holds it."""
+    """id of a parameter → every (module, attribute, fully qualified name) that holds it. Raises TypeError for what is
+    no module."""
+    check_module(model)
     owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
@@ -151,13 +161,15 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, param
 
 
-def _refusal(owners: Owners, weight: Tensor) -> str | None:
-    """Why a selected weight is left alone, whatever the scheme, or None."""
+def _refusal(owners: Owners, weight: Tensor, trains: bool) -> str | None:
+    """Why a selected weight is left alone, whatever the scheme, or None. `trains`: by a training scheme."""
     if isinstance(weight, LowbitTensor):
         return weight.already or f"already a {type(weight).__name__}"
     for module, _, _ in owners:
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             return "its max_norm rewrites rows at every lookup"
+        if isinstance(module, nn.Embedding) and module.sparse and trains:
+            return "its embedding has sparse=True, and a low-bit weight takes dense gradients"
         if type(module).__module__.startswith("torch.nn") and not isinstance(
             module, nn.Linear | nn.Embedding
         ):
@@ -181,12 +193,18 @@ def find_targets(
     """The weights to convert, all of them checked, and a report of the ones left alone. `kind`: of schemes.
 
     Raises:
-        TypeError: not a scheme. ValueError: a pattern that matches nothing; nothing to convert, unless a training
-        scheme left something alone by a rule of its own; an integer, complex, NaN or infinite weight; tied weights with
-        different schemes; a model already sharded.
+        TypeError: not a scheme, no module, no filter.
+        ValueError: a pattern that matches nothing; nothing to convert, unless a training scheme left something alone by
+            a rule of its own; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
+            already sharded.
     """
     _check_schemes(schemes, kind)
-    filter_fn = filter_fn or is_linear
+    filter_fn = is_linear if filter_fn is None else filter_fn
+    if not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}; to choose by name "
+            "give patterns, {'layers.*': scheme}"
+        )
     owners = find_owners(model)
     attentions = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     report = Report()
@@ -206,7 +224,9 @@ def find_targets(
             )
         for name, param in weights:
             fqn = f"{prefix}.{name}" if prefix else name
-            note = _refusal(owners[id(param)], param) if selected else "not selected by the filter"
+            note: str | None = "not selected by the filter"
+            if selected:
+                note = _refusal(owners[id(param)], param, kind is TrainingScheme)
             scheme = None if isinstance(schemes, Mapping) else schemes
             if note is None and isinstance(schemes, Mapping):
                 pattern = _pattern_for(schemes, (prefix, fqn))

@@ -39,6 +39,8 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
     meta_attrs: ClassVar[tuple[str, ...]] = ()
     already: ClassVar[str] = ""
     """Why a weight of this class is not converted once more, if there is more to say than what it is."""
+    way_out: ClassVar[str] = "call .dequantize() for a plain tensor first"
+    """What to do where an operation is not supported."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -220,8 +222,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     def _unsupported(self, what: str) -> NotImplementedError:
         return NotImplementedError(
-            f"{type(self).__name__} of shape {tuple(self.shape)} does not support {what}; "
-            "call .dequantize() for a plain tensor first"
+            f"{type(self).__name__} of shape {tuple(self.shape)} does not support {what}; {self.way_out}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -295,9 +296,7 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        raise NotImplementedError(
-            f"{cls.__name__} does not implement {func}; call .dequantize() for a plain tensor first"
-        )
+        raise NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
 
 
 def check_not_flat(tensor: LowbitTensor, what: str) -> None:

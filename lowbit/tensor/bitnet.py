@@ -56,8 +56,10 @@ class BitNetTensor(TrainableTensor):
     scheme: BitNet
     matrix: tuple[int, int]
     """N and K of the whole weight, of which this may be a part."""
-    precomputed: tuple[Tensor, int] | None = None
-    """The scale that `lowbit.train.precompute_bitnet_scale` found, and the version of the weight that it is of."""
+    precomputed: tuple[Tensor, tuple[int, int]] | None = None
+    """The scale that `lowbit.train.precompute_bitnet_scale` found, and the state of the weight that it is of."""
+    writes: list[int] | None = None
+    """How often this tensor, or one made of it (which may be over the same memory, as `param.data` is), was written."""
 
     def __new__(cls, weight: Tensor, scheme: BitNet) -> Self:
         """Wrap `weight` [..., N, K], sharing its memory if it is contiguous.
@@ -74,11 +76,26 @@ class BitNetTensor(TrainableTensor):
     def is_whole(self) -> bool:
         return tuple(self.shape[-2:]) == self.matrix
 
+    def _with(self, *args: Any, **kwargs: Any) -> Self:
+        made = super()._with(*args, **kwargs)
+        if self.writes is None:
+            self.writes = [0]
+        made.writes = self.writes
+        return made
+
+    def remember_scale(self, scale: Tensor) -> None:
+        """Take this as `known_scale` until the weight changes."""
+        self.precomputed = (scale, self._state())
+
     def known_scale(self) -> Tensor | None:
         """The precomputed scale, unless the weight has changed since."""
-        if self.precomputed is None or self.precomputed[1] != self.weight._version:
+        if self.precomputed is None or self.precomputed[1] != self._state():
             return None
         return self.precomputed[0]
+
+    def _state(self) -> tuple[int, int]:
+        """Kernels that write to the weight inside count its version, operations on this tensor its writes."""
+        return self.weight._version, 0 if self.writes is None else self.writes[0]
 
     def ternary(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """int8 codes [..., N, K] and scale [..., 1, 1].
@@ -120,7 +137,8 @@ class BitNetTensor(TrainableTensor):
         if func._schema.is_mutable:  # which here counts no version of the weight inside
             for written in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 if isinstance(written, BitNetTensor):
-                    written.precomputed = None
+                    written.writes = written.writes or [0]
+                    written.writes[0] += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     # ---- FSDP2 -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.kernels import quantize_rowcol, round_rows
+from lowbit.tensor.trainable import KEEP_OUT
 from lowbit.train_scheme import Int8Weight
 
 NEXT = -0x61C8864680B583EB
@@ -69,6 +70,7 @@ class Int8WeightTensor(AffineTensor):
     tensor_attrs = ("codes", "scale", "place")
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
+    way_out = KEEP_OUT
 
     products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     """What replaces torch's functions on it, such as F.linear: see `lowbit.tensor.int8_weight_ops`."""

@@ -181,7 +181,8 @@ def _update(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @_ops(
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor),
-    *(aten.neg.default, aten.abs.default, aten.pow.Tensor_Scalar, aten.where.self),
+    *(aten.neg.default, aten.abs.default, aten.sgn.default, aten.pow.Tensor_Scalar),
+    aten.where.self,
     *(aten.isfinite.default, aten.isnan.default),
     *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
     *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),

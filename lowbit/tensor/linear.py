@@ -101,12 +101,18 @@ def quantized_linear(input: Tensor, weight: LowbitTensor, bias: Tensor | None = 
 
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:
-    """Raise ValueError where x [..., K] and a weight [N, K] do not fit, NotImplementedError inside of torch.func."""
+    """Raise ValueError where x [..., K] and a weight [N, K] do not fit or are on two devices, and NotImplementedError
+    inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
-    if x.shape[-1] != weight.shape[1]:
+    if x.device != weight.device:
+        raise ValueError(
+            f"linear of an input on {x.device} with a weight on {weight.device}; accepted: both on one device, by "
+            "model.to(device) or input.to(device)"
+        )
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )

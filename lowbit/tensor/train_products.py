@@ -21,7 +21,7 @@ from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.bitnet import BitNetTensor, straight_through
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
-from lowbit.tensor.trainable import Values
+from lowbit.tensor.trainable import KEEP_OUT, Values
 from lowbit.train_scheme import IN_ATTENTION
 
 _KINDS: tuple[type[Any], ...] = (MixedPrecisionTensor, Int8WeightTensor, BitNetTensor)
@@ -42,7 +42,7 @@ def _check(x: Any, weight: Any) -> None:
     if not isinstance(weight, _KINDS) or isinstance(x, LowbitTensor):
         raise NotImplementedError(
             f"a product of a {type(x).__name__} and a {type(weight).__name__}: only the second may be in low bits; "
-            "call .dequantize() on the first for a plain tensor"
+            f"accepted: input @ weight, or {KEEP_OUT}"
         )
 
 

@@ -17,6 +17,12 @@ from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.base_ops import cat
 
+KEEP_OUT = (
+    "leave this weight out by filter_fn, or call .dequantize() for a plain tensor, from which "
+    "no gradient reaches it"
+)
+"""The way out for a weight that is trained: in a plain tensor's place it would stop learning, in silence."""
+
 
 class Values(torch.autograd.Function):
     """`weight.values()`, a plain tensor, whose gradient is the weight's."""
@@ -35,6 +41,7 @@ class TrainableTensor(LowbitTensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
+    way_out = KEEP_OUT
     products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     """What replaces torch's functions on it, such as F.linear; called with their arguments."""
 
@@ -51,8 +58,14 @@ class TrainableTensor(LowbitTensor):
         return cls.from_inner({"weight": weight}, {"scheme": scheme}, weight.shape, weight.dtype)
 
     def over(self, weight: Tensor) -> Self:
-        """The same over another high-precision weight, of this shape. Raises as making one does."""
+        """The same over another high-precision weight, of this shape. Raises ValueError for another shape, and as
+        making one does."""
         check_weight(weight)
+        if weight.shape != self.shape:
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} in place of one of {tuple(self.shape)}; accepted: that "
+                "shape, sharded as the parameter is"
+            )
         weight = weight.detach().contiguous()
         return self._with({"weight": weight}, dtype=weight.dtype)
 
@@ -164,7 +177,8 @@ def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
         aten.div.Tensor,
         aten.neg.default,
     ),
-    *(aten.abs.default, aten.pow.Tensor_Scalar, aten.isfinite.default, aten.isnan.default),
+    *(aten.abs.default, aten.sgn.default, aten.pow.Tensor_Scalar),
+    *(aten.isfinite.default, aten.isnan.default),
     *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.where.self),
     *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
     aten.linalg_vector_norm.default,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor
 
+from lowbit.tensor.apply import check_module
 from lowbit.tensor.bitnet import BitNetTensor, GatheredBitNet
 from lowbit.tensor.ternary import magnitude, scale_of
 
@@ -28,6 +29,7 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
 
     Raises ValueError if the model has no such weights.
     """
+    check_module(model)
     found: defaultdict[Any, list[Any]] = defaultdict(list)
     has_any = False
     for param in model.parameters():
@@ -49,7 +51,7 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
         parts = sums.to(own_sums[0].device).split([s.numel() for s in own_sums])
         for own, total, like in zip(members, parts, own_sums, strict=True):
             n, k = own.matrix
-            own.precomputed = (scale_of(total.view(like.shape), n * k), own.weight._version)
+            own.remember_scale(scale_of(total.view(like.shape), n * k))
 
 
 def split_dims(weight: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""convert_: a model trained with int8 or ternary weights as one for inference, equal to it to the bit."""
+"""convert_: a model trained with int8 or ternary weights as one for inference, of the very same weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def convert_(model: nn.Module) -> Report:
     """Make the weights that `prepare_` gave `BitNet()` or `Int8Weight()` frozen ones for inference, in place.
 
     BitNet weights become `TernaryTensor`, 2 bits an element, and compute what they did in training, to the bit. int8
-    weights become `AffineTensor` of `Int8WeightOnly()`: their values are the same. Those of mixed precision are left,
-    and reported.
+    weights become `AffineTensor` of `Int8WeightOnly()`: their values are the same, and so are outputs, unless training
+    multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of mixed precision are left, and reported.
 
     Raises:
         ValueError: there are none, the model is sharded, or a weight has NaN or infinite values. It is then as it was.

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lowbit.tensor.apply import check_module
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.seen import Note, Watch, watched
 from lowbit.train_scheme import PRODUCTS
@@ -78,11 +79,14 @@ class Explanation:
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """Run `model(*args, **kwargs)` and a backward pass from the sum of its outputs, and tell what ran in what.
 
-    It runs eagerly, also where the model is compiled: what is decided is the same. Gradients, buffers and random
-    states are as before afterwards. Hooks on gradients of parameters (`register_hook`,
+    It runs eagerly, also where the model is compiled: what is decided is the same. Gradients, those of the arguments
+    too, buffers and random states are as before afterwards. Hooks on gradients of parameters (`register_hook`,
     `register_post_accumulate_grad_hook`), in which an optimizer may wait, do not run; hooks of modules do. Under FSDP2
     all ranks must call it.
+
+    Raises TypeError for what is no module.
     """
+    check_module(model)
     from lowbit_kernels.scaled_mm import calls  # imports Triton, which `import lowbit` must not
 
     layers = {name: Layer(name) for name, module in model.named_modules() if _is_layer(module)}
@@ -95,7 +99,8 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
         _named(model, watch),
         torch.enable_grad(),
     ):
-        outputs = model(*args, **kwargs)
+        apart_args, apart_kwargs = tree_map(_apart, (args, kwargs))
+        outputs = model(*apart_args, **apart_kwargs)
         found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
         if found:
             torch.autograd.backward([t.float().sum() for t in found])
@@ -107,6 +112,11 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
             reason = "not reached by this input" if prepared else "not prepared"
             layers[name].why.append(reason)
     return Explanation(layers, calls - before)
+
+
+def _apart(x: Any) -> Any:
+    """An argument of the same values, whose gradient is not that of the caller's."""
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _is_prepared(module: nn.Module) -> bool:
@@ -155,7 +165,11 @@ def _nothing_changed(model: nn.Module) -> Iterator[None]:
     ]
     waiting = [dict(h) for h in hooks]  # emptied in place, since autograd holds the dict itself
     grads = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     for p, _ in grads:
         p.grad = None
@@ -170,5 +184,7 @@ def _nothing_changed(model: nn.Module) -> Iterator[None]:
         for p, grad in grads:
             p.grad = grad
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer  # which forward may have replaced
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)

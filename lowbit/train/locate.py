@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lowbit.tensor.apply import check_module
 from lowbit.tensor.int8_weight import Int8WeightTensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -26,6 +27,7 @@ def locate_(model: nn.Module) -> None:
 
     Raises NotImplementedError for columns split along two dimensions of a mesh.
     """
+    check_module(model)
     for name, param in model.named_parameters():
         own: Any = getattr(param, "_local_tensor", param)  # itself, no alias
         if isinstance(own, Int8WeightTensor) and not own.is_meta:

@@ -59,7 +59,9 @@ def take_plain(
         for name, param in module._parameters.items():
             value = state_dict.get(prefix + name)
             given, own = _local(value), _local(param)
-            if not isinstance(given, Tensor) or isinstance(given, LowbitTensor):
+            if param is None or not isinstance(value, Tensor) or isinstance(given, LowbitTensor):
+                continue
+            if value.shape != param.shape:  # load_state_dict tells of it
                 continue
             if isinstance(own, TrainableTensor):
                 state_dict[prefix + name] = _placed_as(value, own.over(given))

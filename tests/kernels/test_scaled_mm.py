@@ -180,6 +180,20 @@ def test_calls_are_counted_also_where_they_are_compiled() -> None:
         ({"a_scale": torch.ones(2, 1)}, ValueError, r"got \(2, 1\)"),
         ({"b_scale": torch.ones(3).double()}, TypeError, r"b_scale .* got torch\.float64"),
         ({"bias": torch.ones(2)}, ValueError, r"\(3,\), got \(2,\)"),
+        *(
+            (
+                {name: torch.zeros(size, dtype=dtype, device="meta")},
+                ValueError,
+                "device, got .*meta",
+            )
+            for name, size, dtype in (
+                ("a", (2, 16), torch.int8),
+                ("b", (3, 16), torch.int8),
+                ("a_scale", (2,), torch.float32),
+                ("b_scale", (1,), torch.float32),
+                ("bias", (3,), torch.float32),
+            )
+        ),
         ({"bias": torch.ones(3, dtype=torch.int32)}, TypeError, r"bias .* got torch\.int32"),
         ({"out_dtype": torch.float64}, TypeError, r"out_dtype .* got torch\.float64"),
     ],

@@ -296,6 +296,33 @@ def test_a_part_has_no_scale():
         F.linear(values(5, 96), part)
 
 
+def test_a_scale_of_old_is_not_known_whoever_wrote():
+    """Through an alias, such as `param.data`, as well."""
+    layer = prepared(linear(16, 32), BitNet())
+    weight = layer.weight
+    weight.grad = torch.ones(16, 32)
+    state = {name: value + 1 for name, value in layer.state_dict().items()}
+    view = weight.detach()
+    for write in (
+        lambda: weight.mul_(2),
+        lambda: weight.data.mul_(2),
+        lambda: view.add_(1),
+        lambda: weight.view(4, 4, 32).zero_(),
+        lambda: weight.master().mul_(2),
+        lambda: torch._foreach_mul_([weight], 2),
+        lambda: layer.load_state_dict(state),
+        lambda: torch.optim.AdamW([weight], lr=0.1).step(),
+        lambda: torch.optim.AdamW([weight], lr=0.1, fused=True).step(),
+        lambda: lowbit.optim.AdamW8bit([weight], lr=0.1).step(),
+    ):
+        weight.remember_scale(torch.ones(1, 1))
+        weight.abs().sum(), weight.clone(), weight.detach()
+        assert weight.known_scale() is not None
+        with torch.no_grad():
+            write()
+        assert weight.known_scale() is None
+
+
 def test_options_and_dtypes_are_checked():
     with pytest.raises(TypeError, match="grad_input must be True or False, got 1"):
         BitNet(grad_input=1)

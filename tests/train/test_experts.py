@@ -184,5 +184,12 @@ def test_other_products_are_refused():
         values(2, 3, 16, 64) @ low.weight.mT
     with pytest.raises(ValueError, match="number of experts differs"):
         values(2, 16, 64) @ low.weight.mT
-    with pytest.raises(NotImplementedError, match=r"einsum|bmm|permute|dequantize"):
-        torch.einsum("ebk,enk->ben", values(3, 16, 64), low.weight)
+    for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
+        weight = prepared(Experts(by_index), scheme).weight
+        for product in (
+            lambda w: torch.einsum("ebk,enk->ben", values(3, 16, 64), w),
+            lambda w: w @ values(3, 64, 5),
+            lambda w: w.flip(0),
+        ):
+            with pytest.raises(NotImplementedError, match=r"filter_fn.* no gradient reaches it"):
+                product(weight)

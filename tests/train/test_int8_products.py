@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import lowbit
 from lowbit import Int8Weight, Int8WeightTensor, train
 from lowbit_kernels.scaled_mm import calls
 from tests.train.problems import linear, outcome, prepared, relative, values
@@ -106,6 +107,19 @@ def test_an_embedding_gets_dense_gradients():
         m(tokens()).square().mean().backward()
     assert relative(model.table.weight.grad, plain.table.weight.grad) < 1e-6
     assert not model.table.weight.grad[3].any(), "the padding"
+
+
+def test_an_embedding_with_sparse_gradients_is_left():
+    model = nn.Sequential(nn.Embedding(50, 32, sparse=True), nn.Linear(32, 32))
+    report = train.prepare_(
+        model, Int8Weight(), lambda m, n: isinstance(m, nn.Embedding | nn.Linear)
+    )
+    assert report.converted == ["1.weight"] and "sparse=True" in report.left["0.weight"]
+    model(tokens()).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    assert lowbit.quantize_(
+        nn.Embedding(50, 32, sparse=True), lowbit.Int8WeightOnly(), lambda m, n: True
+    ).converted
 
 
 def test_attention_and_experts():
