@@ -24,6 +24,7 @@ weight at every call. `calls` counts "int8_dynamic_linear", "float8_linear", and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def reference(
     """The formula in float64, on any device, for either op."""
     _check(x, codes, scale, bias, residual)
     k = x.shape[-1]
-    q, t = quantized(x.reshape(-1, k), _format(codes), tensorwise)
+    q, t = quantized(x.reshape(prod(x.shape[:-1]), k), _format(codes), tensorwise)
     sums = q[:, :k].double() @ codes.double().T
     out = sums * t.double().reshape(-1, 1) * scale.double().reshape(1, -1)
     out = out.view(*x.shape[:-1], codes.shape[0])
@@ -115,7 +116,7 @@ def _linear(
     op = "int8_dynamic_linear" if codes.dtype == torch.int8 else "float8_linear"
     calls[op] += 1
     k, n = x.shape[-1], codes.shape[0]
-    shape, x = (*x.shape[:-1], n), x.reshape(-1, k)
+    shape, x = (*x.shape[:-1], n), x.reshape(prod(x.shape[:-1]), k)
     bias = None if bias is None else bias.contiguous()
     if x.numel() and n and op == "int8_dynamic_linear" and _few(x, codes, scale.reshape(-1, 1)):
         calls[f"{op} few"] += 1

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.library import LIBRARY
-from lowbit_kernels.quantize_rowcol_triton import _rounded_to_float8, takes
+from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,7 +136,7 @@ def _codes(values, inverse, IS_INT8: tl.constexpr):
     if IS_INT8:
         result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
     else:
-        result = _rounded_to_float8(q, q, False, 448.0)
+        result = rounded_to_float8(q, q, False, 448.0)
     return result
 
 

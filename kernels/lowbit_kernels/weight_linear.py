@@ -99,7 +99,7 @@ def reference(
 ) -> Tensor:
     """The formula in float64, on any device, for either op: packed codes are uint8."""
     bits = 4 if codes.dtype == torch.uint8 else 8
-    _check(x, codes, scale, zero_point, bias, residual, group_size, bits)
+    check(x, codes, scale, zero_point, bias, residual, group_size, bits)
     k = x.shape[-1]
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
@@ -152,7 +152,7 @@ def _linear(
     regime: str | None = None,
 ) -> Tensor:
     """The op; a test may force the regime."""
-    _check(x, codes, scale, zero_point, bias, residual, group_size, bits)
+    check(x, codes, scale, zero_point, bias, residual, group_size, bits)
     calls[f"int{bits}_linear"] += 1
     k, n = x.shape[-1], scale.shape[0]
     shape = (*x.shape[:-1], n)
@@ -193,11 +193,11 @@ def _fake(
     group_size: int,
     bits: int,
 ) -> Tensor:
-    _check(x, codes, scale, zero_point, bias, residual, group_size, bits)
+    check(x, codes, scale, zero_point, bias, residual, group_size, bits)
     return x.new_empty((*x.shape[:-1], scale.shape[0]))
 
 
-def _check(
+def check(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,

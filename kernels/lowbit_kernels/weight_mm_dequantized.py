@@ -13,7 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels import dequantize_int4, dequantize_int8
+from lowbit_kernels.dequantize_int4 import fill as fill_int4
+from lowbit_kernels.dequantize_int4 import fill_on_cpu as fill_int4_on_cpu
+from lowbit_kernels.dequantize_int4 import reference as int4_reference
+from lowbit_kernels.dequantize_int4 import rows_in_cache
+from lowbit_kernels.dequantize_int8 import fill as fill_int8
+from lowbit_kernels.dequantize_int8 import fill_on_cpu as fill_int8_on_cpu
+from lowbit_kernels.dequantize_int8 import reference as int8_reference
 from lowbit_kernels.triton_runtime import runs_on
 
 BYTES_IN_L2 = 24_000_000
@@ -68,11 +74,12 @@ def _fill(
     out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int
 ) -> None:
     """out [N, K] = the dequantized weight, wherever it is."""
-    module = _dequantize(bits)
-    if runs_on(out.device) and out.device.type != "cpu":
-        module.fill(out, codes, scale, zero_point, group_size)
+    if runs_on(out.device) and out.is_cuda:
+        fill = fill_int4 if bits == 4 else fill_int8
+        fill(out, codes, scale, zero_point, group_size)
     else:
-        out.copy_(module.reference(codes, scale, zero_point, group_size, out.shape[1], out.dtype))
+        reference = int4_reference if bits == 4 else int8_reference
+        out.copy_(reference(codes, scale, zero_point, group_size, out.shape[1], out.dtype))
 
 
 def _on_cpu(
@@ -87,11 +94,11 @@ def _on_cpu(
 ) -> Tensor:
     (m, k), (n, groups) = x.shape, scale.shape
     dtype, padded = x.dtype, groups * group_size
-    module = _dequantize(bits)
+    fill = fill_int4_on_cpu if bits == 4 else fill_int8_on_cpu
     if dtype == torch.float16 or m <= MOST_TOKENS_IN_FLOAT32:
         x = x.float()
     out = x.new_empty((m, n), dtype=dtype)
-    rows = min(n, module.rows_in_cache(x.new_empty((0, padded))))
+    rows = min(n, rows_in_cache(x.new_empty((0, padded))))
     chunk, product = x.new_empty((rows, padded)), x.new_empty((m, rows))
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
@@ -101,7 +108,7 @@ def _on_cpu(
         if bits == 4 and padded % 2:
             _fill(weight[:, :k], codes[part], scale[part], zeros, bits, group_size)
         else:
-            module.fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
+            fill(weight, codes[part], scale[part], zeros, group_size)
         torch.mm(x, weight[:, :k].t(), out=to)
         if bias is not None:
             to.add_(bias[part])
@@ -109,9 +116,3 @@ def _on_cpu(
             to.add_(residual[:, part])
         out[:, part] = to
     return out
-
-
-def _dequantize(bits: int):
-    import sys  # the package's attribute of that name is the op
-
-    return sys.modules[f"lowbit_kernels.dequantize_int{bits}"]

@@ -70,7 +70,8 @@ def sums_of_blocks(
             element = word * WORD + j
             wanted = row_inside[:, None] & (element < k)[None, :]
             tokens = tl.load(x + rows[:, None] * x_stride + element[None, :], mask=wanted, other=0)
-            partial = tl.dot(value.to(x.dtype.element_ty), tl.trans(tokens), partial)
+            weight = value.to(x.dtype.element_ty)
+            partial = tl.dot(weight, tl.trans(tokens), partial, input_precision="ieee")
         sums += partial * s.to(tl.float32)[:, None]
     return sums
 
