@@ -18,6 +18,7 @@ whole rows, and CPUs, take a loop over the experts, which on a GPU waits for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,6 +86,23 @@ def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
 
 
 @jit
+def _find(offsets, m, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of a tile: its expert (`experts` where there is none), which of its tiles it is, where its tokens begin, end."""
+    every = tl.arange(0, EXPERTS)
+    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), m)
+    inside = (every > 0) & (every < experts)
+    starts = tl.minimum(tl.load(offsets + every - 1, mask=inside, other=0), m)
+    tiles = tl.maximum(tl.where(every < experts, ends - starts, 0), 0)
+    tiles = (tiles + BLOCK_M - 1) // BLOCK_M
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.sum((upto <= tile).to(tl.int32), 0)
+    first = tl.sum(tl.where(every < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(every == expert, starts, 0), 0)
+    end = tl.sum(tl.where(every == expert, ends, 0), 0)
+    return expert, tile - first, start, end
+
+
+@jit
 def _kernel(
     x,
     codes,
@@ -107,52 +125,35 @@ def _kernel(
     GROUP_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     WORD: tl.constexpr,
-    HAS_ZERO_POINT: tl.constexpr,
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    every = tl.arange(0, EXPERTS)
-    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), m)
-    inside = (every > 0) & (every < experts)
-    starts = tl.minimum(tl.load(offsets + every - 1, mask=inside, other=0), m)
-    tiles = tl.maximum(tl.where(every < experts, ends - starts, 0), 0)
-    tiles = (tiles + BLOCK_M - 1) // BLOCK_M
-    upto = tl.cumsum(tiles, 0)
-    expert = tl.sum((upto <= tile).to(tl.int32), 0)
+    expert, tile, start, end = _find(offsets, m, experts, tile, EXPERTS, BLOCK_M)
     if expert < experts:
-        first_tile = tl.sum(tl.where(every < expert, tiles, 0), 0)
-        start = tl.sum(tl.where(every == expert, starts, 0), 0)
-        end = tl.sum(tl.where(every == expert, ends, 0), 0)
-        rows = start.to(tl.int64) + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = start.to(tl.int64) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         row_inside, column_inside = rows < end, columns < n
         e = expert.to(tl.int64)
+        zero_rows = zero_point
+        if zero_point is not None:
+            zero_rows = zero_point + e * zero_expert + columns * zero_stride
         sums = sums_of_blocks(
-            x,
-            codes + e * codes_expert,
-            scale + e * scale_expert,
-            zero_point + e * zero_expert,
-            rows,
+            x + rows * x_stride,
             row_inside,
-            columns,
+            codes + e * codes_expert + columns * codes_stride,
+            scale + e * scale_expert + columns * scale_stride,
+            zero_rows,
             column_inside,
             0,
             k,
             k,
             width,
-            x_stride,
-            codes_stride,
-            scale_stride,
-            zero_stride,
             GROUP_SIZE,
             BITS,
             WORD,
-            HAS_ZERO_POINT,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_K,
         )
         at = rows[:, None] * n + columns[None, :]
@@ -182,10 +183,10 @@ def _launch(
     weight_linear.calls[f"{op} triton"] += 1
     if x.device.type == "cpu":  # the interpreter has no bfloat16
         x = x.float()
-    x, codes, scale, zeros = (
-        part if part.stride(-1) == 1 else part.contiguous()
-        for part in (x, codes, scale, scale if zero_point is None else zero_point)
+    x, codes, scale = (
+        part if part.stride(-1) == 1 else part.contiguous() for part in (x, codes, scale)
     )
+    zeros = None if zero_point is None else zero_point.contiguous()
     words, word = weight_mm_triton.words_of(codes, bits, block)
     out = x.new_zeros((m, n), dtype=stored_dtype(dtype, x.device))
     rows = max(16, min(MOST_ROWS, triton.next_power_of_2(-(-m // experts))))
@@ -193,11 +194,10 @@ def _launch(
         _kernel[(min(m, m // rows + experts), triton.cdiv(n, 64))](
             *(x, words, scale, zeros, offsets.contiguous(), out),
             *(m, n, k, experts, words.shape[2], x.stride(0)),
-            *(*words.stride()[:2], *scale.stride()[:2], *zeros.stride()[:2]),
+            *(*words.stride()[:2], *scale.stride()[:2], *(n * groups, groups)),
             GROUP_SIZE=0 if groups == 1 else group_size,
             BITS=bits,
             WORD=word,
-            HAS_ZERO_POINT=zero_point is not None,
             EXPERTS=triton.next_power_of_2(experts),
             BLOCK_M=rows,
             BLOCK_N=64,
@@ -248,23 +248,20 @@ def _check(
             f"offsets must have the shape ({codes.shape[0]},) on {x.device}, got {tuple(offsets.shape)} on "
             f"{offsets.device}"
         )
-    one = (part.new_empty(part.shape[1:], device="meta") for part in (codes, scale))
+    # one expert's, by shape and dtype alone
+    one, its_scale = (part.new_empty(part.shape[1:], device="meta") for part in (codes, scale))
     zero = None if zero_point is None else zero_point.new_empty(scale.shape[1:], device="meta")
-    weight_linear.check(x, *one, zero, None, None, group_size, bits)
+    weight_linear.check(x, one, its_scale, zero, None, None, group_size, bits)
 
 
-def _op(bits: int, codes: str) -> None:
-    name = f"int{bits}_grouped_linear"
+for _bits, _codes in ((4, "packed"), (8, "codes")):
+    _name = f"int{_bits}_grouped_linear"
     LIBRARY.define(
-        f"{name}(Tensor x, Tensor {codes}, Tensor scale, Tensor? zero_point, Tensor offsets, int group_size) -> Tensor"
+        f"{_name}(Tensor x, Tensor {_codes}, Tensor scale, Tensor? zero_point, Tensor offsets, int group_size) "
+        "-> Tensor"
     )
-    LIBRARY.impl(name, lambda *arguments: _launch(*arguments, bits), "CompositeExplicitAutograd")
-    fake = lambda *arguments: _fake(*arguments, bits)  # noqa: E731
-    torch.library.register_fake(f"lowbit::{name}", fake, lib=LIBRARY)
-
-
-_op(4, "packed")
-_op(8, "codes")
+    LIBRARY.impl(_name, partial(_launch, bits=_bits), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowbit::{_name}", partial(_fake, bits=_bits), lib=LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -313,7 +310,10 @@ SHAPES: list[tuple[str, tuple[int, ...], int, int, int, dict]] = [
 ]
 CASES = [
     *(Case(name, t, n, k, group, **options) for name, t, n, k, group, options in SHAPES),
-    *(Case(f"int8-{name}", t, n, k, group, 8, **options) for name, t, n, k, group, options in SHAPES),
+    *(
+        Case(f"int8-{name}", t, n, k, group, 8, **options)
+        for name, t, n, k, group, options in SHAPES
+    ),
     Case("mixtral-up", (2,) * 8, 14336, 4096, 128, large=True),
     Case("mixtral-up-many", (256,) * 8, 14336, 4096, 128, large=True),
 ]

@@ -36,4 +36,6 @@ def choose(m: int, n: int, k: int, bits: int, group_size: int) -> Regime:
         shape = abs(math.log2(max(n, 1) / its_n)) + abs(math.log2(max(k, 1) / its_k))
         return row[0] != bits, shape, abs(math.log2((group or k or 1) / (its_group or its_k)))
 
-    return next((regime for most, regime in REGIMES[min(REGIMES, key=distance)] if m <= most), "dequantize")
+    return next(
+        (regime for most, regime in REGIMES[min(REGIMES, key=distance)] if m <= most), "dequantize"
+    )

@@ -133,11 +133,11 @@ def _codes(values, inverse, IS_INT8: tl.constexpr):
     LEAST: tl.constexpr = -128.0 if IS_INT8 else -448.0
     q = values * inverse
     q = tl.where(q == q, tl.minimum(tl.maximum(q, LEAST), LIMIT), 0.0)
-    if IS_INT8:
-        result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
-    else:
-        result = rounded_to_float8(q, q, False, 448.0)
-    return result
+    if not IS_INT8:
+        q = rounded_to_float8(q, q, False, 448.0)
+    else:  # 1.5 * 2**23, beside which the unit is 1
+        q = (q + 12582912.0) - 12582912.0
+    return q
 
 
 @jit
@@ -180,7 +180,9 @@ def _kernel(
         tl.store(codes + row * width + column, result, mask=column < width)
 
 
-def codes_of(x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
+def codes_of(
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False
+) -> tuple[Tensor, Tensor]:
     """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: bfloat16 and float16 do."""
     m, k = x.shape
     if not (x.numel() and runs_on(x.device) and takes(format, x.device)):

@@ -13,10 +13,10 @@
 G (``group_size``) is any positive number, K or more for one scale a row; Kp is K padded to a multiple of G, and what
 lies in the padding doesn't count. Rows of the weight may be strided; offsets are 64-bit; NaN and infinities pass.
 
-Sums are float32's, and scales are applied in float32 to a group's sum ("few", "many" up to its docstring, "triton"): the
-weight is never rounded, and the error is that of rounding the result, 1.7e-3 for bfloat16. Where the weight is
-dequantized (``weight_mm_dequantized``), it is rounded to x's dtype first. There, and on CPUs, bias and residual may be
-added with a rounding each.
+Sums are float32's, and scales are applied in float32 to a group's sum ("few", "many", "triton", "packed"): the weight
+is never rounded (but where `weight_mm_many` says so), and the error is that of rounding the result, 1.7e-3 for
+bfloat16. Where the weight is dequantized (``weight_mm_dequantized``), it is rounded to x's dtype first. There, and on
+CPUs, bias and residual may be added with a rounding each.
 
 Where each runs (`calls` counts them, as "int4_linear" and "int4_linear few"):
 
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import collections
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -169,17 +170,27 @@ def _linear(
         residual = residual.reshape(-1, n).contiguous()
     regime = regime or regime_of(x, codes, scale, zero_point, bits, group_size)
     calls[f"int{bits}_linear {regime}"] += 1
-    fit, ends = {"bits": bits, "group_size": group_size}, (bias, residual)
     if regime == "few":
-        out = weight_mm_few.few_tokens_mm(x, codes, scale, zero_point, *ends, None, **fit)
+        few = weight_mm_few.few_tokens_mm
+        out = few(
+            x, codes, scale, zero_point, bias, residual, None, bits=bits, group_size=group_size
+        )
     elif regime == "many":
-        out = weight_mm_many.many_tokens_mm(x, codes, scale, zero_point, *ends, None, **fit)
+        many = weight_mm_many.many_tokens_mm
+        out = many(
+            x, codes, scale, zero_point, bias, residual, None, bits=bits, group_size=group_size
+        )
     elif regime == "triton":
-        out = weight_mm_triton.weight_mm(x, codes, scale, zero_point, *ends, None, **fit)
+        mm = weight_mm_triton.weight_mm
+        out = mm(
+            x, codes, scale, zero_point, bias, residual, None, bits=bits, group_size=group_size
+        )
     elif regime == "packed":
-        out = weight_mm_cpu.weight_mm(x, codes, scale, *ends, **fit)
+        packed = weight_mm_cpu.weight_mm
+        out = packed(x, codes, scale, bias, residual, bits=bits, group_size=group_size)
     else:
-        out = weight_mm_dequantized.weight_mm(x, codes, scale, zero_point, *ends, **fit)
+        chunks = weight_mm_dequantized.weight_mm
+        out = chunks(x, codes, scale, zero_point, bias, residual, bits=bits, group_size=group_size)
     return out.view(shape)
 
 
@@ -249,19 +260,14 @@ def check(
             raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
 
 
-def _op(bits: int, codes: str) -> None:
-    name = f"int{bits}_linear"
+for _bits, _codes in ((4, "packed"), (8, "codes")):
+    _name = f"int{_bits}_linear"
     LIBRARY.define(
-        f"{name}(Tensor x, Tensor {codes}, Tensor scale, Tensor? zero_point, Tensor? bias, Tensor? residual, "
+        f"{_name}(Tensor x, Tensor {_codes}, Tensor scale, Tensor? zero_point, Tensor? bias, Tensor? residual, "
         "int group_size) -> Tensor"
     )
-    LIBRARY.impl(name, lambda *arguments: _linear(*arguments, bits), "CompositeExplicitAutograd")
-    fake = lambda *arguments: _fake(*arguments, bits)  # noqa: E731
-    torch.library.register_fake(f"lowbit::{name}", fake, lib=LIBRARY)
-
-
-_op(4, "packed")
-_op(8, "codes")
+    LIBRARY.impl(_name, partial(_linear, bits=_bits), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowbit::{_name}", partial(_fake, bits=_bits), lib=LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -338,7 +344,10 @@ LARGE = [
 ]
 CASES = [
     *(Case(name, m, n, k, group, **options) for name, m, n, k, group, options in SHAPES),
-    *(Case(f"int8-{name}", m, n, k, group, 8, **options) for name, m, n, k, group, options in SHAPES),
+    *(
+        Case(f"int8-{name}", m, n, k, group, 8, **options)
+        for name, m, n, k, group, options in SHAPES
+    ),
     *(Case(name, 1, n, k, 128, large=True) for name, n, k in LARGE),
     *(Case(f"int8-{name}", 1, n, k, k, 8, large=True) for name, n, k in LARGE),
 ]

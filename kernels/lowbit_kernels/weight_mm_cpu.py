@@ -38,7 +38,13 @@ _packed: dict[tuple, tuple[tuple[int, int], Tensor, Tensor]] = {}
 
 
 def takes(
-    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *, bits: int, group_size: int
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    *,
+    bits: int,
+    group_size: int,
 ) -> bool:
     """Whether `weight_mm` multiplies these."""
     (m, k), (n, groups) = x.shape, scale.shape

@@ -23,43 +23,35 @@ MOST_SLICES = 16
 
 @jit
 def sums_of_blocks(
-    x,
-    codes,  # words of WORD values
-    scale,
-    zero_point,  # unused unless HAS_ZERO_POINT
-    rows,  # int64 [BLOCK_M], of x
+    x_rows,  # where tokens begin, [BLOCK_M]
     row_inside,
-    columns,  # int64 [BLOCK_N], rows of the weight
+    codes_rows,  # where rows of the weight begin, [BLOCK_N]; words of WORD values
+    scale_rows,
+    zero_rows,  # or None
     column_inside,
     first,  # of K
     last,
     k,
     width,  # words of a row
-    x_stride,
-    codes_stride,
-    scale_stride,
-    zero_point_stride,
     GROUP_SIZE: tl.constexpr,  # 0: the whole row is one
     BITS: tl.constexpr,
     WORD: tl.constexpr,
-    HAS_ZERO_POINT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_M]: of the weight's columns first .. last, scaled."""
+    BLOCK_N: tl.constexpr = codes_rows.shape[0]
+    BLOCK_M: tl.constexpr = x_rows.shape[0]
     WORDS: tl.constexpr = BLOCK_K // WORD
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, BLOCK_K):
         word = start // WORD + tl.arange(0, WORDS)
         inside = column_inside[:, None] & (word < width)[None, :]
-        words = tl.load(codes + columns[:, None] * codes_stride + word[None, :], mask=inside, other=0)
+        words = tl.load(codes_rows[:, None] + word[None, :], mask=inside, other=0)
         group = 0 if GROUP_SIZE == 0 else start // GROUP_SIZE
-        s = tl.load(scale + columns * scale_stride + group, mask=column_inside, other=0)
+        s = tl.load(scale_rows + group, mask=column_inside, other=0).to(tl.float32)
         zero = tl.zeros((BLOCK_N,), tl.float32)
-        if HAS_ZERO_POINT:
-            row_zero = zero_point + columns * zero_point_stride + group
-            zero += tl.load(row_zero, mask=column_inside, other=0).to(tl.float32)
+        if zero_rows is not None:
+            zero += tl.load(zero_rows + group, mask=column_inside, other=0).to(tl.float32)
         partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for j in tl.static_range(WORD):
             if BITS == 4:  # a nibble in the mantissa of 2**23 is the float 2**23 + nibble
@@ -69,35 +61,23 @@ def sums_of_blocks(
                 value = words.to(tl.float32) - zero[:, None]
             element = word * WORD + j
             wanted = row_inside[:, None] & (element < k)[None, :]
-            tokens = tl.load(x + rows[:, None] * x_stride + element[None, :], mask=wanted, other=0)
-            weight = value.to(x.dtype.element_ty)
+            tokens = tl.load(x_rows[:, None] + element[None, :], mask=wanted, other=0)
+            weight = value.to(tokens.dtype)
             partial = tl.dot(weight, tl.trans(tokens), partial, input_precision="ieee")
-        sums += partial * s.to(tl.float32)[:, None]
+        sums += partial * s[:, None]
     return sums
 
 
 @jit
-def _finished(
-    sums,  # float32 [BLOCK_M, BLOCK_N]
-    bias,
-    residual,
-    token_scale,
-    rows,
-    columns,
-    inside,
-    row_inside,
-    column_inside,
-    n,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_TOKEN_SCALE: tl.constexpr,
-):
-    if HAS_TOKEN_SCALE:
+def _finished(sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n):
+    """sums [BLOCK_M, BLOCK_N] by the tokens' scales, with bias and residual; each of them may be None."""
+    if token_scale is not None:
         sums *= tl.load(token_scale + rows, mask=row_inside, other=0)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         sums += tl.load(bias + columns, mask=column_inside, other=0).to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
+    if residual is not None:
         at = residual + rows[:, None] * n + columns[None, :]
+        inside = row_inside[:, None] & column_inside[None, :]
         sums += tl.load(at, mask=inside, other=0).to(tl.float32)
     return sums
 
@@ -119,16 +99,12 @@ def _kernel(
     x_stride,
     codes_stride,
     scale_stride,
-    zero_point_stride,
+    zero_stride,
     steps,  # blocks of K of a slice
     SLICES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     WORD: tl.constexpr,
-    HAS_ZERO_POINT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_TOKEN_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -136,24 +112,39 @@ def _kernel(
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
     row_inside, column_inside = rows < m, columns < n
+    x += rows * x_stride
+    codes += columns * codes_stride
+    scale += columns * scale_stride
+    if zero_point is not None:
+        zero_point += columns * zero_stride
     first = tl.program_id(1) * steps * BLOCK_K
     last = min(first + steps * BLOCK_K, k)
     sums = sums_of_blocks(
-        x, codes, scale, zero_point, rows, row_inside, columns, column_inside,
-        first, last, k, width, x_stride, codes_stride, scale_stride, zero_point_stride,
-        GROUP_SIZE, BITS, WORD, HAS_ZERO_POINT, BLOCK_M, BLOCK_N, BLOCK_K,
+        x,
+        row_inside,
+        codes,
+        scale,
+        zero_point,
+        column_inside,
+        first,
+        last,
+        k,
+        width,
+        GROUP_SIZE,
+        BITS,
+        WORD,
+        BLOCK_K,
     )
     sums = tl.trans(sums)
     inside = row_inside[:, None] & column_inside[None, :]
-    at = rows[:, None] * n + columns[None, :]
     if SLICES > 1:
-        tl.store(out + tl.program_id(1).to(tl.int64) * m * n + at, sums, mask=inside)
+        out += tl.program_id(1).to(tl.int64) * m * n
     else:
         sums = _finished(
-            sums, bias, residual, token_scale, rows, columns, inside,
-            row_inside, column_inside, n, HAS_BIAS, HAS_RESIDUAL, HAS_TOKEN_SCALE,
+            sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n
         )
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+    at = rows[:, None] * n + columns[None, :]
+    tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -167,9 +158,6 @@ def _combine(
     n,
     slices,
     step,  # m * n
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_TOKEN_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -182,10 +170,7 @@ def _combine(
     for _ in tl.range(0, slices):
         sums += tl.load(partial + at, mask=inside, other=0)
         partial += step
-    sums = _finished(
-        sums, bias, residual, token_scale, rows, columns, inside,
-        row_inside, column_inside, n, HAS_BIAS, HAS_RESIDUAL, HAS_TOKEN_SCALE,
-    )
+    sums = _finished(sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n)
     tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
 
 
@@ -228,46 +213,47 @@ def weight_mm(
     group_size: int,
     slices: int | None = None,
 ) -> Tensor:
-    """The product of `weight_linear`, for at most MOST_TOKENS tokens and groups that `block_of_k` takes; M, N, K > 0."""
+    """The product of `weight_linear`, of at most MOST_TOKENS tokens and groups that `block_of_k` takes; M, N, K > 0.
+
+    token_scale: float32 [M], by which the sums are multiplied as well. slices: of K, for tests.
+    """
     (m, k), (n, groups), dtype = x.shape, scale.shape, x.dtype
     if x.device.type == "cpu":  # the interpreter has no bfloat16
         x = x.float()
-    x, codes, scale = (part if part.stride(1) == 1 else part.contiguous() for part in (x, codes, scale))
-    zeros = scale if zero_point is None else zero_point.contiguous()
+    x, codes, scale = (
+        part if part.stride(1) == 1 else part.contiguous() for part in (x, codes, scale)
+    )
+    zeros, *ends = (
+        None if part is None else part.contiguous()
+        for part in (zero_point, bias, residual, token_scale)
+    )
     block = block_of_k(group_size, groups)
     words, word = words_of(codes, bits, block)
     planned, steps = plan(n, k, block, _multiprocessors(x.device))
     if slices is not None:
-        steps = -(--(-k // block) // slices)
-        planned = -(--(-k // block) // steps)
+        blocks = triton.cdiv(k, block)
+        steps = triton.cdiv(blocks, slices)
+        planned = triton.cdiv(blocks, steps)
     out = x.new_empty((m, n), dtype=stored_dtype(dtype, x.device))
     to = x.new_empty((planned, m, n), dtype=torch.float32) if planned > 1 else out
     block_m = max(16, triton.next_power_of_2(m))
-    ends = tuple(scale if part is None else part.contiguous() for part in (bias, residual, token_scale))
-    flags = {
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_TOKEN_SCALE": token_scale is not None,
-    }
     with torch.cuda.device_of(x):
         _kernel[(triton.cdiv(n, 64), planned)](
             *(x, words, scale, zeros, *ends, to, m, n, k, words.shape[1]),
-            *(x.stride(0), words.stride(0), scale.stride(0), zeros.stride(0), steps),
+            *(x.stride(0), words.stride(0), scale.stride(0), groups, steps),
             SLICES=planned,
             GROUP_SIZE=0 if groups == 1 else group_size,
             BITS=bits,
             WORD=word,
-            HAS_ZERO_POINT=zero_point is not None,
             BLOCK_M=block_m,
             BLOCK_N=64,
             BLOCK_K=block,
             num_warps=4,
             num_stages=3,
-            **flags,
         )
         if planned > 1:
             grid = (triton.cdiv(n, 256), triton.cdiv(m, 4))
-            _combine[grid](to, *ends, out, m, n, planned, m * n, BLOCK_M=4, BLOCK_N=256, **flags)
+            _combine[grid](to, *ends, out, m, n, planned, m * n, BLOCK_M=4, BLOCK_N=256)
     return out.to(dtype)
 
 

@@ -34,7 +34,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: tuple, b: tuple) -> bool:
-    return all(x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+    return all(
+        x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if not c.tensorwise], ids=lambda c: c.name)

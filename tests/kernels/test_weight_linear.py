@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lowbit_kernels import (
     int4_linear,
     int8_linear,
-    linear_table,
     weight_linear,
-    weight_mm_cpu,
     weight_mm_dequantized,
     weight_mm_triton,
 )
@@ -68,7 +63,7 @@ def formula(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Te
     given, scales = codes.numpy(), scale.double().numpy()
     for row in range(n):
         for column in range(k):
-            code = int(given[row, column])if given.dtype == np.int8 else None
+            code = int(given[row, column]) if given.dtype == np.int8 else None
             if code is None:
                 code = (int(given[row, column // 2]) >> (4 * (column % 2))) % 16 - 8
             zero = 0 if zero_point is None else int(zero_point[row, column // group_size])
@@ -126,6 +121,7 @@ for slices in (1, 2, 3):
     results[f"{slices} slices"] = error(out, wanted, torch.bfloat16) / limit(out)
 print(json.dumps(results))
 """
+
 
 @pytest.fixture(scope="module")
 def under_triton() -> dict:
@@ -210,112 +206,11 @@ def test_what_pads_does_not_count() -> None:
     assert torch.equal(torch.ops.lowbit.int4_linear(x, codes, scale, *rest), out)
 
 
-def packed_calls() -> int:
-    return calls["int4_linear packed"] + calls["int8_linear packed"]
-
-
-def test_few_tokens_take_torchs_packed_kernels() -> None:
-    for bits, most in weight_mm_cpu.MOST_TOKENS.items():
-        for m in (1, most, most + 1):
-            group = 32 if bits == 4 else 64
-            arguments = Case("", m, 32, 64, group, bits).arguments()
-            before = packed_calls()
-            op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
-            assert packed_calls() - before == (m <= most), (bits, m)
-
-
-@pytest.mark.parametrize("group", [32, 64, 128, 256, 512, 768])
-def test_packed_groups(group: int) -> None:
-    case = Case("", 5, 48, 768 if group in (256, 768) else 512, group)
-    arguments = case.arguments()
-    out = _linear(*arguments, 4, "packed")
-    assert error(out, arguments) <= limit(out)
-
-
-def test_packed_weights_follow_changes_and_die_with_the_weight() -> None:
-    gc.collect()
-    weight_mm_cpu._forget_the_dead()
-    before = len(weight_mm_cpu._packed)
-    x, codes, scale, *rest = Case("", 2, 16, 64, 32).arguments()
-    arguments = (x, codes, scale, *rest)
-    torch.ops.lowbit.int4_linear(*arguments)
-    assert len(weight_mm_cpu._packed) == before + 1
-    torch.ops.lowbit.int4_linear(x, codes.detach(), scale.view(16, 2), *rest)
-    assert len(weight_mm_cpu._packed) == before + 1  # another view of the same
-    for change in (lambda: codes.bitwise_not_(), lambda: scale.mul_(2)):
-        change()
-        out = torch.ops.lowbit.int4_linear(*arguments)
-        assert error(out, arguments) <= limit(out)
-    assert len(weight_mm_cpu._packed) == before + 1
-    half = (x, codes[:16], scale[:16], *rest)
-    assert error(torch.ops.lowbit.int4_linear(*half), half) <= 2.0**-8
-    del codes, scale, arguments, half, change
-    gc.collect()
-    weight_mm_cpu._forget_the_dead()
-    assert len(weight_mm_cpu._packed) == before
-
-
-def test_inference_tensors_are_not_packed() -> None:
-    with torch.inference_mode():
-        arguments = Case("", 2, 16, 64, 32).arguments()
-        before = packed_calls()
-        out = torch.ops.lowbit.int4_linear(*arguments)
-        assert packed_calls() == before and error(out, arguments) <= limit(out)
-
-
 def test_autocast_changes_nothing() -> None:
     arguments = Case("", 9, 24, 64, 32, dtype=torch.float32).arguments()
     out = torch.ops.lowbit.int4_linear(*arguments)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(torch.ops.lowbit.int4_linear(*arguments), out)
-
-
-@given(st.integers(1, 200_000), st.integers(1, 60_000), st.sampled_from([2, 4]))
-def test_chunks_fit_the_cache(n: int, k: int, itemsize: int) -> None:
-    rows = weight_mm_dequantized.rows_of_chunk(n, k, itemsize)
-    most = weight_mm_dequantized.BYTES_IN_L2
-    assert 1 <= rows <= n or rows % 256 == 0
-    assert rows * k * itemsize <= max(most, 256 * k * itemsize)
-
-
-@given(st.integers(1, 60_000), st.integers(1, 60_000), st.sampled_from([32, 64, 128]), st.integers(1, 200))
-def test_slices_cover_k(n: int, k: int, block: int, multiprocessors: int) -> None:
-    slices, steps = weight_mm_triton.plan(n, k, block, multiprocessors)
-    blocks = -(-k // block)
-    assert 1 <= slices <= weight_mm_triton.MOST_SLICES
-    assert slices * steps >= blocks > (slices - 1) * steps
-
-
-def test_words_are_as_long_as_the_layout_allows() -> None:
-    codes = torch.zeros(4, 64, dtype=torch.uint8)
-    word = lambda codes, block: weight_mm_triton.words_of(codes, 4, block)[1]  # noqa: E731
-    assert [word(codes, block) for block in (128, 64, 32)] == [8, 4, 2]
-    assert word(codes[:, 2:], 128) == 4 and word(codes[:, :62], 128) == 4
-    assert word(codes[:, 1:], 128) == 2 and word(codes[:, :61], 128) == 2
-    assert word(codes.view(-1)[1:].as_strided((3, 32), (32, 1)), 128) == 2
-    assert weight_mm_triton.block_of_k(48, 2) == 0 and weight_mm_triton.block_of_k(96, 2) == 32
-
-
-def test_the_table_answers_with_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {
-        (4, 128, 4096, 4096): ((8, "few"), (100, "many")),
-        (4, 32, 4096, 4096): ((4, "few"),),
-        (4, 128, 32768, 8192): ((2, "few"), (64, "triton")),
-        (8, 0, 4096, 4096): ((16, "many"),),
-    }
-    monkeypatch.setattr(linear_table, "REGIMES", table)
-    linear_table.choose.cache_clear()
-    expected = {
-        (8, 4096, 4096, 4, 128): "few",
-        (9, 4097, 4000, 4, 128): "many",
-        (101, 4096, 4096, 4, 128): "dequantize",
-        (8, 4096, 4096, 4, 32): "dequantize",
-        (3, 28672, 8192, 4, 64): "triton",
-        (16, 100_000, 100_000, 8, 100_000): "many",
-        (17, 1, 1, 8, 1): "dequantize",
-    }
-    assert {key: linear_table.choose(*key) for key in expected} == expected
-    linear_table.choose.cache_clear()
 
 
 @pytest.mark.parametrize(
