@@ -9,8 +9,8 @@
     bias       [N], residual [..., N]: x's dtype, or None; the residual is added with a rounding of its own
     out        x's dtype [..., N], contiguous
 
-Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`quantize_tokens`), in one kernel; the product
-is that of `scaled_mm`: int8 sums are exact in int32, and up to 133,000 products of extreme codes can't pass it.
+Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`quantize_tokens`), in one kernel; the
+product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products of extreme codes can't pass.
 
 int8 of few tokens (`MOST_FEW_TOKENS`): the tiles of 128 tokens of the int8 product waste no time but their own latency,
 and the kernel for few tokens (``weight_mm_few``) is bound by the weight's bytes alone. It gets the codes as numbers of

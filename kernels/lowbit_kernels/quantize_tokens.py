@@ -10,8 +10,8 @@
     scale   float32 [M]
 
 Division, product and rounding are float32's, each rounded once, so that codes and scales are to the bit those of
-``Spec.quantize`` of ``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``. (`quantize_rowcol`,
-for training, differs: int8 codes within +-127, quotients in place of products, scale 1 for zeros.)
+``Spec.quantize`` of ``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``.
+(`quantize_rowcol`, for training, differs: int8 codes within +-127, quotients in place of products, scale 1 for zeros.)
 
 ``tensorwise`` (e4m3): one scale for all, [1]. A row with a NaN has scale NaN, with an infinity an infinite one; their
 codes stand for nothing.
@@ -133,10 +133,11 @@ def _codes(values, inverse, IS_INT8: tl.constexpr):
     LEAST: tl.constexpr = -128.0 if IS_INT8 else -448.0
     q = values * inverse
     q = tl.where(q == q, tl.minimum(tl.maximum(q, LEAST), LIMIT), 0.0)
-    if not IS_INT8:
+    if IS_INT8:  # 1.5 * 2**23, beside which the unit is 1
+        q += 12582912.0
+        q -= 12582912.0
+    else:
         q = rounded_to_float8(q, q, False, 448.0)
-    else:  # 1.5 * 2**23, beside which the unit is 1
-        q = (q + 12582912.0) - 12582912.0
     return q
 
 
@@ -259,16 +260,16 @@ class Case:
 
 
 SHAPES: list[tuple[str, int, int, dict]] = [
-    ("typical", 64, 256, {}),
-    ("fp32", 33, 200, {"dtype": torch.float32}),
-    ("fp16", 33, 200, {"dtype": torch.float16}),
-    ("prime-everything", 31, 127, {}),
+    ("typical", 12, 256, {}),
+    ("fp32", 9, 200, {"dtype": torch.float32}),
+    ("fp16", 9, 200, {"dtype": torch.float16}),
+    ("prime-everything", 13, 127, {}),
     ("one-row", 1, 300, {}),
     ("one-element", 1, 1, {}),
     ("long-rows", 3, 20_001, {}),
     ("no-rows", 0, 32, {}),
     ("no-columns", 16, 0, {}),
-    ("transposed", 90, 70, {"transposed": True}),
+    ("transposed", 20, 30, {"transposed": True}),
 ]
 CASES = [
     *(Case(name, m, k, **options) for name, m, k, options in SHAPES),

@@ -112,22 +112,18 @@ def _kernel(
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
     row_inside, column_inside = rows < m, columns < n
-    x += rows * x_stride
-    codes += columns * codes_stride
-    scale += columns * scale_stride
     if zero_point is not None:
         zero_point += columns * zero_stride
     first = tl.program_id(1) * steps * BLOCK_K
-    last = min(first + steps * BLOCK_K, k)
     sums = sums_of_blocks(
-        x,
+        x + rows * x_stride,
         row_inside,
-        codes,
-        scale,
+        codes + columns * codes_stride,
+        scale + columns * scale_stride,
         zero_point,
         column_inside,
         first,
-        last,
+        min(first + steps * BLOCK_K, k),
         k,
         width,
         GROUP_SIZE,
