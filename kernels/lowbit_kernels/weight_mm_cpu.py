@@ -8,16 +8,15 @@ it does from autograd).
 
 Both sum exact products in float32 and round once. They take scales of x's dtype only, so that other scales, and zero
 points, which are rounded to it, go without them. Measured on one core of an EPYC with AVX-512 (bfloat16, 4096 x 4096,
-milliseconds, for 1, 8, 64 and 512 tokens):
+milliseconds, for 1, 8, 16, 32, 64 and 512 tokens; ``benchmarks/LOG.md``):
 
-    int4, torch's kernel          1.0     3.6    26    203
-    int4, dequantized in chunks   10      13     22     99
-    int8, torch's kernel          1.3     4.5    33    251
-    int8, dequantized in chunks   5.0     5.8    15     90
-    a whole bfloat16 weight       4.4     4.6    12     81
+    int4, torch's kernel          0.9    3.2    6.9     13     26    203
+    int4, dequantized in chunks    11     16     12     15     20     97
+    int8, torch's kernel          1.1    3.9    8.3     17     33    251
+    int8, dequantized in chunks   3.9    9.0    8.9     11     16     90
 
-In float32 torch's kernels aren't vectorized: 29 and 14 ms for one token and as much for each other, where chunks take
-10 and 3 ms for one and 15 and 7 for eight. So they serve bfloat16 only, up to the numbers of tokens below.
+In float32 torch's kernels aren't vectorized: 29 (int4) and 14 ms (int8) for each token, where chunks take 11 and 4 ms
+for one and 17 and 9 for eight. So they serve bfloat16 only, up to the numbers of tokens below.
 ``aten::_dyn_quant_matmul_4bit`` quantizes the activations and is another function.
 """
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-MOST_TOKENS = {4: 32, 8: 8}
+MOST_TOKENS = {4: 32, 8: 16}
 GROUPS = (256, 128, 64, 32)  # that the int4 kernel takes
 
 # Where codes and scale lie: their versions, the packed weight, its scales and zeros.
