@@ -48,8 +48,21 @@ def weight_mm(
     group_size: int,
 ) -> Tensor:
     """The product of `weight_linear`, on any device; M, N, K > 0."""
-    if x.device.type == "cpu":
-        return _on_cpu(x, codes, scale, zero_point, bias, residual, bits, group_size)
+    way = _on_cpu if x.device.type == "cpu" else _in_place
+    return way(x, codes, scale, zero_point, bias, residual, bits, group_size)
+
+
+def _in_place(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    """Each product into its columns of the result."""
     (m, k), n = x.shape, codes.shape[0]
     rows = rows_of_chunk(n, k, x.element_size())
     out, chunk = x.new_empty((m, n)), x.new_empty((rows, k))

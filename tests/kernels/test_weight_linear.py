@@ -162,6 +162,20 @@ def test_compiles_without_a_break() -> None:
     assert torch.equal(both(x), int8_linear(x, codes, scale[:, :1], residual=y, group_size=64))
 
 
+@pytest.mark.parametrize("most", [1, 2**30], ids=["slices", "whole"])
+@pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
+def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs do, on the CPU: every slice of the result, of 16 columns at the most, or all at once."""
+    monkeypatch.setattr(weight_mm_dequantized, "BYTES_IN_L2", most)
+    monkeypatch.setattr(weight_mm_dequantized, "ROWS_OF_A_TILE", 16)
+    x, *parts, residual, group = arguments = case.arguments()
+    if residual is not None:
+        residual = residual.reshape(-1, case.n)
+    flat = (x.reshape(-1, case.k), *parts, residual, case.bits, group)
+    out = weight_mm_dequantized._in_place(*flat).view(*x.shape[:-1], case.n)
+    assert error(out, arguments) <= limit(out, one_rounding=False)
+
+
 @pytest.mark.parametrize("regime", ["dequantize", "packed"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_nan_and_infinity_pass(bits: int, regime: str) -> None:
