@@ -53,7 +53,7 @@ def takes(
         and zero_point is None
         and m <= MOST_TOKENS[bits]
         and k == groups * group_size
-        and k % 32 == 0  # torch's kernels read beyond other rows
+        and k % 32 == 0  # _weight_int8pack_mm crashes on some others
         and codes.is_contiguous()
     )
     if not fits or bits == 8:
