@@ -20,14 +20,19 @@ from benchmarks.timing import REPEATS, copy_bandwidth
 
 
 def run(
-    benchmark: Benchmark, only: list[str], skip: list[str], repeats: int, command: str
+    benchmark: Benchmark,
+    only: list[str],
+    skip: list[str],
+    repeats: int,
+    command: str,
+    shapes: Path | None = None,
 ) -> tuple[str, bool]:
     """Measure what is selected; the report in markdown, and whether every candidate worked."""
     table = benchmark.table or KERNEL_TABLE
     on_gpu = benchmark.device == "cuda"
     before = copy_bandwidth() if on_gpu else 0.0
     results = []
-    for problem in benchmark.problems():
+    for problem in benchmark.problems(shapes) if benchmark.takes_shapes else benchmark.problems():
         problem = problem.selected(only, skip)
         if problem.candidates:
             rows = [measured_row(table, problem.name, c, repeats) for c in problem.candidates]
@@ -92,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
         "--repeats", type=int, default=REPEATS, help=f"timed repeats (default: {REPEATS})"
     )
     parser.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="of the linears to time, as lowbit.inference.trace_linears writes them; for weight_linear",
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also write DIR/<benchmark>-<device>.md"
     )
     parser.add_argument(
@@ -105,6 +116,7 @@ def command_of(options: argparse.Namespace) -> str:
     words = ["python", "-m", "benchmarks", *options.names]
     words += [word for text in options.only or [] for word in ("--only", text)]
     words += [word for text in options.skip for word in ("--skip", text)]
+    words += ["--shapes", options.shapes.name] if options.shapes else []
     words += ["--repeats", str(options.repeats)] if options.repeats != REPEATS else []
     return shlex.join(words)
 
@@ -125,6 +137,10 @@ def main(arguments: list[str] | None = None) -> int:
         command_line.error(
             f"no benchmark named {', '.join(unknown)}; there are: {', '.join(benchmarks)}"
         )
+    if options.shapes and not all(
+        name in benchmarks and benchmarks[name].takes_shapes for name in options.names or [""]
+    ):
+        command_line.error("--shapes goes with the benchmark weight_linear, named before it")
     if options.repeats < 2:
         command_line.error(f"--repeats must be 2 or more, got {options.repeats}")
     chosen = [benchmarks[name] for name in options.names or benchmarks]
@@ -137,7 +153,9 @@ def main(arguments: list[str] | None = None) -> int:
     command = command_of(options)
     all_worked = True
     for benchmark in chosen:
-        page, worked = run(benchmark, options.only or [""], options.skip, options.repeats, command)
+        page, worked = run(
+            benchmark, options.only or [""], options.skip, options.repeats, command, options.shapes
+        )
         all_worked &= worked
         print(page, flush=True)
         if options.out:

@@ -112,28 +112,35 @@ class Table:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``device``: "cuda", or "cpu" for what is measured on the processor."""
+    """``device``: "cuda", or "cpu" for what is measured on the processor. ``takes_shapes``: ``problems`` takes the file
+    that ``--shapes`` names, or None."""
 
     name: str
     about: str
-    problems: Callable[[], Iterator[Problem]]
+    problems: Callable[..., Iterator[Problem]]
     table: Table | None = None
     device: str = "cuda"
+    takes_shapes: bool = False
 
 
 _BENCHMARKS: dict[str, Benchmark] = {}
 
 
 def benchmark(
-    name: str, about: str, *, table: Table | None = None, device: str = "cuda"
-) -> Callable[[Callable[[], Iterator[Problem]]], Callable[[], Iterator[Problem]]]:
+    name: str,
+    about: str,
+    *,
+    table: Table | None = None,
+    device: str = "cuda",
+    takes_shapes: bool = False,
+) -> Callable[[Callable[..., Iterator[Problem]]], Callable[..., Iterator[Problem]]]:
     """Register the decorated generator of problems as ``name``, with a line that says what it times. Without a
     ``table`` it is that of a kernel."""
 
-    def register(problems: Callable[[], Iterator[Problem]]) -> Callable[[], Iterator[Problem]]:
+    def register(problems: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:
         if name in _BENCHMARKS:
             raise ValueError(f"a benchmark named {name!r} exists already; choose another name")
-        _BENCHMARKS[name] = Benchmark(name, about, problems, table, device)
+        _BENCHMARKS[name] = Benchmark(name, about, problems, table, device, takes_shapes)
         return problems
 
     return register

@@ -46,7 +46,12 @@ def number_of_sets(moved_bytes: int, cache_bytes: int) -> int:
 def measure(candidate: Candidate, repeats: int = REPEATS) -> Timing:
     """Time one candidate, and free its memory again."""
     cache = torch.cuda.get_device_properties().L2_cache_size
-    sets = [candidate.arguments() for _ in range(number_of_sets(candidate.moved_bytes, cache))]
+    return measure_over(candidate, number_of_sets(candidate.moved_bytes, cache), repeats)
+
+
+def measure_over(candidate: Candidate, number: int, repeats: int = REPEATS) -> Timing:
+    """The same, over so many sets of arguments in turn."""
+    sets = [candidate.arguments() for _ in range(number)]
     time_sets = _time_graph if candidate.graph else _time_calls
     timing = time_sets(candidate.run, sets, repeats)
     del sets

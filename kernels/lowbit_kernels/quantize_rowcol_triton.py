@@ -83,12 +83,12 @@ def _rounded(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
         else:
             result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
     else:
-        result = _rounded_to_float8(q, draws, BY_CHANCE, LARGEST)
+        result = rounded_to_float8(q, draws, BY_CHANCE, LARGEST)
     return result
 
 
 @jit
-def _rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
+def rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
     DROPPED: tl.constexpr = (
         20 if LARGEST == 448.0 else 21
     )  # bits of a float32 that the format lacks

@@ -1,0 +1,148 @@
+"""Linears of low-bit weights at the shapes of Llama 3 layers, for 1 to 4,096 tokens, beside bf16 and torch's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
+from benchmarks.report import readable
+from benchmarks.timing import Timing, measure_over
+from lowbit_kernels import dynamic_linear, weight_linear
+
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
+LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))
+GROUP = 128
+ROTATED_BYTES = 2**28  # of weights, so that none is found in the L2 cache
+MOST_TINYGEMM_TOKENS = 256  # beyond, it takes tens of milliseconds
+
+
+@dataclass(frozen=True)
+class Linear(Candidate):
+    """``moved_bytes``: those of the weight and its scales. ``operations``: multiplications and additions."""
+
+    operations: int = 0
+
+
+def _measure(candidate: Linear, repeats: int) -> Timing:
+    return measure_over(candidate, -(-ROTATED_BYTES // candidate.moved_bytes), repeats)
+
+
+def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    seconds, bf16 = row.measured.median, result.reference.measured
+    floor = row.candidate.moved_bytes / bandwidth
+    speed = f"{row.candidate.operations / seconds / 1e12:.0f}"
+    ratio = "" if bf16 is None else f"{seconds / bf16.median:.2f}"
+    return [readable(seconds), ratio, f"{seconds / floor:.2f}", speed]
+
+
+TABLE = Table(
+    columns=("time", "time / bf16", "time / floor", "TFLOP/s or TOPS"),
+    measure=_measure,
+    cells=_cells,
+    legend=f"Medians, in CUDA graphs, over at least {ROTATED_BYTES >> 20} MiB of weights in turn. *time / bf16*: of "
+    "cuBLAS's in the same run. *floor*: reading the weight and its scales once at the speed of the copy. Dynamic "
+    "products include the quantization of their activations.",
+)
+
+
+def _bf16(m: int, n: int, k: int) -> tuple:
+    return tuple(torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (m, n))
+
+
+def _weight_only(bits: int, m: int, n: int, k: int) -> tuple:
+    group = GROUP if bits == 4 else k
+    return weight_linear.Case("", m, n, k, group, bits).arguments("cuda")
+
+
+def _dynamic(format: str, m: int, n: int, k: int) -> tuple:
+    return dynamic_linear.Case("", m, n, k, format).arguments("cuda")
+
+
+def _tinygemm_arguments(m: int, n: int, k: int) -> tuple:
+    x, _ = _bf16(m, 16, k)
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    weight = torch.ops.aten._convert_weight_to_int4pack(packed, 8)
+    scales = torch.rand(k // GROUP, n, 2, dtype=torch.bfloat16, device="cuda") * 0.02
+    return x, weight, GROUP, scales
+
+
+def _scaled_mm(x, codes, scale, bias, residual, tensorwise) -> torch.Tensor:
+    """What a user writes with torch alone, to be compiled: the quantization in one pass, then the product."""
+    t = (x.float().abs().amax(1, keepdim=True) / 448).clamp(min=2.0**-126)
+    q = (x.float() / t).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return torch._scaled_mm(
+        q, codes.t(), t, scale[None], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _check(name: str, run: Callable, arguments: Callable[[], tuple], reference: Callable) -> None:
+    given = arguments()
+    expected = reference(*given).float()
+    error = (run(*given).float() - expected).norm() / expected.norm()
+    assert error < 1e-2, f"{name} is wrong: {error}"
+
+
+def _candidates(m: int, n: int, k: int) -> Iterator[Linear]:
+    shape, operations = (m, n, k), 2 * m * n * k
+    by_row, by_group = 4 * n, 2 * n * -(-k // GROUP)
+    ops = torch.ops.lowbit
+    scaled = torch.compile(_scaled_mm, fullgraph=True, dynamic=False)
+    only, dynamic = weight_linear.reference, dynamic_linear.reference
+    ways: list[tuple[str, Callable, Callable[[], tuple], int, Callable | None]] = [
+        ("int4", ops.int4_linear, partial(_weight_only, 4, *shape), n * k // 2 + by_group, only),
+        ("int8", ops.int8_linear, partial(_weight_only, 8, *shape), n * k + 2 * n, only),
+        (
+            "int8 dynamic",
+            ops.int8_dynamic_linear,
+            partial(_dynamic, "int8", *shape),
+            n * k + by_row,
+            dynamic,
+        ),
+        (
+            "float8",
+            ops.float8_linear,
+            partial(_dynamic, "e4m3", *shape),
+            n * k + by_row,
+            dynamic,
+        ),
+        (
+            "torch._scaled_mm, float8, compiled",
+            scaled,
+            partial(_dynamic, "e4m3", *shape),
+            n * k + by_row,
+            dynamic,
+        ),
+        ("bf16", F.linear, partial(_bf16, *shape), 2 * n * k, None),
+    ]
+    if m <= MOST_TINYGEMM_TOKENS and n % 8 == 0 and k % 1024 == 0:
+        tinygemm = torch.ops.aten._weight_int4pack_mm
+        arguments = partial(_tinygemm_arguments, *shape)
+        ways.append(("torch tinygemm, int4", tinygemm, arguments, n * k // 2 + 2 * by_group, None))
+    for name, run, made, moved, reference in ways:
+        if reference is not None and m * n * k <= 2**36:
+            _check(name, run, made, reference)
+        yield Linear(name, run, made, moved, operations=operations)
+
+
+def shapes_of(file: Path) -> list[tuple[int, int, int]]:
+    """M, N, K of the linears in a file of ``lowbit.inference.trace_linears``, each once."""
+    linears = json.loads(file.read_text(encoding="utf-8"))["linears"]
+    return sorted({(line["m"], line["n"], line["k"]) for line in linears}, key=lambda s: s[::-1])
+
+
+@benchmark(
+    "weight_linear", "linears of int4, int8 and float8 weights", table=TABLE, takes_shapes=True
+)
+def weight_linears(file: Path | None = None) -> Iterator[Problem]:
+    """At the shapes of a file, or at those of Llama 3 layers, and 8192 cubed."""
+    shapes = [(m, n, k) for n, k in LAYERS for m in TOKENS] + [(8192, 8192, 8192)]
+    for m, n, k in shapes if file is None else shapes_of(file):
+        torch.compiler.reset()
+        yield Problem(f"{n} x {k}, {m} tokens", list(_candidates(m, n, k)), reference="bf16")

@@ -1,0 +1,275 @@
+"""Products of activations, quantized as they come, and weights in the same 8-bit format.
+
+    q[m, k], t[m] = quantize_tokens(x)
+    out[m, n]     = (sum_k q[m, k] * codes[n, k]) * t[m] * scale[n]  +  bias[n] + residual[m, n]
+
+    x          bfloat16, float16 or float32 [..., K]
+    codes      int8_dynamic_linear: int8 [N, K];  float8_linear: float8_e4m3fn [N, K]
+    scale      float32, bfloat16 or float16 [N] or [N, 1]; float8_linear also [1], for all rows
+    bias       [N], residual [..., N]: x's dtype, or None; the residual is added with a rounding of its own
+    out        x's dtype [..., N], contiguous
+
+Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`quantize_tokens`), in one kernel; the
+product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products of extreme codes can't pass.
+
+int8 of few tokens (`MOST_FEW_TOKENS`): the tiles of 128 tokens of the int8 product waste no time but their own latency,
+and the kernel for few tokens (``weight_mm_few``) is bound by the weight's bytes alone. It gets the codes as numbers of
+x's dtype, which are exact, and sums in float32: exactly while a sum's parts stay below 2**24, beyond which (K over
+1,040 at the earliest, when all codes are extreme) they round at 2**-24, far below the result's own rounding.
+
+float8: ``tensorwise`` gives all tokens one scale. K is padded to a multiple of 16 where it isn't one, by a copy of the
+weight at every call. `calls` counts "int8_dynamic_linear", "float8_linear", and "int8_dynamic_linear few".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit_kernels import weight_mm_few
+from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.quantize_tokens import codes_of
+from lowbit_kernels.quantize_tokens import reference as quantized
+from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
+from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
+
+MOST_FEW_TOKENS = 16
+E4M3 = torch.float8_e4m3fn
+
+
+def int8_dynamic_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """int8 by int8; shapes, dtypes and the formula are in the module's docstring.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: shapes that don't fit each other.
+    """
+    return torch.ops.lowbit.int8_dynamic_linear(x, codes, scale, bias, residual)
+
+
+def float8_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    tensorwise: bool = False,
+) -> Tensor:
+    """float8 by float8; arguments and errors as of `int8_dynamic_linear`. ``tensorwise``: one scale for all of x."""
+    return torch.ops.lowbit.float8_linear(x, codes, scale, bias, residual, tensorwise)
+
+
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tensorwise: bool = False,
+) -> Tensor:
+    """The formula in float64, on any device, for either op."""
+    _check(x, codes, scale, bias, residual)
+    k = x.shape[-1]
+    q, t = quantized(x.reshape(prod(x.shape[:-1]), k), _format(codes), tensorwise)
+    sums = q[:, :k].double() @ codes.double().T
+    out = sums * t.double().reshape(-1, 1) * scale.double().reshape(1, -1)
+    out = out.view(*x.shape[:-1], codes.shape[0])
+    for part in (bias, residual):
+        out = out if part is None else out + part.double()
+    return out.to(x.dtype)
+
+
+def _format(codes: Tensor) -> str:
+    return "int8" if codes.dtype == torch.int8 else "e4m3"
+
+
+def _few(x: Tensor, codes: Tensor, scale: Tensor) -> bool:
+    """Whether the kernel for few tokens takes an int8 product; scale is [N, 1]."""
+    return (
+        x.is_cuda
+        and x.dtype in HALVES
+        and x.shape[0] <= MOST_FEW_TOKENS
+        and weight_mm_few.is_available(x, codes, scale, bits=8, group_size=x.shape[1])
+    )
+
+
+def _linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tensorwise: bool = False,
+) -> Tensor:
+    _check(x, codes, scale, bias, residual)
+    op = "int8_dynamic_linear" if codes.dtype == torch.int8 else "float8_linear"
+    calls[op] += 1
+    k, n = x.shape[-1], codes.shape[0]
+    shape, x = (*x.shape[:-1], n), x.reshape(prod(x.shape[:-1]), k)
+    bias = None if bias is None else bias.contiguous()
+    if x.numel() and n and op == "int8_dynamic_linear" and _few(x, codes, scale.reshape(-1, 1)):
+        calls[f"{op} few"] += 1
+        q, t = codes_of(x, "int8", x.dtype)
+        residual = None if residual is None else residual.reshape(-1, n).contiguous()
+        ends = (None, bias, residual, t)
+        out = weight_mm_few.few_tokens_mm(
+            q[:, :k], codes, scale.reshape(-1, 1), *ends, bits=8, group_size=k
+        )
+        return out.view(shape)
+    if extra := -k % 16:  # as the codes of x are
+        codes = F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype)
+    q, t = codes_of(x, _format(codes), codes.dtype, tensorwise)
+    multiply = int8_scaled_mm if codes.dtype == torch.int8 else float8_scaled_mm
+    out = multiply(q, codes, t, scale.reshape(-1).float(), bias, x.dtype).view(shape)
+    return out if residual is None else out.add_(residual)
+
+
+def _fake(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tensorwise: bool = False,
+) -> Tensor:
+    _check(x, codes, scale, bias, residual)
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+def _check(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    if codes.dtype not in (torch.int8, E4M3):
+        raise TypeError(f"codes must be torch.int8 or {E4M3}, got {codes.dtype}")
+    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
+        if dtype not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}; got {dtype}")
+    if x.dim() < 1 or codes.dim() != 2 or x.shape[-1] != codes.shape[1]:
+        raise ValueError(
+            f"a linear takes x [..., K] and codes [N, K], got {tuple(x.shape)} and {tuple(codes.shape)}"
+        )
+    n = codes.shape[0]
+    shapes = [(n,), (n, 1)] + [(1,)] * (codes.dtype == E4M3)
+    if tuple(scale.shape) not in shapes:
+        raise ValueError(
+            f"scale must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
+        )
+    for name, part, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
+        if part is not None and tuple(part.shape) != shape:
+            raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")
+        if part is not None and part.dtype != x.dtype:
+            raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
+
+
+def _int8(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    return _linear(_checked(x, codes, torch.int8), codes, scale, bias, residual)
+
+
+def _float8(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tensorwise: bool,
+) -> Tensor:
+    return _linear(_checked(x, codes, E4M3), codes, scale, bias, residual, tensorwise)
+
+
+def _checked(x: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    if codes.dtype != dtype:
+        raise TypeError(f"codes must be {dtype}, got {codes.dtype}")
+    return x
+
+
+ARGUMENTS = "Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? residual"
+LIBRARY.define(f"int8_dynamic_linear({ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"float8_linear({ARGUMENTS}, bool tensorwise) -> Tensor")
+for _name, _impl in (("int8_dynamic_linear", _int8), ("float8_linear", _float8)):
+    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    format: str = "int8"
+    dtype: torch.dtype = torch.bfloat16
+    scale_dtype: torch.dtype = torch.float32
+    bias: bool = False
+    residual: bool = False
+    tensorwise: bool = False  # of x
+    one_scale: bool = False  # for the weight
+    leading: tuple[int, ...] = ()  # dimensions before M
+    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
+
+    def arguments(self, device: torch.device | str = "cpu") -> tuple:
+        """x, codes, scale, bias, residual; for float8 also tensorwise."""
+
+        def floats(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(self.dtype)
+
+        codes = torch.randn(self.n, self.k, device=device) * (32 if self.format == "int8" else 112)
+        codes = (
+            codes.round().clamp(-128, 127).to(torch.int8)
+            if self.format == "int8"
+            else codes.clamp(-448, 448).to(E4M3)
+        )
+        rows = 1 if self.one_scale else self.n
+        ends = (
+            floats(*self.leading, self.m, self.k),
+            codes,
+            (torch.rand(rows, device=device) * 0.01 + 1e-4).to(self.scale_dtype),
+            floats(self.n) if self.bias else None,
+            floats(*self.leading, self.m, self.n) if self.residual else None,
+        )
+        return ends if self.format == "int8" else (*ends, self.tensorwise)
+
+
+SHAPES: list[tuple[str, int, int, int, dict]] = [
+    ("typical", 40, 64, 128, {"bias": True}),
+    ("one-token", 1, 48, 256, {"residual": True}),
+    ("few-tokens", 9, 33, 96, {"bias": True, "residual": True}),
+    ("fp32", 17, 24, 64, {"dtype": torch.float32, "bias": True}),
+    ("fp16", 17, 24, 64, {"dtype": torch.float16}),
+    ("bf16-scales", 20, 24, 64, {"scale_dtype": torch.bfloat16}),
+    ("prime-everything", 31, 37, 101, {"bias": True}),
+    ("one-element", 1, 1, 1, {}),
+    ("leading", 3, 24, 64, {"leading": (2, 2), "residual": True}),
+    ("no-tokens", 0, 32, 64, {"bias": True}),
+    ("no-rows", 4, 0, 64, {}),
+    ("no-k", 4, 6, 0, {"bias": True}),
+]
+TENSORWISE: list[tuple[str, int, int, int, dict]] = [
+    ("tensorwise", 40, 64, 128, {"one_scale": True, "bias": True}),
+    ("tensorwise-activation", 9, 33, 101, {}),
+    ("tensorwise-no-tokens", 0, 32, 64, {"one_scale": True}),
+]
+CASES = [
+    *(Case(name, m, n, k, **options) for name, m, n, k, options in SHAPES),
+    *(Case(f"e4m3-{name}", m, n, k, "e4m3", **options) for name, m, n, k, options in SHAPES),
+    *(Case(f"e4m3-{c}", m, n, k, "e4m3", tensorwise=True, **o) for c, m, n, k, o in TENSORWISE),
+    Case("e4m3-one-scale", 9, 33, 96, "e4m3", one_scale=True),
+    Case("8192-cubed", 8192, 8192, 8192, large=True),
+    Case("llama-8b-up", 8192, 14336, 4096, large=True),
+    Case("llama-8b-up-one-token", 1, 14336, 4096, large=True),
+    Case("e4m3-8192-cubed", 8192, 8192, 8192, "e4m3", large=True),
+]

@@ -1,0 +1,113 @@
+"""Few bfloat16 tokens by a weight of 4 or 8 bits on a CPU, by torch's own kernels for packed weights.
+
+``aten::_weight_int4pack_mm_for_cpu`` wants nibbles in an order of its own. A weight is packed at its first product
+(50 ms for 4096 x 4096), and the packed copy, as large as the weight, lives beside it as long as the weight does; it is
+never saved. Changing the codes or scales in place packs anew: torch's version counter says so (``.data`` hides it, as
+it does from autograd).
+``aten::_weight_int8pack_mm`` reads the codes as they are.
+
+Both sum exact products in float32 and round once. They take scales of x's dtype only, so that other scales, and zero
+points, which are rounded to it, go without them. Measured on one core of an EPYC with AVX-512 (bfloat16, 4096 x 4096,
+milliseconds, for 1, 8, 16, 32, 64 and 512 tokens; ``benchmarks/LOG.md``):
+
+    int4, torch's kernel          0.9    3.2    6.9     13     26    203
+    int4, dequantized in chunks    11     16     12     15     20     97
+    int8, torch's kernel          1.1    3.9    8.3     17     33    251
+    int8, dequantized in chunks   3.9    9.0    8.9     11     16     90
+
+In float32 torch's kernels aren't vectorized: 29 (int4) and 14 ms (int8) for each token, where chunks take 11 and 4 ms
+for one and 17 and 9 for eight. So they serve bfloat16 only, up to the numbers of tokens below.
+``aten::_dyn_quant_matmul_4bit`` quantizes the activations and is another function.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MOST_TOKENS = {4: 32, 8: 16}
+GROUPS = (256, 128, 64, 32)  # that the int4 kernel takes
+
+# Where codes and scale lie: their versions, the packed weight, its scales and zeros.
+_packed: dict[tuple, tuple[tuple[int, int], Tensor, Tensor]] = {}
+
+
+def takes(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    *,
+    bits: int,
+    group_size: int,
+) -> bool:
+    """Whether `weight_mm` multiplies these."""
+    (m, k), (n, groups) = x.shape, scale.shape
+    fits = (
+        x.device.type == "cpu"
+        and x.dtype == scale.dtype == torch.bfloat16
+        and zero_point is None
+        and m <= MOST_TOKENS[bits]
+        and k == groups * group_size
+        and k % 32 == 0  # _weight_int8pack_mm crashes on some others
+        and codes.is_contiguous()
+    )
+    if not fits or bits == 8:
+        return fits and groups == 1
+    hidden = codes.is_inference() or scale.is_inference()  # nothing tells when they change
+    return n % 16 == 0 and group_size % 32 == 0 and not hidden
+
+
+def weight_mm(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    """The product of `weight_linear`, of operands that it `takes`. Bias and residual are added with a rounding each."""
+    x = x.contiguous()
+    if bits == 8:
+        out = torch.ops.aten._weight_int8pack_mm(x, codes, scale[:, 0].contiguous())
+    else:
+        group = next(g for g in GROUPS if group_size % g == 0)
+        weight, scales = _pack(codes, scale, group_size // group)
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, group, scales)
+    for part in (bias, residual):
+        if part is not None:
+            out.add_(part)
+    return out
+
+
+def _pack(codes: Tensor, scale: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+    """The packed weight, and its scales and zeros [groups, N, 2], each group's scale `repeats` times."""
+    versions = (codes._version, scale._version)
+    place = (_place(codes), _place(scale))
+    kept = _packed.get(place)
+    if kept is None or kept[0] != versions:
+        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int32)
+        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
+        scales = scale.detach().t().repeat_interleave(repeats, 0)
+        kept = (versions, weight, torch.stack([scales, torch.zeros_like(scales)], dim=-1))
+        _forget_the_dead()
+        _packed[place] = kept
+        weakref.finalize(codes, _forget_the_dead).atexit = False
+    return kept[1], kept[2]
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """The same for every view of the same elements; a weak reference to their memory is part of it."""
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride()
+
+
+def _forget_the_dead() -> None:
+    for place in list(_packed):
+        if any(storage.expired() for storage, *_ in place):
+            _packed.pop(place, None)

@@ -1,0 +1,200 @@
+"""int8_dynamic_linear and float8_linear: against float64 over the scheme's own codes, and which kernels ran."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lowbit_kernels import (
+    dynamic_linear,
+    float8_linear,
+    int8_dynamic_linear,
+    scaled_mm,
+    weight_mm_few,
+    weight_mm_triton,
+)
+from lowbit_kernels.dynamic_linear import CASES, E4M3, Case, reference
+from lowbit_kernels.weight_linear import calls
+from tests.kernels.test_quantize_tokens import by_scheme
+
+SMALL = [case for case in CASES if not case.large]
+INT8 = [case for case in SMALL if case.format == "int8"]
+ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def op_of(case: Case):
+    return getattr(
+        torch.ops.lowbit, "int8_dynamic_linear" if case.format == "int8" else "float8_linear"
+    )
+
+
+def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 0.0) -> None:
+    expected = reference(*arguments)
+    assert out.shape == expected.shape and out.dtype == expected.dtype and out.is_contiguous()
+    off = (out.double() - expected.double()).norm()
+    assert off <= ((1 + case.residual) * ROUNDING[case.dtype] + sums) * expected.double().norm()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_cpu(case: Case) -> None:
+    arguments = case.arguments()
+    product = "int8_scaled_mm" if case.format == "int8" else "float8_scaled_mm"
+    before = scaled_mm.calls[product]
+    assert_close(op_of(case)(*arguments), case, arguments, sums=1e-6)
+    assert scaled_mm.calls[product] == before + 1
+
+
+@pytest.mark.parametrize("case", SMALL[:3] + SMALL[12:15], ids=lambda c: c.name)
+def test_reference_multiplies_the_schemes_codes(case: Case) -> None:
+    x, codes, scale, bias, residual, *_ = arguments = case.arguments()
+    q, t = by_scheme(x, case.format)
+    out = (q.double() * t.double()[:, None]) @ (codes.double() * scale.double()[:, None]).T
+    for part in (bias, residual):
+        out = out if part is None else out + part.double()
+    torch.testing.assert_close(reference(*arguments), out.to(x.dtype))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for few tokens, done in PyTorch ops, takes int8 products on the CPU."""
+
+    def product(x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size):
+        assert bits == 8 and group_size == x.shape[1] and zero_point is None
+        assert torch.equal(x, x.round()) and x.abs().max() <= 128 and x.stride(1) == 1
+        out = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double().T
+        for part in (bias, residual):
+            out = out if part is None else out + part.double()
+        return out.to(x.dtype)
+
+    monkeypatch.setattr(weight_mm_few, "few_tokens_mm", product)
+    monkeypatch.setattr(
+        dynamic_linear, "_few", lambda x, *_: x.dtype != torch.float32 and len(x) <= 16
+    )
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("case", [c for c in INT8 if c.m * c.n * c.k], ids=lambda c: c.name)
+def test_few_tokens_go_as_numbers(case: Case) -> None:
+    arguments = case.arguments()
+    before = calls["int8_dynamic_linear few"]
+    assert_close(op_of(case)(*arguments), case, arguments)
+    expected = case.m * math.prod(case.leading) <= 16 and case.dtype != torch.float32
+    assert calls["int8_dynamic_linear few"] - before == expected
+
+
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+def test_nan_shows_and_stays_in_its_row(format: str) -> None:
+    case = Case("", 4, 16, 32, format)
+    x, *rest = case.arguments()
+    x[1, 3] = math.nan
+    out = op_of(case)(x, *rest)
+    assert out[1].isnan().all() and out[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+def test_magnitudes(format: str, magnitude: float) -> None:
+    case = Case("", 4, 16, 32, format)
+    x, *rest = case.arguments()
+    arguments = ((x.float() * magnitude).to(x.dtype), *rest)
+    assert_close(op_of(case)(*arguments), case, arguments, sums=1e-6)
+
+
+OPCHECKED = [SMALL[i] for i in (0, 1, 6, 8)]
+
+
+@pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
+def test_operator_is_registered_well(case: Case) -> None:
+    torch.library.opcheck(op_of(case).default, case.arguments())
+
+
+@pytest.mark.parametrize("case", SMALL[12:14] + SMALL[-2:], ids=lambda c: c.name)
+def test_float8_operator_is_registered_well(case: Case) -> None:
+    every = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(op_of(case).default, case.arguments(), test_utils=every)
+
+
+def test_compiles_without_a_break() -> None:
+    x, codes, scale, *_ = INT8[0].arguments()
+    values, by_row, *_ = Case("", 1, 64, 128, "e4m3").arguments()[1:]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return int8_dynamic_linear(x, codes, scale) + float8_linear(x, values, by_row)
+
+    expected = int8_dynamic_linear(x, codes, scale) + float8_linear(x, values, by_row)
+    assert torch.equal(both(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "raised", "message"),
+    [
+        ({"codes": torch.zeros(3, 16, dtype=torch.uint8)}, TypeError, r"got torch\.uint8"),
+        ({"codes": torch.zeros(3, 16).to(E4M3)}, TypeError, r"got torch\.float8_e4m3fn"),
+        ({"codes": torch.zeros(3, 32, dtype=torch.int8)}, ValueError, r"\(2, 16\) and \(3, 32\)"),
+        ({"x": torch.zeros(2, 16).double()}, TypeError, r"x .*got torch\.float64"),
+        ({"scale": torch.ones(1)}, ValueError, r"\(3,\) or \(3, 1\), got \(1,\)"),
+        ({"bias": torch.ones(2)}, ValueError, r"bias .*\(3,\), got \(2,\)"),
+        ({"residual": torch.ones(2, 3).half()}, TypeError, r"float32; got torch\.float16"),
+    ],
+)
+def test_wrong_arguments(change: dict, raised: type[Exception], message: str) -> None:
+    arguments = {
+        "x": torch.zeros(2, 16),
+        "codes": torch.zeros(3, 16, dtype=torch.int8),
+        "scale": torch.ones(3),
+    }
+    assert int8_dynamic_linear(**arguments).shape == (2, 3)
+    with pytest.raises(raised, match=message):
+        int8_dynamic_linear(**{**arguments, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_cuda(case: Case) -> None:
+    if case.large and case.m > 1:
+        pytest.skip("for benchmarks: float64 takes too long")
+    arguments = case.arguments("cuda")
+    assert_close(op_of(case)(*arguments), case, arguments, sums=0 if case in INT8 else 3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 9, 16])
+def test_cuda_few_tokens_equal_the_int8_product(m: int) -> None:
+    case = Case("", m, 4097, 4096, bias=True)
+    arguments = case.arguments("cuda")
+    if not dynamic_linear._few(arguments[0], arguments[1], arguments[2].reshape(-1, 1)):
+        pytest.skip("the kernel for few tokens doesn't take it")
+    before = calls["int8_dynamic_linear few"]
+    assert_close(op_of(case)(*arguments), case, arguments)
+    assert calls["int8_dynamic_linear few"] == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+@pytest.mark.parametrize("m", [8, 200])
+def test_cuda_graph(format: str, m: int) -> None:
+    case = Case("", m, 512, 1024, format, residual=True)
+    arguments = case.arguments("cuda")
+    op_of(case)(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op_of(case)(*arguments)
+    arguments[0].neg_()
+    graph.replay()
+    assert_close(out, case, arguments, sums=3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slices", [1, 3])
+def test_cuda_triton_takes_token_scales(slices: int) -> None:
+    x, codes, scale, *_ = Case("", 8, 65, 512).arguments("cuda")
+    token_scale = torch.rand(8, device="cuda")
+    out = weight_mm_triton.weight_mm(
+        *(x, codes, scale[:, None], None, None, None, token_scale),
+        **{"bits": 8, "group_size": 512, "slices": slices},
+    )
+    expected = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double()
+    assert (out - expected).norm() <= 2.0**-8 * expected.norm()

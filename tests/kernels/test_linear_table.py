@@ -1,0 +1,63 @@
+"""What chooses among the ways of a weight-only product, and cuts them into pieces: pure functions of shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowbit_kernels import linear_table, weight_mm_dequantized, weight_mm_triton
+
+
+@given(st.integers(1, 200_000), st.integers(1, 60_000), st.sampled_from([2, 4]))
+def test_chunks_fit_the_cache(n: int, k: int, itemsize: int) -> None:
+    rows = weight_mm_dequantized.rows_of_chunk(n, k, itemsize)
+    most = weight_mm_dequantized.BYTES_IN_L2
+    assert 1 <= rows <= n or rows % 256 == 0
+    assert rows * k * itemsize <= max(most, 256 * k * itemsize)
+
+
+@given(
+    st.integers(1, 60_000),
+    st.integers(1, 60_000),
+    st.sampled_from([32, 64, 128]),
+    st.integers(1, 200),
+)
+def test_slices_cover_k(n: int, k: int, block: int, multiprocessors: int) -> None:
+    slices, steps = weight_mm_triton.plan(n, k, block, multiprocessors)
+    blocks = -(-k // block)
+    assert 1 <= slices <= weight_mm_triton.MOST_SLICES
+    assert slices * steps >= blocks > (slices - 1) * steps
+
+
+def test_words_are_as_long_as_the_layout_allows() -> None:
+    codes = torch.zeros(4, 64, dtype=torch.uint8)
+    word = lambda codes, block: weight_mm_triton.words_of(codes, 4, block)[1]  # noqa: E731
+    assert [word(codes, block) for block in (128, 64, 32)] == [8, 4, 2]
+    assert word(codes[:, 2:], 128) == 4 and word(codes[:, :62], 128) == 4
+    assert word(codes[:, 1:], 128) == 2 and word(codes[:, :61], 128) == 2
+    assert word(codes.view(-1)[1:].as_strided((3, 32), (32, 1)), 128) == 2
+    assert weight_mm_triton.block_of_k(48, 2) == 0 and weight_mm_triton.block_of_k(96, 2) == 32
+
+
+def test_the_table_answers_with_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        (4, 128, 4096, 4096): ((8, "few"), (100, "many")),
+        (4, 32, 4096, 4096): ((4, "few"),),
+        (4, 128, 32768, 8192): ((2, "few"), (64, "triton")),
+        (8, 0, 4096, 4096): ((16, "many"),),
+    }
+    monkeypatch.setattr(linear_table, "REGIMES", table)
+    linear_table.choose.cache_clear()
+    expected = {
+        (8, 4096, 4096, 4, 128): "few",
+        (9, 4097, 4000, 4, 128): "many",
+        (101, 4096, 4096, 4, 128): "dequantize",
+        (8, 4096, 4096, 4, 32): "dequantize",
+        (3, 28672, 8192, 4, 64): "triton",
+        (16, 100_000, 100_000, 8, 100_000): "many",
+        (17, 1, 1, 8, 1): "dequantize",
+    }
+    assert {key: linear_table.choose(*key) for key in expected} == expected
+    linear_table.choose.cache_clear()

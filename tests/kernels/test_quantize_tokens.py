@@ -1,0 +1,150 @@
+"""quantize_tokens: to the bit what lowbit's dynamic schemes compute, on every path."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.scheme import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
+from lowbit_kernels import quantize_tokens
+from lowbit_kernels.quantize_tokens import CASES, Case, reference
+from tests.kernels.interpreted import interpreted
+
+SMALL = [case for case in CASES if not case.large]
+OP = torch.ops.lowbit.quantize_tokens
+SCHEMES = {
+    "int8": Int8DynamicActivationInt8Weight(),
+    "e4m3": Float8DynamicActivationFloat8Weight(),
+}
+
+
+def by_scheme(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    activation = SCHEMES[format].activation
+    assert activation is not None
+    codes, scale, _ = activation.quantize(x)
+    return codes, scale[:, 0]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 4: torch.int32}[x.itemsize])
+
+
+def same(a: tuple, b: tuple) -> bool:
+    return all(
+        x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if not c.tensorwise], ids=lambda c: c.name)
+def test_is_what_the_schemes_compute(case: Case) -> None:
+    x, format, _ = case.arguments()
+    codes, scale = quantize_tokens(x, format)
+    assert codes.shape == (case.m, -(-case.k // 16) * 16) and not codes[:, case.k :].float().any()
+    if x.numel():
+        assert same((codes[:, : case.k].contiguous(), scale), by_scheme(x, format))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20),
+    st.sampled_from(["int8", "e4m3"]),
+)
+def test_any_finite_row(row: list[float], format: str) -> None:
+    x = torch.tensor([row])
+    codes, scale = quantize_tokens(x, format)
+    assert same((codes[:, : len(row)].contiguous(), scale), by_scheme(x, format))
+
+
+def test_one_scale_for_all_is_the_largest() -> None:
+    x = torch.randn(9, 33)
+    codes, scale = quantize_tokens(x, "e4m3", tensorwise=True)
+    assert scale.shape == (1,) and scale.item() == pytest.approx(x.abs().max().item() / 448)
+    step = (codes[:, :33].float() * scale - x).abs() / x.abs().clamp(min=scale.item() / 64)
+    assert step.max() <= 2.0**-4 + 1e-6
+
+
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+def test_nan_and_infinity_show_in_the_scale(format: str) -> None:
+    x = torch.randn(4, 8)
+    x[0, 1], x[1, 2], x[2, 3] = math.nan, math.inf, -math.inf
+    _, scale = quantize_tokens(x, format)
+    assert scale[0].isnan() and scale[1].isinf() and scale[2].isinf() and scale[3].isfinite()
+
+
+INTERPRETED = """
+import json, math, torch
+from lowbit_kernels.quantize_tokens import CASES, codes_of, reference
+from tests.kernels.test_quantize_tokens import OP, by_scheme, same
+
+torch.manual_seed(0)
+results = {}
+for case in CASES:
+    if not case.large:
+        x, *rest = case.arguments()
+        results[case.name] = same(OP(x, *rest), reference(x, *rest))
+ties = (torch.arange(-256, 255) / 2).repeat(2, 1)
+ties[1] *= 2.0**-140
+results["ties"] = all(
+    same((codes[:, :511].contiguous(), scale), by_scheme(ties, format))
+    for format in ("int8", "e4m3") for codes, scale in [OP(ties, format)]
+)
+x = torch.randn(4, 8)
+x[0, 1], x[1, 2], x[2, 3] = math.nan, math.inf, -math.inf
+found = OP(x, "int8")[1]
+results["not-finite"] = str(found[:3].tolist()) == "[nan, inf, inf]"
+codes, scale = codes_of(x[3:], "int8", torch.bfloat16)
+results["as-bfloat16"] = codes.dtype == torch.bfloat16 and same(
+    (codes.to(torch.int8), scale), reference(x[3:], "int8")
+)
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def under_triton() -> dict[str, bool]:
+    return interpreted(INTERPRETED)
+
+
+@pytest.mark.parametrize("name", [*(c.name for c in SMALL), "ties", "not-finite", "as-bfloat16"])
+def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
+    assert under_triton[name]
+
+
+@pytest.mark.parametrize("case", SMALL[::3], ids=lambda c: c.name)
+def test_operator_is_registered_well(case: Case) -> None:
+    every = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(OP.default, case.arguments(), test_utils=every)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "raised", "message"),
+    [
+        ((torch.ones(2, 2).double(), "int8"), TypeError, r"got torch\.float64"),
+        ((torch.ones(2), "int8"), ValueError, r"got \(2,\); flatten"),
+        ((torch.ones(2, 2), "int4"), ValueError, "int8, e4m3, got 'int4'"),
+        ((torch.ones(2, 2), "int8", True), ValueError, "leave it out"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple, raised: type[Exception], message: str) -> None:
+    with pytest.raises(raised, match=message):
+        OP(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_cuda(case: Case) -> None:
+    x, *rest = case.arguments("cuda")
+    assert same(OP(x, *rest), reference(x, *rest))
+
+
+@pytest.mark.gpu
+def test_cuda_ties() -> None:
+    ties = (torch.arange(-256, 255) / 2).repeat(2, 1)
+    ties[1] *= 2.0**-140
+    for format in ("int8", "e4m3"):
+        codes, scale = (part.cpu() for part in OP(ties.cuda(), format))
+        assert same((codes[:, :511].contiguous(), scale), by_scheme(ties, format))

@@ -1,0 +1,355 @@
+"""int4_linear and int8_linear: every way against float64, what chooses between them, and what they keep."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit_kernels import (
+    int4_linear,
+    int8_linear,
+    weight_linear,
+    weight_mm_dequantized,
+    weight_mm_triton,
+)
+from lowbit_kernels.weight_linear import CASES, Case, _linear, calls, reference
+from tests.kernels.interpreted import interpreted
+
+SMALL = [case for case in CASES if not case.large]
+RUNNING = [case for case in SMALL if case.m * case.n * case.k]
+MORE_ROUNDINGS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+
+def limit(out: torch.Tensor, one_rounding: bool = True) -> float:
+    """On `error`: of a rounding of many elements, or the most that a few can have."""
+    if not one_rounding or out.numel() < 1000:
+        return MORE_ROUNDINGS[out.dtype] / (2 if one_rounding else 1)
+    return {torch.float32: 2.0**-20, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}[out.dtype]
+
+
+def op_of(case: Case):
+    return getattr(torch.ops.lowbit, f"int{case.bits}_linear")
+
+
+def wide(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tensor:
+    """The formula in float64, without a rounding at the end."""
+    k = x.shape[-1]
+    if codes.dtype == torch.uint8:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int8) - 8
+    zero = 0 if zero_point is None else zero_point.double().repeat_interleave(group_size, 1)[:, :k]
+    scales = scale.double().repeat_interleave(group_size, 1)[:, :k]
+    out = x.double() @ ((codes[:, :k].double() - zero) * scales).T
+    for part in (bias, residual):
+        out = out if part is None else out + part.double()
+    return out
+
+
+def error(out: torch.Tensor, arguments: tuple, dtype: torch.dtype | None = None) -> float:
+    """Relative, of norms, from float64."""
+    expected = wide(*arguments)
+    assert out.shape == expected.shape and out.dtype == (dtype or arguments[0].dtype)
+    assert out.is_contiguous()
+    norm = expected.norm().item()
+    return (out.double() - expected).norm().item() / norm if norm else float(out.any())
+
+
+def formula(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tensor:
+    """Weights element by element, in numpy's float64."""
+    n, k = scale.shape[0], x.shape[-1]
+    weight = np.zeros((n, k))
+    given, scales = codes.numpy(), scale.double().numpy()
+    for row in range(n):
+        for column in range(k):
+            code = int(given[row, column]) if given.dtype == np.int8 else None
+            if code is None:
+                code = (int(given[row, column // 2]) >> (4 * (column % 2))) % 16 - 8
+            zero = 0 if zero_point is None else int(zero_point[row, column // group_size])
+            weight[row, column] = (code - zero) * scales[row, column // group_size]
+    out = x.double() @ torch.from_numpy(weight).T
+    for part in (bias, residual):
+        out = out if part is None else out + part.double()
+    return out.to(x.dtype)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_reference_is_the_formula(case: Case) -> None:
+    arguments = case.arguments()
+    if case.bits == 8 and case.k == 331:
+        arguments[3].copy_(torch.randint(-128, 128, arguments[3].shape))
+    torch.testing.assert_close(reference(*arguments), formula(*arguments))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_cpu(case: Case) -> None:
+    arguments = case.arguments()
+    before = calls[f"int{case.bits}_linear"]
+    first = op_of(case)(*arguments)
+    exact = case.m <= 8 and not (case.bias or case.residual)
+    assert error(first, arguments) <= limit(first, exact)
+    assert torch.equal(first, op_of(case)(*arguments))
+    assert calls[f"int{case.bits}_linear"] == before + 2
+
+
+INTERPRETED = """
+import json, torch
+from lowbit_kernels import triton_runtime, weight_mm_triton
+from lowbit_kernels.weight_linear import CASES, calls
+from tests.kernels.test_weight_linear import error, limit
+
+torch.manual_seed(0)
+results = {}
+for case in CASES:
+    if not case.large:
+        arguments = case.arguments()
+        calls.clear()
+        out = getattr(torch.ops.lowbit, f"int{case.bits}_linear")(*arguments)
+        ways = [name.split()[1] for name in calls if " " in name]
+        more = error(out, arguments) / limit(out, ways != ["dequantize"])
+        results[case.name] = (more, *ways)
+for slices in (1, 2, 3):
+    x, codes, scale, zero_point, bias, residual, group = CASES[3].arguments()
+    t = torch.rand(len(x))
+    residual = torch.zeros(len(x), len(codes), dtype=x.dtype)
+    out = weight_mm_triton.weight_mm(
+        x, codes, scale, zero_point, None, residual, t, bits=4, group_size=group, slices=slices
+    )
+    x = x.double() * t.double()[:, None]
+    wanted = (x, codes, scale, zero_point, None, None, group)
+    results[f"{slices} slices"] = error(out, wanted, torch.bfloat16) / limit(out)
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def under_triton() -> dict:
+    return interpreted(INTERPRETED)
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
+def test_interpreted_kernel(under_triton: dict[str, tuple], case: Case) -> None:
+    found, way = under_triton[case.name]
+    takes = case.m <= weight_mm_triton.MOST_TOKENS and "odd-group" not in case.name
+    assert way == ("triton" if takes and "prime" not in case.name else "dequantize")
+    assert found <= 1
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_interpreted_slices_and_token_scales(under_triton: dict[str, tuple], slices: int) -> None:
+    assert under_triton[f"{slices} slices"] <= 1
+
+
+OPCHECKED = [SMALL[i] for i in (1, 3, 5, 7, 13, 14, 16, 17, 21, 25, 26)]
+
+
+@pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
+def test_operator_is_registered_well(case: Case) -> None:
+    torch.library.opcheck(op_of(case).default, case.arguments())
+
+
+def test_compiles_without_a_break() -> None:
+    x, packed, scale, _, bias, *_ = Case("", 4, 32, 64, 32, bias=True).arguments()
+    codes = torch.randint(-128, 128, (32, 64), dtype=torch.int8)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both(x: torch.Tensor) -> torch.Tensor:
+        y = int4_linear(x, packed, scale, bias=bias, group_size=32)
+        return int8_linear(x, codes, scale[:, :1], residual=y, group_size=64)
+
+    y = int4_linear(x, packed, scale, bias=bias, group_size=32)
+    assert torch.equal(both(x), int8_linear(x, codes, scale[:, :1], residual=y, group_size=64))
+
+
+@pytest.mark.parametrize("most", [1, 2**30], ids=["slices", "whole"])
+@pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
+def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs do, on the CPU: every slice of the result, of 16 columns at the most, or all at once."""
+    monkeypatch.setattr(weight_mm_dequantized, "BYTES_IN_L2", most)
+    monkeypatch.setattr(weight_mm_dequantized, "ROWS_OF_A_TILE", 16)
+    x, *parts, residual, group = arguments = case.arguments()
+    if residual is not None:
+        residual = residual.reshape(-1, case.n)
+    flat = (x.reshape(-1, case.k), *parts, residual, case.bits, group)
+    out = weight_mm_dequantized._in_place(*flat).view(*x.shape[:-1], case.n)
+    assert error(out, arguments) <= limit(out, one_rounding=False)
+
+
+@pytest.mark.parametrize("regime", ["dequantize", "packed"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nan_and_infinity_pass(bits: int, regime: str) -> None:
+    case = Case("", 4, 16, 64, 32 if bits == 4 else 64, bits)
+    x, codes, scale, *_, group = case.arguments()
+    codes.fill_(0x99 if bits == 4 else 1)  # code 1
+    x[0, 3], x[1, 5] = math.nan, math.inf
+    scale[2, 0], scale[3, 0] = math.nan, math.inf
+    out = _linear(x, codes, scale, None, None, None, group, bits, regime)
+    assert out[0].isnan().all() and out[:, 2].isnan().all()
+    assert not out[:, 3].isfinite().any() and not out[1].isfinite().any()
+    assert out[2:, :2].isfinite().all() and out[2:, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1e30])
+def test_magnitudes(bits: int, magnitude: float) -> None:
+    x, codes, scale, *rest = Case("", 7, 48, 256, 256, bits).arguments()
+    arguments = (x, codes, (scale.float() * magnitude).to(scale.dtype), *rest)
+    out = op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+    assert error(out, arguments) <= limit(out)
+
+
+@pytest.mark.parametrize("zero", [-128, -8, 0, 7, 127])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_extreme_zero_points_and_equal_rows(zero: int, dtype: torch.dtype) -> None:
+    for bits, m in ((4, 3), (4, 20), (8, 3), (8, 20)):
+        x, codes, scale, zero_point, *rest = Case(
+            "", m, 24, 128, 64, bits, dtype, dtype, zero_point=True
+        ).arguments()
+        zero_point.fill_(zero)
+        codes.fill_(0x37)
+        arguments = (x, codes, scale, zero_point, *rest)
+        out = op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+        assert error(out, arguments) <= limit(out, one_rounding=False)
+
+
+def test_what_pads_does_not_count() -> None:
+    x, codes, scale, *rest = Case("", 3, 8, 100, 64).arguments()
+    out = torch.ops.lowbit.int4_linear(x, codes, scale, *rest)
+    codes[:, 50:] ^= 0xFF
+    assert torch.equal(torch.ops.lowbit.int4_linear(x, codes, scale, *rest), out)
+
+
+def test_autocast_changes_nothing() -> None:
+    arguments = Case("", 9, 24, 64, 32, dtype=torch.float32).arguments()
+    out = torch.ops.lowbit.int4_linear(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.ops.lowbit.int4_linear(*arguments), out)
+
+
+@pytest.mark.parametrize(
+    ("change", "raised", "message"),
+    [
+        ({"packed": torch.zeros(3, 32, dtype=torch.int8)}, TypeError, r"uint8, got torch\.int8"),
+        ({"x": torch.zeros(2, 64).double()}, TypeError, r"x of .*got torch\.float64"),
+        ({"scale": torch.ones(3, 2).double()}, TypeError, r"scale of .*got torch\.float64"),
+        ({"zero_point": torch.zeros(3, 2)}, TypeError, r"int8 or None, got torch\.float32"),
+        ({"bias": torch.zeros(3).bfloat16()}, TypeError, r"bias .*torch\.float32; got torch\.bf"),
+        ({"residual": torch.zeros(3)}, ValueError, r"residual .*\(2, 3\), got \(3,\)"),
+        ({"bias": torch.zeros(2)}, ValueError, r"bias .*\(3,\), got \(2,\)"),
+        ({"zero_point": torch.zeros(3, 1, dtype=torch.int8)}, ValueError, r"\(3, 2\), got \(3, 1"),
+        ({"group_size": 0}, ValueError, "1 or more elements, got 0"),
+        ({"group_size": 16}, ValueError, r"codes of shape \(3, 16\), got \(3, 32\)"),
+        ({"x": torch.zeros(2, 32)}, ValueError, r"K = 32, but 2 groups of 32 hold a K of 33 to 64"),
+        ({"x": torch.zeros(2, 65)}, ValueError, r"K = 65"),
+        ({"scale": torch.ones(1, 3, 2)}, ValueError, r"got \(2, 64\)"),
+    ],
+)
+def test_wrong_arguments(change: dict, raised: type[Exception], message: str) -> None:
+    arguments = {
+        "x": torch.zeros(2, 64),
+        "packed": torch.zeros(3, 32, dtype=torch.uint8),
+        "scale": torch.ones(3, 2),
+        "group_size": 32,
+    }
+    assert int4_linear(**arguments).shape == (2, 3)
+    with pytest.raises(raised, match=message):
+        int4_linear(**{**arguments, **change})
+
+
+REGIMES = ["few", "many", "triton", "dequantize"]
+
+
+def can(regime: str, arguments: tuple, case: Case) -> bool:
+    x, codes, scale, *_ = arguments
+    fit = {"bits": case.bits, "group_size": case.group_size}
+    if case.dtype == torch.float32:
+        return regime == "dequantize"
+    x = x.reshape(-1, x.shape[-1])
+    if regime == "few":
+        return case.m <= 16 and weight_linear.weight_mm_few.is_available(x, codes, scale, **fit)
+    if regime == "many":
+        return weight_linear.weight_mm_many.is_available(x, codes, scale, **fit)
+    if regime == "triton":
+        return len(x) <= 64 and weight_mm_triton.block_of_k(case.group_size, scale.shape[1]) > 0
+    return True
+
+
+LAYERS = [
+    Case(f"{bits}-bits-{m}-tokens", m, n, k, group if bits == 4 else k, bits, bias=m == 3)
+    for m in (1, 3, 16, 64, 300)
+    for n, k, group in ((4097, 4096, 128), (1024, 4224, 32))
+    for bits in (4, 8)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("case", [*RUNNING, *LAYERS], ids=lambda c: c.name)
+def test_cuda_regimes(case: Case, regime: str) -> None:
+    arguments = case.arguments("cuda")
+    if not can(regime, arguments, case):
+        pytest.skip(f"{regime} doesn't take it")
+    out = _linear(*arguments, case.bits, regime)
+    exact = regime in ("few", "many", "triton")
+    assert error(out, arguments) <= limit(out, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_cuda(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    out = op_of(case)(*arguments)
+    assert error(out, arguments) <= limit(out, one_rounding=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
+def test_cuda_operator_is_registered_well(case: Case) -> None:
+    torch.library.opcheck(op_of(case).default, case.arguments("cuda"))
+
+
+@pytest.mark.gpu
+def test_cuda_product_into_columns_copies_nothing() -> None:
+    """Beyond the result and one chunk a large product takes no memory."""
+    x, codes, scale, *_ = Case("", 2048, 16384, 4096, 128).arguments("cuda")
+    weight_mm_dequantized.weight_mm(x, codes, scale, None, None, None, bits=4, group_size=128)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    weight_mm_dequantized.weight_mm(x, codes, scale, None, None, None, bits=4, group_size=128)
+    most = 2 * 2048 * 16384 + weight_mm_dequantized.BYTES_IN_L2 + 2**21
+    assert torch.cuda.max_memory_allocated() - before <= most
+
+
+@pytest.mark.gpu
+def test_cuda_offsets_of_64_bits() -> None:
+    x, codes, scale, *rest = Case("", 65_536, 40_000, 128, 128).arguments("cuda")
+    out = torch.ops.lowbit.int4_linear(x, codes, scale, *rest)
+    assert out.numel() > 2**31
+    for rows in (slice(0, 3), slice(-3, None)):
+        arguments = (x[rows], codes, scale, *rest)
+        assert error(out[rows], arguments) <= limit(out, one_rounding=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_cuda_graph(bits: int, regime: str) -> None:
+    case = Case("", 8, 512, 1024, 128, bits, residual=True)
+    arguments = case.arguments("cuda")
+    if not can(regime, arguments, case):
+        pytest.skip(f"{regime} doesn't take it")
+    _linear(*arguments, bits, regime)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = _linear(*arguments, bits, regime)
+    arguments[0].neg_()
+    graph.replay()
+    assert error(out, arguments) <= limit(out, one_rounding=False)
+
+
+@pytest.mark.gpu
+def test_cuda_compiles_without_a_break() -> None:
+    arguments = Case("", 4, 64, 128, 32).arguments("cuda")
+    compiled = torch.compile(lambda *a: torch.ops.lowbit.int4_linear(*a) * 2, fullgraph=True)
+    assert torch.equal(compiled(*arguments), torch.ops.lowbit.int4_linear(*arguments) * 2)

@@ -1,0 +1,65 @@
+"""Torch's packed kernels on the CPU: when they are taken, and what is kept for them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from lowbit_kernels import weight_mm_cpu
+from lowbit_kernels.weight_linear import Case, _linear, calls
+from tests.kernels.test_weight_linear import error, limit, op_of
+
+
+def packed_calls() -> int:
+    return calls["int4_linear packed"] + calls["int8_linear packed"]
+
+
+def test_few_tokens_take_torchs_packed_kernels() -> None:
+    for bits, most in weight_mm_cpu.MOST_TOKENS.items():
+        for m in (1, most, most + 1):
+            group = 32 if bits == 4 else 64
+            arguments = Case("", m, 32, 64, group, bits).arguments()
+            before = packed_calls()
+            op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+            assert packed_calls() - before == (m <= most), (bits, m)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 512, 768])
+def test_packed_groups(group: int) -> None:
+    case = Case("", 5, 48, 768 if group in (256, 768) else 512, group)
+    arguments = case.arguments()
+    out = _linear(*arguments, 4, "packed")
+    assert error(out, arguments) <= limit(out)
+
+
+def test_packed_weights_follow_changes_and_die_with_the_weight() -> None:
+    gc.collect()
+    weight_mm_cpu._forget_the_dead()
+    before = len(weight_mm_cpu._packed)
+    x, codes, scale, *rest = Case("", 2, 16, 64, 32).arguments()
+    arguments = (x, codes, scale, *rest)
+    torch.ops.lowbit.int4_linear(*arguments)
+    assert len(weight_mm_cpu._packed) == before + 1
+    torch.ops.lowbit.int4_linear(x, codes.detach(), scale.view(16, 2), *rest)
+    assert len(weight_mm_cpu._packed) == before + 1  # another view of the same
+    for part in (codes, scale):
+        part.add_(part)
+        out = torch.ops.lowbit.int4_linear(*arguments)
+        assert error(out, arguments) <= limit(out)
+    assert len(weight_mm_cpu._packed) == before + 1
+    half = (x, codes[:16], scale[:16], *rest)
+    assert error(torch.ops.lowbit.int4_linear(*half), half) <= 2.0**-8
+    del codes, scale, arguments, half, part
+    gc.collect()
+    weight_mm_cpu._forget_the_dead()
+    assert len(weight_mm_cpu._packed) == before
+
+
+def test_inference_tensors_are_not_packed() -> None:
+    with torch.inference_mode():
+        arguments = Case("", 2, 16, 64, 32).arguments()
+        before = packed_calls()
+        out = torch.ops.lowbit.int4_linear(*arguments)
+        assert packed_calls() == before and error(out, arguments) <= limit(out)

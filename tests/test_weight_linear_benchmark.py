@@ -1,0 +1,57 @@
+"""The benchmark of low-bit linears: the shapes that it reads, and the table that is written from its times."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.weight_linear import shapes_of
+from benchmarks.write_linear_table import thresholds, written
+from lowbit_kernels import linear_table
+
+
+def test_shapes_of_a_trace(tmp_path: Path) -> None:
+    lines = [{"m": 1, "n": 8, "k": 4}, {"m": 1, "n": 8, "k": 4}, {"m": 2, "n": 4, "k": 4}]
+    file = tmp_path / "linears.json"
+    file.write_text(json.dumps({"linears": [{"name": "a", "calls": 1, **line} for line in lines]}))
+    assert shapes_of(file) == [(2, 4, 4), (1, 8, 4)]
+
+
+def test_shapes_go_with_the_benchmark_that_takes_them(capsys: pytest.CaptureFixture) -> None:
+    for names in (["dequantize_int4"], []):
+        with pytest.raises(SystemExit):
+            main([*names, "--shapes", "linears.json"])
+        assert "--shapes goes with the benchmark weight_linear" in capsys.readouterr().err
+
+
+def test_thresholds_are_the_ends_of_runs() -> None:
+    fastest = {1: "few", 8: "few", 16: "many", 32: "many", 64: "dequantize"}
+    assert thresholds(fastest) == ((8, "few"), (32, "many"))
+    assert thresholds({**fastest, 128: "many"}) == (
+        (8, "few"),
+        (32, "many"),
+        (64, "dequantize"),
+        (128, "many"),
+    )
+    assert thresholds({1: "dequantize"}) == ()
+
+
+def test_the_table_is_replaced_and_nothing_else() -> None:
+    source = Path(linear_table.__file__).read_text(encoding="utf-8")
+    assert written(source, linear_table.REGIMES).split() == source.split()
+    table = {
+        (4, 128, 1, 2): ((8, "few"), (32, "many")),
+        (8, 0, 1, 2): ((1, "few"),),
+        (8, 1, 1, 1): (),
+    }
+    tree = ast.parse(written(source, table))
+    (found,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == "REGIMES"
+    )
+    assert found.value is not None and ast.literal_eval(found.value) == table
