@@ -1,0 +1,73 @@
+"""Linears of int4 and int8 weights whose activation stays as it is, in the kernels of `lowbit_kernels`.
+
+They serve bfloat16 and float16 on a GPU and on a CPU. float32 stays with `plain_linear`: there a converted model
+computes what the one prepared for QAT did, to the bit. In 16 bits the weights are equal to the bit all the same; the
+products differ from plain ones by less than the rounding of their output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.granularity import PerGroup, PerRow
+from lowbit.scheme import Int
+from lowbit.tensor import kernels
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.linear import register_linear
+
+GROUP_STEP = 32
+"""The kernels take groups of a multiple of it, or one scale a row."""
+
+
+def is_served(weight: LowbitTensor, dtype: torch.dtype, bits: int) -> bool:
+    """Whether the kernels take this weight [..., N, K] with activations of `dtype`; metadata alone decides."""
+    if type(weight) is not AffineTensor or weight.transposed:
+        return False
+    spec, device = weight.spec, weight.codes.device.type
+    fmt, granularity = spec.format, spec.granularity
+    if not isinstance(fmt, Int) or fmt.bits != bits or not fmt.signed:
+        return False
+    if spec.mapping == "float_zero_point" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if device != "cuda" and (device != "cpu" or not kernels.has_op(f"int{bits}_linear")):
+        return False
+    if isinstance(granularity, PerGroup):
+        return granularity.group_size % GROUP_STEP == 0
+    return isinstance(granularity, PerRow)
+
+
+def group_size_of(weight: AffineTensor) -> int:
+    """Elements of a row that share a scale."""
+    return weight.spec.block_size(weight.shape)[-1]
+
+
+def _activation(x: Tensor, weight: AffineTensor) -> Tensor:
+    return x if weight.activation is None else weight.activation.fake_quantize(x)
+
+
+@register_linear(lambda x, weight, bias: is_served(weight, x.dtype, 4), takes_residual=True)
+def int4_linear(
+    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """int4 weights, unpacked in registers; an activation that the scheme quantizes is rounded to its grid before."""
+    return kernels.weight_linear(
+        "int4_linear",
+        _activation(x, weight),
+        *(weight.codes, weight.scale, weight.zero_point, bias, residual),
+        group_size=group_size_of(weight),
+    )
+
+
+@register_linear(lambda x, weight, bias: is_served(weight, x.dtype, 8), takes_residual=True)
+def int8_linear(
+    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """int8 weights; as `int4_linear`."""
+    return kernels.weight_linear(
+        "int8_linear",
+        _activation(x, weight),
+        *(weight.codes, weight.scale, weight.zero_point, bias, residual),
+        group_size=group_size_of(weight),
+    )
