@@ -1,6 +1,6 @@
 """fuse_linears_: linears that read the same input, computed by one product over their weights side by side.
 
-    q, k, v = q_proj(x), k_proj(x), v_proj(x)          one product with the rows of all three, by the first that is called
+    q, k, v = q_proj(x), k_proj(x), v_proj(x)     one product with the rows of all three, in the first
 
 The first module of a group holds the joint weight and computes all outputs; each of the others takes its slice when
 called with the same input, and computes its own rows when called with another. The model's code stays as it is, and
@@ -117,9 +117,7 @@ class FusedPart(nn.Module):
         return f"{lead.names[self.index]} of {lead.names[0]}, out_features={self.out_features}"
 
 
-def _join_on_load(
-    parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
-) -> None:
+def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Replace the entries of a group's parts by those of the joint tensors, where all parts have one."""
     leads = [m for m in parent._modules.values() if isinstance(m, FusedLinear)]
     for lead in leads:
@@ -132,9 +130,10 @@ def _join_on_load(
                 args[-1].append(f"{prefix}{lead.names[0]} is fused: it loads all of {keys} or none")
 
 
-def _obstacle(names: Sequence[str], parts: Sequence[nn.Module], uses: Mapping[int, int]) -> str:
+def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, int]) -> str:
     """Why these modules cannot be one product, or ""."""
-    for name, part in zip(names, parts, strict=True):
+    parts: list[nn.Linear] = []
+    for name, part in zip(names, modules, strict=True):
         if type(part) is not nn.Linear:
             return f"{name} is a {type(part).__name__}, not an nn.Linear"
         if "weight" not in part._parameters:
@@ -143,6 +142,7 @@ def _obstacle(names: Sequence[str], parts: Sequence[nn.Module], uses: Mapping[in
             return f"{name} has hooks, which a fused module would not run"
         if uses[id(part.weight)] > 1:
             return f"the weight of {name} is tied to another one"
+        parts.append(part)
     first = parts[0].weight
     for name, part in zip(names, parts, strict=True):
         w, b = part.weight, part.bias
@@ -157,7 +157,9 @@ def _obstacle(names: Sequence[str], parts: Sequence[nn.Module], uses: Mapping[in
         for what, (own, expected) in facts.items():
             if own != expected:
                 return f"{name} has {what} {own}, {names[0]} has {expected}"
-        alike = first._is_stored_like(w) if isinstance(first, LowbitTensor) else type(w) is type(first)
+        alike = (
+            first._is_stored_like(w) if isinstance(first, LowbitTensor) else type(w) is type(first)
+        )
         if not alike:
             return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
         if isinstance(w, LowbitTensor) and w._row_attrs() != tuple(w.inner_tensors()):
@@ -203,7 +205,7 @@ def fuse_linears_(
             if any(part is None or isinstance(part, FusedLinear | FusedPart) for part in parts):
                 continue
             path = f"{prefix}." if prefix else ""
-            why = _obstacle([path + n for n in names], parts, uses)  # type: ignore[arg-type]
+            why = _obstacle([path + n for n in names], parts, uses)
             if why:
                 obstacles.append(why)
             else:
@@ -219,7 +221,7 @@ def fuse_linears_(
         for index, name in enumerate(names[1:], 1):
             setattr(parent, name, FusedPart(lead, index))
         if not hasattr(parent, "_lowbit_join"):
-            parent._lowbit_join = parent.register_load_state_dict_pre_hook(_join_on_load)  # type: ignore[assignment]
+            parent._lowbit_join = parent.register_load_state_dict_pre_hook(_join_on_load)
     return [tuple(path + n for n in names) for _, path, names in found]
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,9 @@ class _Recorder(TorchFunctionMode):
         self.names: dict[Any, str] = {}
         for name, p in model.named_parameters():
             self.names.setdefault(_key(p), name.removesuffix(".weight"))
-        self.calls: dict[tuple[Any, ...], int] = {}
+        self.calls: dict[tuple[str, int, int, int, str, str], int] = {}
+        self.within = False
+        """A quantized product, which may itself call F.linear."""
 
     def add(self, x: Tensor, weight: Tensor, implementation: str) -> None:
         n, k = weight.shape
@@ -109,17 +113,25 @@ class _Recorder(TorchFunctionMode):
         line = (name, m, n, k, scheme_name(weight), implementation)
         self.calls[line] = self.calls.get(line, 0) + 1
 
-    def watch(self, x: Tensor, weight: LowbitTensor, impl: Implementation) -> None:
+    @contextmanager
+    def watch(self, x: Tensor, weight: LowbitTensor, impl: Implementation) -> Iterator[None]:
         self.add(x, weight, getattr(impl, "__name__", type(impl).__name__))
+        self.within = True
+        try:
+            yield
+        finally:
+            self.within = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear:
+        if func is F.linear and not self.within:
             x = args[0] if args else kwargs["input"]
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             local = _local(weight)
             if not isinstance(local, AffineTensor) and weight.ndim == 2:  # those are watched
-                self.add(x, weight, type(local).__name__ if isinstance(local, LowbitTensor) else "torch")
+                self.add(
+                    x, weight, type(local).__name__ if isinstance(local, LowbitTensor) else "torch"
+                )
         return func(*args, **kwargs)
 
 
@@ -153,4 +165,4 @@ def trace_linears(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Linear
         recorder,
     ):
         model(*inputs, **named_inputs)
-    return LinearReport(tuple(TracedLinear(*line, n) for line, n in recorder.calls.items()))
+    return LinearReport(tuple(TracedLinear(*line, calls=n) for line, n in recorder.calls.items()))

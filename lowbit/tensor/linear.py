@@ -18,7 +18,7 @@ Decoding calls a linear for every layer and token, so what runs for each is kept
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lowbit.tensor.base import LowbitTensor
 Condition = Callable[[Tensor, LowbitTensor, Tensor | None], bool]
 Implementation = Callable[..., Tensor]
 """(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
-Watcher = Callable[[Tensor, LowbitTensor, Implementation], None]
+Watcher = Callable[[Tensor, LowbitTensor, Implementation], AbstractContextManager[None]]
 
 _table: list[tuple[Condition, Implementation, bool]] = []
 _watchers: list[Watcher] = []
@@ -80,7 +80,7 @@ def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -
 
 @contextmanager
 def watch_linears(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher(x, weight, implementation)` before each product of a quantized weight, within the context."""
+    """Run each product of a quantized weight within `watcher(x, weight, implementation)`, until the context ends."""
     _watchers.append(watcher)
     try:
         yield
@@ -92,8 +92,20 @@ def _multiply(
     x: Tensor, weight: LowbitTensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     impl, takes_residual = _find(x, weight, bias)
-    for watcher in _watchers:
-        watcher(x, weight, impl)
+    if _watchers:
+        with _watchers[-1](x, weight, impl):
+            return _call(impl, takes_residual, x, weight, bias, residual)
+    return _call(impl, takes_residual, x, weight, bias, residual)
+
+
+def _call(
+    impl: Implementation,
+    takes_residual: bool,
+    x: Tensor,
+    weight: LowbitTensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
     if not takes_residual:
         y = impl(x, weight, bias)
         return y if residual is None else y + residual
