@@ -43,31 +43,32 @@ def group_size_of(weight: AffineTensor) -> int:
     return weight.spec.block_size(weight.shape)[-1]
 
 
-def _activation(x: Tensor, weight: AffineTensor) -> Tensor:
-    return x if weight.activation is None else weight.activation.fake_quantize(x)
-
-
 @register_linear(lambda x, weight, bias: is_served(weight, x.dtype, 4), takes_residual=True)
 def int4_linear(
     x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """int4 weights, unpacked in registers; an activation that the scheme quantizes is rounded to its grid before."""
+    if weight.activation is not None:
+        x = weight.activation.fake_quantize(x)
     return kernels.weight_linear(
         "int4_linear",
-        _activation(x, weight),
-        *(weight.codes, weight.scale, weight.zero_point, bias, residual),
+        *(x, weight.codes, weight.scale, weight.zero_point, bias, residual),
         group_size=group_size_of(weight),
     )
 
 
-@register_linear(lambda x, weight, bias: is_served(weight, x.dtype, 8), takes_residual=True)
+def _is_int8_weight_only(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
+    """Without a quantized activation, whose products lowbit.inference.dynamic has."""
+    return is_served(weight, x.dtype, 8) and weight.activation is None  # type: ignore[attr-defined]
+
+
+@register_linear(_is_int8_weight_only, takes_residual=True)
 def int8_linear(
     x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """int8 weights; as `int4_linear`."""
+    """int8 weights."""
     return kernels.weight_linear(
         "int8_linear",
-        _activation(x, weight),
-        *(weight.codes, weight.scale, weight.zero_point, bias, residual),
+        *(x, weight.codes, weight.scale, weight.zero_point, bias, residual),
         group_size=group_size_of(weight),
     )
