@@ -70,7 +70,7 @@ def _can_fused_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> boo
 
 @register_linear(_can_fused_int8, takes_residual=True)
 def int8_dynamic_kernel(
-    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """The same with the tokens' quantization, scales, bias and residual fused: [..., N] in x's dtype."""
     return weight_linear("int8_dynamic_linear", x, weight.codes, weight.scale, bias, residual)

@@ -45,7 +45,7 @@ def group_size_of(weight: AffineTensor) -> int:
 
 @register_linear(lambda x, weight, bias: is_served(weight, x.dtype, 4), takes_residual=True)
 def int4_linear(
-    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """int4 weights, unpacked in registers; an activation that the scheme quantizes is rounded to its grid before."""
     if weight.activation is not None:
@@ -64,7 +64,7 @@ def _is_int8_weight_only(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -
 
 @register_linear(_is_int8_weight_only, takes_residual=True)
 def int8_linear(
-    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """int8 weights."""
     return kernels.weight_linear(

@@ -41,7 +41,7 @@ def register_linear(
 ) -> Callable[[Implementation], Implementation]:
     """Put `impl` first in the table; as `@register_linear(condition)`, a decorator. Returns the decorator.
 
-    `takes_residual`: it is called with a fourth argument, the residual or None.
+    `takes_residual`: it may be called with a fourth argument, the residual or None.
     """
 
     def register(fn: Implementation) -> Implementation:
