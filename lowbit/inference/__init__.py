@@ -2,7 +2,7 @@
 
 from lowbit.inference import dynamic as dynamic
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
-from lowbit.inference.linear import grouped_linear, linear
+from lowbit.inference.products import grouped_linear, linear
 from lowbit.inference.quantize import quantize_
 from lowbit.inference.trace import LinearReport, TracedLinear, trace_linears
 from lowbit.tensor.apply import Report

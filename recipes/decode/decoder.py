@@ -52,17 +52,34 @@ def block_step(
     return project(mlp.down, F.silu(mlp.gate(h_BTD)) * mlp.up(h_BTD), x_BTD)
 
 
+CHUNK = 256
+
+
+def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first block gets: [B, T, D], and cos and sin [T, E/2] of the positions."""
+    return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
+
+
+def largest(logits_B1V: Tensor) -> Tensor:
+    """`argmax(-1)`, of chunks first: one reduction of a whole vocabulary would keep a GPU's one multiprocessor busy."""
+    if logits_B1V.shape[-1] % CHUNK:
+        return logits_B1V.argmax(-1)
+    value_B1C, index_B1C = logits_B1V.unflatten(-1, (-1, CHUNK)).max(-1)
+    chunk_B11 = value_B1C.argmax(-1, keepdim=True)
+    return (chunk_B11 * CHUNK + index_B1C.gather(-1, chunk_B11)).squeeze(-1)
+
+
 def choose_token(model: Llama, x_BTD: Tensor) -> Tensor:
     """The most likely token after the last position: int64 [B, 1]."""
-    logits_B1V = model.head(model.norm(x_BTD[:, -1:]))
-    return logits_B1V.argmax(-1)
+    return largest(model.head(model.norm(x_BTD[:, -1:])))
 
 
 class Decoder:
     """Greedy decoding of `batch` sequences over a cache of `positions`.
 
     Args:
-        backend: of torch.compile, for each block (one compilation, as they are alike) and the head; None: uncompiled.
+        backend: of torch.compile, for each block (one compilation, as they are alike), what comes before and what
+            after them; None: uncompiled.
     """
 
     def __init__(
@@ -77,16 +94,17 @@ class Decoder:
         self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._block: Callable[..., Tensor] = block_step
         self._choose: Callable[..., Tensor] = choose_token
+        self._embed: Callable[..., tuple[Tensor, Tensor, Tensor]] = embed
         if backend is not None:
             options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
             self._block = torch.compile(block_step, **options)
             self._choose = torch.compile(choose_token, **options)
+            self._embed = torch.compile(embed, **options)
 
     def forward(self, tokens_BT: Tensor, position_T: Tensor) -> Tensor:
         """The token after these; they are the first positions, or a single one after those in the cache."""
         model = self.model
-        x_BTD = model.embedding(tokens_BT)
-        cos_TP, sin_TP = model.cos[position_T], model.sin[position_T]
+        x_BTD, cos_TP, sin_TP = self._embed(model, tokens_BT, position_T)
         for block, keys, values in zip(model.blocks, self.keys, self.values, strict=True):
             x_BTD = self._block(block, x_BTD, cos_TP, sin_TP, position_T, keys, values)
         return self._choose(model, x_BTD)

@@ -18,7 +18,7 @@ from recipes.decode import attention
 from recipes.decode.__main__ import main
 from recipes.decode.capture import captured
 from recipes.decode.config import PRESETS, Row, llama_8b, rows, tiny
-from recipes.decode.decoder import Decoder
+from recipes.decode.decoder import Decoder, largest
 from recipes.decode.measure import build, convert_, stored_bytes, trace
 from recipes.decode.tinygemm import TinygemmLinear
 from recipes.llama import Llama
@@ -86,7 +86,7 @@ def test_blocks_are_compiled_once_and_whole(plain: Llama, name: str) -> None:
     torch._dynamo.utils.counters.clear()
     Decoder(model, 2, 20, "aot_eager").generate(prompt(), 4)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 4, "block and head, for the prompt and for one token"
+    assert graphs == 6, "embedding, block and head, for the prompt and for one token"
 
 
 def test_a_step_calls_four_kernels_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +145,12 @@ def test_the_tinygemm_row_is_close_to_int4(plain: Llama) -> None:
         for d in blocks
     ]
     assert 1e-3 < relative_error(*outs) < 0.2
+
+
+@pytest.mark.parametrize("size", [100, 256, 1024])
+def test_the_largest_of_a_vocabulary_in_chunks(size: int) -> None:
+    logits = torch.randint(-9, 9, (3, 1, size)).float()  # with ties, of which the first counts
+    assert torch.equal(largest(logits), logits.argmax(-1))
 
 
 # ---- attention ---------------------------------------------------------------------------------------------
