@@ -1,8 +1,8 @@
 """Linears of int4 and int8 weights whose activation stays as it is, in the kernels of `lowbit_kernels`.
 
 They serve bfloat16 and float16 on a GPU and on a CPU. float32 stays with `plain_linear`: there a converted model
-computes what the one prepared for QAT did, to the bit. In 16 bits the weights are equal to the bit all the same; the
-products differ from plain ones by less than the rounding of their output.
+computes what the one prepared for QAT did, to the bit. In 16 bits the weights are equal to the bit all the same, and
+products differ by rounding: a kernel for few tokens does not round the weight to 16 bits, which plain products do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def is_served(weight: LowbitTensor, dtype: torch.dtype, bits: int) -> bool:
     """Whether the kernels take this weight [..., N, K] with activations of `dtype`; metadata alone decides."""
     if type(weight) is not AffineTensor or weight.transposed:
         return False
-    spec, device = weight.spec, weight.codes.device.type
+    spec, codes = weight.spec, weight.codes
     fmt, granularity = spec.format, spec.granularity
     if not isinstance(fmt, Int) or fmt.bits != bits or not fmt.signed:
         return False
     if spec.mapping == "float_zero_point" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    if device != "cuda" and (device != "cpu" or not kernels.has_op(f"int{bits}_linear")):
+    if not codes.is_cuda and not (codes.is_cpu and kernels.has_op(f"int{bits}_linear")):
         return False
     if isinstance(granularity, PerGroup):
         return granularity.group_size % GROUP_STEP == 0
@@ -40,7 +40,10 @@ def is_served(weight: LowbitTensor, dtype: torch.dtype, bits: int) -> bool:
 
 def group_size_of(weight: AffineTensor) -> int:
     """Elements of a row that share a scale."""
-    return weight.spec.block_size(weight.shape)[-1]
+    granularity = weight.spec.granularity
+    if isinstance(granularity, PerGroup):
+        return granularity.group_size
+    return max(weight.shape[-1], 1)
 
 
 @register_linear(lambda x, weight, bias: is_served(weight, x.dtype, 4), takes_residual=True)
