@@ -41,23 +41,17 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         offsets: int32 [E], on x's device: expert e takes the rows offsets[e − 1] to offsets[e], the first from 0, as
             `torch._grouped_mm` has them. Rows after the last are zero in the result.
 
-    int4 weights on a GPU have a kernel, which reads the offsets there: it works in a CUDA graph. Elsewhere, and where
-    a gradient of x is asked for, experts run one by one and the offsets are read by the host. Differentiable in x.
+    int4 and int8 weights on a GPU have a kernel, which reads the offsets there: it works in a CUDA graph. Elsewhere,
+    and where a gradient of x is asked for, experts run one by one and the offsets are read by the host. Differentiable in x.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; offsets that fall, or pass M (where the host reads them).
     """
     _check_grouped(x, weight, offsets)
-    needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if (
-        isinstance(weight, AffineTensor)
-        and x.is_cuda
-        and not needs_grad
-        and weight.activation is None
-        and is_served(weight, x.dtype, 4)
-    ):
+    op = _grouped_op(x, weight)
+    if op is not None and isinstance(weight, AffineTensor):
         return kernels.weight_linear(
-            "int4_grouped_linear",
+            op,
             *(x, weight.codes, weight.scale, weight.zero_point, offsets),
             group_size=group_size_of(weight),
         )
@@ -70,6 +64,19 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     ]
     rest = x.new_zeros(x.shape[0] - ends[-1] if ends else x.shape[0], weight.shape[1])
     return torch.cat([*parts, rest])
+
+
+def _grouped_op(x: Tensor, weight: Tensor) -> str | None:
+    """The kernel that serves, or None."""
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if not isinstance(weight, AffineTensor) or weight.activation is not None:
+        return None
+    if not x.is_cuda or needs_grad:
+        return None
+    for bits in (4, 8):
+        if is_served(weight, x.dtype, bits):
+            return f"int{bits}_grouped_linear"
+    return None
 
 
 def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:

@@ -67,10 +67,11 @@ def test_in_a_graph_and_compiled(scheme: lb.Scheme, tokens: int) -> None:
     assert relative_error(y, exact(x, model.weight, model.bias)) < 2e-3
 
 
+@over(SCHEMES)
 @torch.no_grad()
-def test_experts_in_a_graph() -> None:
+def test_experts_in_a_graph(scheme: lb.Scheme) -> None:
     weight = torch.randn(4, 272, 512, dtype=torch.bfloat16, device="cuda")
-    quantized = lb.AffineTensor.from_float(weight, SCHEMES["int4-g128"])
+    quantized = lb.AffineTensor.from_float(weight, scheme)
     x = torch.randn(50, 512, dtype=torch.bfloat16, device="cuda")
     offsets = torch.tensor([3, 3, 30, 41], dtype=torch.int32, device="cuda")
     grouped_linear(x, quantized, offsets)
