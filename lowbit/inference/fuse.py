@@ -5,7 +5,8 @@
 The first module of a group holds the joint weight and computes all outputs; each of the others takes its slice when
 called with the same input, and computes its own rows when called with another. The model's code stays as it is, and
 so do its state dicts: the joint weight is saved as, and loaded from, the parts' own names, so that checkpoints pass
-between fused and plain models in both directions.
+between fused and plain models in both directions. (Load first and fuse then, where memory is short: fusing holds one
+group twice, loading into a fused model the whole state dict and the joint weights.)
 """
 
 from __future__ import annotations

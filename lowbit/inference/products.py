@@ -42,7 +42,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             `torch._grouped_mm` has them. Rows after the last are zero in the result.
 
     int4 and int8 weights on a GPU have a kernel, which reads the offsets there: it works in a CUDA graph. Elsewhere,
-    and where a gradient of x is asked for, experts run one by one and the offsets are read by the host. Differentiable in x.
+    and where a gradient of x is asked for, experts run one by one and the offsets are read by the host.
+    Differentiable in x.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; offsets that fall, or pass M (where the host reads them).
