@@ -1,4 +1,4 @@
-"""Linears whose activation is quantized too, in the integer or float8 products that PyTorch has."""
+"""Linears whose activation is quantized too: integer and float8 products, of `lowbit_kernels` and of PyTorch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from lowbit.granularity import PerRow, PerToken
 from lowbit.scheme import Float8, Int
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.kernels import int8_sums
+from lowbit.tensor.kernels import int8_sums, weight_linear
 from lowbit.tensor.linear import register_linear
 
 _MOST_K = (2**31 - 1) // 2**14  # codes reach −128 · −128, and the sum is an int32
+
+
+_INT8, _FLOAT8 = Int(8), Float8()  # made once: conditions run for every product
 
 
 def _is_rowwise(weight: LowbitTensor, fmt: Int | Float8) -> bool:
@@ -30,7 +33,7 @@ def _is_rowwise(weight: LowbitTensor, fmt: Int | Float8) -> bool:
 
 
 def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
-    if not _is_rowwise(weight, Int(8)):
+    if not _is_rowwise(weight, _INT8):
         return False
     n, k = weight.shape
     if k > _MOST_K:
@@ -54,12 +57,31 @@ def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) ->
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _can_fused_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
+    """On a GPU, with the activation's mapping that the kernel's quantization has, and 16-bit outputs."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and _is_rowwise(weight, _INT8)
+        and weight.activation.mapping == "symmetric_no_clipping_err"  # type: ignore[attr-defined]
+        and 0 < weight.shape[1] <= _MOST_K
+    )
+
+
+@register_linear(_can_fused_int8, takes_residual=True)
+def int8_dynamic_kernel(
+    x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """The same with the tokens' quantization, scales, bias and residual fused: [..., N] in x's dtype."""
+    return weight_linear("int8_dynamic_linear", x, weight.codes, weight.scale, bias, residual)
+
+
 def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
-    if not _is_rowwise(weight, Float8()):
+    if not _is_rowwise(weight, _FLOAT8):
         return False
     n, k = weight.shape
     return (
-        x.device.type == "cuda"
+        x.is_cuda
         and torch.cuda.get_device_capability(x.device) >= (8, 9)
         and x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
         and x.numel() > 0
@@ -71,14 +93,4 @@ def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
 @register_linear(_can_float8)
 def float8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) -> Tensor:
     """float8 × float8 with float32 sums and both scales in the product: [..., N] in bfloat16."""
-    assert weight.activation is not None
-    values, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
-    y = torch._scaled_mm(
-        values,
-        weight.codes.t(),
-        scale_a=token_scale,
-        scale_b=weight.scale.float().t().contiguous(),
-        bias=bias,
-        out_dtype=x.dtype,
-    )
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return weight_linear("float8_linear", x, weight.codes, weight.scale, bias)

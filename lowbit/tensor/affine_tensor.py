@@ -23,6 +23,7 @@ from lowbit.packing import pack, packed_size, unpack
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import quantized_linear
+from lowbit.tensor.row_parts import count_nonfinite, encode_in_parts
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:
@@ -44,8 +45,7 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
         raise ValueError(
             f"{name} has shape {tuple(weight.shape)}; a quantized weight has 2 or more dimensions"
         )
-    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
-        bad = int((~torch.isfinite(weight)).sum())
+    if not weight.is_meta and (bad := count_nonfinite(weight)):
         raise ValueError(
             f"{name} has {bad} NaN or infinite values of {weight.numel()}; repair or reload it before quantizing"
         )
@@ -122,8 +122,11 @@ class AffineTensor(LowbitTensor):
     def _encode_as(
         cls, weight: Tensor, spec: Spec, scale_dtype: torch.dtype
     ) -> dict[str, Tensor | None]:
-        codes, scale, zero_point = spec.quantize(weight.contiguous(), scale_dtype)
-        return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
+        def encode(part: Tensor) -> dict[str, Tensor | None]:
+            codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype)
+            return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
+
+        return encode(weight) if spec.shares_rows else encode_in_parts(weight, encode)
 
     # ---- storage of the codes, overridden by Float8Tensor ----------------------------------------------------
 
@@ -359,7 +362,9 @@ class AffineTensor(LowbitTensor):
         if func is F.linear and isinstance(
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):
-            return quantized_linear(*args, **kwargs)
+            # reading shape or dtype of a subclass comes back here, at microseconds each, unless this is off
+            with torch._C.DisableTorchFunctionSubclass():
+                return quantized_linear(*args, **kwargs)
         if func is Tensor.requires_grad_:  # load_state_dict(assign=True) asks for a gradient
             return args[0]
         if func == _SET_REQUIRES_GRAD and args[1]:

@@ -8,13 +8,17 @@ A kernel or backend is one registration:
 
 `condition(x, w, bias) -> bool` sees the activation [..., K], the quantized weight [N, K] and the bias [N] or None;
 it must decide from shapes, dtypes, devices and metadata alone, never from values. `implementation(x, w, bias)`
-returns [..., N] in x's dtype. Gradients are not its concern: `quantized_linear` gives the input's, by one
-dequantize, and the bias's, whatever the implementation.
+returns [..., N] in x's dtype; registered with `takes_residual=True` it gets a fourth argument, a tensor [..., N] of
+x's dtype, or None, to add to the product. Gradients are not its concern: `quantized_linear` gives the input's, by one
+dequantize, the bias's and the residual's, whatever the implementation.
+
+Decoding calls a linear for every layer and token, so what runs for each is kept short, and conditions should be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,18 +28,24 @@ from torch.nn import functional as F
 from lowbit.tensor.base import LowbitTensor
 
 Condition = Callable[[Tensor, LowbitTensor, Tensor | None], bool]
-Implementation = Callable[[Tensor, Any, Tensor | None], Tensor]
+Implementation = Callable[..., Tensor]
+"""(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
+Watcher = Callable[[Tensor, LowbitTensor, Implementation], AbstractContextManager[None]]
 
-_table: list[tuple[Condition, Implementation]] = []
+_table: list[tuple[Condition, Implementation, bool]] = []
+_watchers: list[Watcher] = []
 
 
 def register_linear(
-    condition: Condition, impl: Implementation | None = None
+    condition: Condition, impl: Implementation | None = None, *, takes_residual: bool = False
 ) -> Callable[[Implementation], Implementation]:
-    """Put `impl` first in the table; as `@register_linear(condition)`, a decorator. Returns the decorator."""
+    """Put `impl` first in the table; as `@register_linear(condition)`, a decorator. Returns the decorator.
+
+    `takes_residual`: it may be called with a fourth argument, the residual or None.
+    """
 
     def register(fn: Implementation) -> Implementation:
-        _table.insert(0, (condition, fn))
+        _table.insert(0, (condition, fn, takes_residual))
         return fn
 
     if impl is not None:
@@ -51,17 +61,57 @@ def unregister_linear(impl: Implementation) -> None:
     kept = [entry for entry in _table if entry[1] is not impl]
     if len(kept) == len(_table):
         raise ValueError(
-            f"{impl!r} is not registered; registered: {[fn.__name__ for _, fn in _table]}"
+            f"{impl!r} is not registered; registered: {[fn.__name__ for _, fn, _ in _table]}"
         )
     _table[:] = kept
 
 
+def _find(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> tuple[Implementation, bool]:
+    for condition, impl, takes_residual in _table:
+        if condition(x, weight, bias):
+            return impl, takes_residual
+    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
+
+
 def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Implementation:
     """The implementation that serves this product."""
-    for condition, impl in _table:
-        if condition(x, weight, bias):
-            return impl
-    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
+    return _find(x, weight, bias)[0]
+
+
+@contextmanager
+def watch_linears(watcher: Watcher) -> Iterator[None]:
+    """Run each product of a quantized weight within `watcher(x, weight, implementation)`, until the context ends."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def _multiply(
+    x: Tensor, weight: LowbitTensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    impl, takes_residual = _find(x, weight, bias)
+    if _watchers:
+        with _watchers[-1](x, weight, impl):
+            return _call(impl, takes_residual, x, weight, bias, residual)
+    return _call(impl, takes_residual, x, weight, bias, residual)
+
+
+def _call(
+    impl: Implementation,
+    takes_residual: bool,
+    x: Tensor,
+    weight: LowbitTensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    if not takes_residual:
+        y = impl(x, weight, bias)
+        return y if residual is None else y + residual
+    if residual is None or residual.dtype is x.dtype:
+        return impl(x, weight, bias, residual)
+    return impl(x, weight, bias, None) + residual
 
 
 class _Linear(torch.autograd.Function):
@@ -69,7 +119,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
         # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
         ctx.save_for_backward(weight.detach())
-        return choose_linear(x, weight, bias)(x, weight, bias)
+        return _multiply(x, weight, bias, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
@@ -83,21 +133,37 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, grad_bias
 
 
-def quantized_linear(input: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Tensor:
-    """input [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Differentiable in input and bias.
+def quantized_linear(
+    input: Tensor,
+    weight: LowbitTensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """input [..., K] times weight [N, K] transposed, plus bias [N], plus residual [..., N]: [..., N].
+
+    Differentiable in input, bias and residual.
 
     Raises:
         RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
         ValueError: shapes that do not fit.
     """
-    if weight.requires_grad and torch.is_grad_enabled():
+    with_grad = torch.is_grad_enabled()
+    if with_grad and weight.requires_grad:
         raise RuntimeError(
             f"{weight!r} is quantized and cannot be trained: call .requires_grad_(False) on it, or train with "
             "lowbit.qat.prepare_ and convert afterwards"
         )
     check_linear(input, weight)
+    if residual is not None and residual.shape != (*input.shape[:-1], weight.shape[0]):
+        raise ValueError(
+            f"linear of input {tuple(input.shape)} with weight {tuple(weight.shape)} takes a residual of shape "
+            f"{(*input.shape[:-1], weight.shape[0])}, got {tuple(residual.shape)}"
+        )
     x, bias = autocast_inputs(input, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    if with_grad and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+        y = _Linear.apply(x, weight, bias)
+        return y if residual is None else y + residual
+    return _multiply(x, weight, bias, residual)
 
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:

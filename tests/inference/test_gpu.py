@@ -27,6 +27,7 @@ from tests.schemes import (
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+INT4 = lb.Int4WeightOnly(32)
 INT8, FLOAT8 = DYNAMIC["int8xint8"], DYNAMIC["float8xfloat8"]
 
 
@@ -67,11 +68,17 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
 @pytest.mark.parametrize(
     ("scheme", "tokens", "k", "n", "dtype", "chosen"),
     [
-        (INT8, 17, 64, 48, torch.bfloat16, "int8_dynamic_linear"),
+        (INT4, 1, 64, 48, torch.bfloat16, "int4_linear"),
+        (INT4, 70, 67, 47, torch.float16, "int4_linear"),
+        (INT4, 70, 64, 48, torch.float32, "plain_linear"),
+        (lb.Int4WeightOnly(8), 3, 64, 48, torch.bfloat16, "plain_linear"),
+        (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "int8_linear"),
+        (INT8, 17, 64, 48, torch.bfloat16, "int8_dynamic_kernel"),
+        (INT8, 16, 64, 48, torch.bfloat16, "int8_dynamic_kernel"),
+        (INT8, 64, 67, 48, torch.float16, "int8_dynamic_kernel"),
+        (INT8, 64, 64, 47, torch.bfloat16, "int8_dynamic_kernel"),
         (INT8, 64, 128, 256, torch.float32, "int8_dynamic_linear"),
-        (INT8, 16, 64, 48, torch.bfloat16, "plain_linear"),
-        (INT8, 64, 67, 48, torch.bfloat16, "plain_linear"),
-        (INT8, 64, 64, 47, torch.bfloat16, "plain_linear"),
+        (INT8, 16, 128, 256, torch.float32, "plain_linear"),
         (FLOAT8, 1, 64, 48, torch.bfloat16, "float8_dynamic_linear"),
         (FLOAT8, 33, 128, 256, torch.bfloat16, "float8_dynamic_linear"),
         (FLOAT8, 33, 64, 48, torch.float32, "plain_linear"),

@@ -1,0 +1,253 @@
+"""fuse_linears_: linears that read the same input, computed by one product over their weights side by side.
+
+    q, k, v = q_proj(x), k_proj(x), v_proj(x)     one product with the rows of all three, in the first
+
+The first module of a group holds the joint weight and computes all outputs; each of the others takes its slice when
+called with the same input, and computes its own rows when called with another. The model's code stays as it is, and
+so do its state dicts: the joint weight is saved as, and loaded from, the parts' own names, so that checkpoints pass
+between fused and plain models in both directions. (Load first and fuse then, where memory is short: fusing holds one
+group twice, loading into a fused model the whole state dict and the joint weights.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.tensor.apply import find_owners
+from lowbit.tensor.base import LowbitTensor
+
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("query", "key", "value"),
+    ("gate", "up"),
+)
+"""Names of siblings that read one input: Hugging Face's Llama-like models, and recipes/llama.py."""
+
+
+class FusedLinear(nn.Module):
+    """The first linear of a group: holds the joint `weight` [sum of N, K] and `bias`, returns its own output."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.sizes = tuple(part.out_features for part in parts)
+        self.in_features, self.out_features = parts[0].in_features, self.sizes[0]
+        first = parts[0].weight
+        self.weight = nn.Parameter(
+            torch.cat([p.weight.detach() for p in parts]), requires_grad=first.requires_grad
+        )
+        self.bias: nn.Parameter | None = None
+        if parts[0].bias is not None:
+            joint = torch.cat([p.bias.detach() for p in parts])
+            self.bias = nn.Parameter(joint, requires_grad=parts[0].bias.requires_grad)
+        self._held: tuple[Tensor, tuple[Tensor | None, ...]] | None = None
+        self.train(parts[0].training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, *others = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        self._held = (x, tuple(others))
+        return own
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """The output of part `index` > 0, once for each call of the first."""
+        held = self._held
+        if held is None or held[0] is not x or held[1][index - 1] is None:
+            weight, bias = self.part(index)
+            return F.linear(x, weight, bias)
+        outputs = held[1]
+        y = outputs[index - 1]
+        assert y is not None
+        left = tuple(None if i == index - 1 else t for i, t in enumerate(outputs))
+        self._held = (x, left) if any(t is not None for t in left) else None
+        return y
+
+    def part(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Views of the rows of part `index`."""
+        start = sum(self.sizes[:index])
+        end = start + self.sizes[index]
+        return self.weight[start:end], None if self.bias is None else self.bias[start:end]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}  # a copy of the model holds no outputs
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        parent = prefix[: -len(self.names[0]) - 1]
+        for index, name in enumerate(self.names):
+            for kind, t in zip(("weight", "bias"), self.part(index), strict=True):
+                if t is not None:
+                    destination[f"{parent}{name}.{kind}"] = t if keep_vars else t.detach()
+
+    def extra_repr(self) -> str:
+        parts = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+        return f"in_features={self.in_features}, {parts}, bias={self.bias is not None}"
+
+
+class FusedPart(nn.Module):
+    """Another linear of the group: its output is a slice of what the first one computed."""
+
+    def __init__(self, lead: FusedLinear, index: int) -> None:
+        super().__init__()
+        self._lead = (lead,)  # in a tuple: it is no submodule here
+        self.index = index
+        self.in_features, self.out_features = lead.in_features, lead.sizes[index]
+        self.train(lead.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._lead[0].take(self.index, x)
+
+    @property
+    def weight(self) -> Tensor:
+        """A view of the joint weight's rows."""
+        return self._lead[0].part(self.index)[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """A view of the joint bias's elements, or None."""
+        return self._lead[0].part(self.index)[1]
+
+    def extra_repr(self) -> str:
+        lead = self._lead[0]
+        return f"{lead.names[self.index]} of {lead.names[0]}, out_features={self.out_features}"
+
+
+def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Replace the entries of a group's parts by those of the joint tensors, where all parts have one."""
+    leads = [m for m in parent._modules.values() if isinstance(m, FusedLinear)]
+    for lead in leads:
+        for kind in ("weight", "bias"):
+            keys = [f"{prefix}{name}.{kind}" for name in lead.names]
+            found = [state_dict.pop(key) for key in keys if key in state_dict]
+            if found and len(found) == len(keys):
+                state_dict[keys[0]] = torch.cat(found)
+            elif found:
+                args[-1].append(f"{prefix}{lead.names[0]} is fused: it loads all of {keys} or none")
+
+
+def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, int]) -> str:
+    """Why these modules cannot be one product, or ""."""
+    parts: list[nn.Linear] = []
+    for name, part in zip(names, modules, strict=True):
+        if type(part) is not nn.Linear:
+            return f"{name} is a {type(part).__name__}, not an nn.Linear"
+        if "weight" not in part._parameters:
+            return f"the weight of {name} is computed, not a parameter"
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
+            return f"{name} has hooks, which a fused module would not run"
+        if uses[id(part.weight)] > 1:
+            return f"the weight of {name} is tied to another one"
+        parts.append(part)
+    first = parts[0].weight
+    for name, part in zip(names, parts, strict=True):
+        w, b = part.weight, part.bias
+        facts = {
+            "K": (w.shape[1], first.shape[1]),
+            "dtype": (w.dtype, first.dtype),
+            "device": (w.device, first.device),
+            "bias": (b is not None, parts[0].bias is not None),
+            "requires_grad": (w.requires_grad, first.requires_grad),
+            "mode (train or eval)": (part.training, parts[0].training),
+        }
+        for what, (own, expected) in facts.items():
+            if own != expected:
+                return f"{name} has {what} {own}, {names[0]} has {expected}"
+        alike = (
+            first._is_stored_like(w) if isinstance(first, LowbitTensor) else type(w) is type(first)
+        )
+        if not alike:
+            return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
+        if isinstance(w, LowbitTensor) and w._row_attrs() != tuple(w.inner_tensors()):
+            return f"all rows of {name} share a scale of its own ({_stored(w)})"
+    return ""
+
+
+def _stored(weight: Tensor) -> str:
+    spec = getattr(weight, "spec", None)
+    return type(weight).__name__ if spec is None else f"{spec}, activation {weight.activation}"  # type: ignore[attr-defined]
+
+
+def fuse_linears_(
+    model: nn.Module, groups: Sequence[Sequence[str]] | None = None
+) -> list[tuple[str, ...]]:
+    """Compute sibling linears that read the same input by one product, in place.
+
+        lowbit.quantize_(model, Int4WeightOnly())
+        lowbit.inference.fuse_linears_(model)
+
+    A decoded token then takes one launch for q, k and v, and one for gate and up. Their input must not be written to
+    between the calls. One thread at a time may call the model.
+
+    Args:
+        model: its weights quantized or plain.
+        groups: names of siblings, of modules that hold all of a group's; default `GROUPS`: q_proj, k_proj and v_proj,
+            gate_proj and up_proj, and the names of recipes/llama.py.
+
+    Returns:
+        The fully qualified names of each group that was fused, first the one that holds the joint weight.
+
+    Raises:
+        ValueError: a group differs in K, scheme, dtype, device or bias, is tied, or has hooks; no module holds one of
+        the groups. The message names what it is; the model is then as it was.
+    """
+    wanted = GROUPS if groups is None else groups
+    uses = {key: len(owners) for key, owners in find_owners(model).items()}
+    found: list[tuple[nn.Module, str, tuple[str, ...]]] = []
+    obstacles = []
+    for prefix, parent in model.named_modules():
+        for names in wanted:
+            parts = [parent._modules.get(name) for name in names]
+            if any(part is None or isinstance(part, FusedLinear | FusedPart) for part in parts):
+                continue
+            path = f"{prefix}." if prefix else ""
+            why = _obstacle([path + n for n in names], parts, uses)
+            if why:
+                obstacles.append(why)
+            else:
+                found.append((parent, path, tuple(names)))
+    if obstacles or not found:
+        reasons = "; ".join(obstacles[:4]) or f"no module has {' or '.join(map(str, wanted))}"
+        raise ValueError(
+            f"cannot fuse linears of {type(model).__name__}: {reasons}; choose with groups, e.g. [('gate', 'up')]"
+        )
+    for parent, _, names in found:
+        lead = FusedLinear(names, [parent._modules[n] for n in names])  # type: ignore[misc]
+        setattr(parent, names[0], lead)
+        for index, name in enumerate(names[1:], 1):
+            setattr(parent, name, FusedPart(lead, index))
+        if not hasattr(parent, "_lowbit_join"):
+            parent._lowbit_join = parent.register_load_state_dict_pre_hook(_join_on_load)
+    return [tuple(path + n for n in names) for _, path, names in found]
+
+
+def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
+    """Undo `fuse_linears_`, in place: every linear has a weight of its own again. Returns the names, as that does.
+
+    Raises ValueError where nothing is fused.
+    """
+    undone = []
+    for prefix, parent in list(model.named_modules()):
+        for lead in [m for m in parent._modules.values() if isinstance(m, FusedLinear)]:
+            for index, name in enumerate(lead.names):
+                weight, bias = lead.part(index)
+                new = nn.Linear(
+                    *(lead.in_features, lead.sizes[index], bias is not None), device="meta"
+                )
+                new.weight = nn.Parameter(weight.detach().clone(), lead.weight.requires_grad)
+                if bias is not None:
+                    assert lead.bias is not None
+                    new.bias = nn.Parameter(bias.detach().clone(), lead.bias.requires_grad)
+                setattr(parent, name, new.train(lead.training))
+            undone.append(tuple(f"{prefix}.{n}" if prefix else n for n in lead.names))
+        hook = parent.__dict__.pop("_lowbit_join", None)
+        if hook is not None:
+            hook.remove()
+    if not undone:
+        raise ValueError(f"nothing is fused in {type(model).__name__}")
+    return undone

@@ -1,0 +1,130 @@
+"""A `recipes.llama.Llama` over a static cache: a prefill, and one token at a time.
+
+Shapes in names as in recipes/llama.py; P the positions of the new tokens, S those that the cache has room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.inference import linear
+from recipes.decode.attention import attend_last
+from recipes.llama import Block, Llama, rotate
+
+
+def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
+    """module(x) + residual, in one kernel where the weight has one."""
+    if isinstance(module, nn.Linear):
+        return linear(x_BTD, module.weight, module.bias, residual_BTD)
+    return module(x_BTD) + residual_BTD
+
+
+def block_step(
+    block: Block,
+    x_BTD: Tensor,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    position_T: Tensor,
+    keys_BKSE: Tensor,
+    values_BKSE: Tensor,
+) -> Tensor:
+    """One block over T new positions, which are written to the cache: the first ones, or a single one after others."""
+    attention, mlp = block.attention, block.mlp
+    batch, new, _ = x_BTD.shape
+    split = (batch, new, -1, attention.config.head_dim)
+    h_BTD = block.attention_norm(x_BTD)
+    query = rotate(attention.query(h_BTD).view(split).transpose(1, 2), cos_TP, sin_TP)
+    key = rotate(attention.key(h_BTD).view(split).transpose(1, 2), cos_TP, sin_TP)
+    value = attention.value(h_BTD).view(split).transpose(1, 2)
+    keys_BKSE.index_copy_(2, position_T, key)
+    values_BKSE.index_copy_(2, position_T, value)
+    if new == 1:
+        mixed = attend_last(query, keys_BKSE, values_BKSE, position_T)
+    else:
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
+    h_BTD = block.mlp_norm(x_BTD)
+    return project(mlp.down, F.silu(mlp.gate(h_BTD)) * mlp.up(h_BTD), x_BTD)
+
+
+CHUNK = 256
+
+
+def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first block gets: [B, T, D], and cos and sin [T, E/2] of the positions."""
+    return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
+
+
+def largest(logits_B1V: Tensor) -> Tensor:
+    """`argmax(-1)`, of chunks first: one reduction of a whole vocabulary would keep a GPU's one multiprocessor busy."""
+    if logits_B1V.shape[-1] % CHUNK:
+        return logits_B1V.argmax(-1)
+    value_B1C, index_B1C = logits_B1V.unflatten(-1, (-1, CHUNK)).max(-1)
+    chunk_B11 = value_B1C.argmax(-1, keepdim=True)
+    return (chunk_B11 * CHUNK + index_B1C.gather(-1, chunk_B11)).squeeze(-1)
+
+
+def choose_token(model: Llama, x_BTD: Tensor) -> Tensor:
+    """The most likely token after the last position: int64 [B, 1]."""
+    return largest(model.head(model.norm(x_BTD[:, -1:])))
+
+
+class Decoder:
+    """Greedy decoding of `batch` sequences over a cache of `positions`.
+
+    Args:
+        backend: of torch.compile, for each block (one compilation, as they are alike), what comes before and what
+            after them; None: uncompiled.
+    """
+
+    def __init__(
+        self, model: Llama, batch: int, positions: int, backend: str | None = None
+    ) -> None:
+        self.model, config = model, model.config
+        weight = model.embedding.weight
+        shape = (batch, config.kv_heads, positions, config.head_dim)
+        self.keys = [weight.new_zeros(shape) for _ in range(config.layers)]
+        self.values = [weight.new_zeros(shape) for _ in range(config.layers)]
+        self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        self._block: Callable[..., Tensor] = block_step
+        self._choose: Callable[..., Tensor] = choose_token
+        self._embed: Callable[..., tuple[Tensor, Tensor, Tensor]] = embed
+        if backend is not None:
+            options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+            self._block = torch.compile(block_step, **options)
+            self._choose = torch.compile(choose_token, **options)
+            self._embed = torch.compile(embed, **options)
+
+    def forward(self, tokens_BT: Tensor, position_T: Tensor) -> Tensor:
+        """The token after these; they are the first positions, or a single one after those in the cache."""
+        model = self.model
+        x_BTD, cos_TP, sin_TP = self._embed(model, tokens_BT, position_T)
+        for block, keys, values in zip(model.blocks, self.keys, self.values, strict=True):
+            x_BTD = self._block(block, x_BTD, cos_TP, sin_TP, position_T, keys, values)
+        return self._choose(model, x_BTD)
+
+    def prefill(self, prompt_BT: Tensor) -> None:
+        """Begin with a prompt: [B, T]. The next token is then in `token_B1`, its position in `position`."""
+        position_T = torch.arange(prompt_BT.shape[1], device=prompt_BT.device)
+        self.token_B1.copy_(self.forward(prompt_BT, position_T))
+        self.position.fill_(prompt_BT.shape[1])
+
+    def step(self) -> None:
+        """Decode the token after `token_B1`, which takes its place. No host is needed, so a CUDA graph can hold it."""
+        self.token_B1.copy_(self.forward(self.token_B1, self.position))
+        self.position.add_(1)
+
+    def generate(self, prompt_BT: Tensor, new_tokens: int) -> Tensor:
+        """The prompt and `new_tokens` after it: int64 [B, T + new_tokens]."""
+        self.prefill(prompt_BT)
+        found = [prompt_BT, self.token_B1.clone()]
+        for _ in range(new_tokens - 1):
+            self.step()
+            found.append(self.token_B1.clone())
+        return torch.cat(found, dim=1)

@@ -1,0 +1,65 @@
+"""int4 and int8 linears split by columns and rows: the local shards reach the kernels, in sizes of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import lowbit as lb
+from tests.distributed.launch import launch
+from tests.inference.weight_ops import counted
+from tests.schemes import relative_error
+
+SCHEMES = {
+    "int4-g32": lb.Int4WeightOnly(32),
+    "int4-g96-asymmetric": lb.Int4WeightOnly(96, "asymmetric"),
+    "int8-row": lb.Int8WeightOnly(),
+    "int8-g32": lb.Int8WeightOnly(32),
+}
+
+
+class Block(nn.Module):
+    """128 → 192 → 64: both ranks' 96 columns of the second are whole groups."""
+
+    def __init__(self, scheme: lb.Scheme) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(128, 192), nn.Linear(192, 64)
+        self.bfloat16()
+        lb.quantize_(self, scheme)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+def check_block(rank, world_size, names):
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = {}
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch:
+            ops = counted(patch)
+            whole, model = Block(SCHEMES[name]), Block(SCHEMES[name])
+            parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            torch.manual_seed(1)
+            x = torch.randn(2, 5, 128, dtype=torch.bfloat16)
+            expected = whole(x)
+            ops.calls.clear()
+            with torch.no_grad():
+                y = model(x)
+            assert relative_error(y, expected.double()) < 1e-2, name
+            found[name] = [call[:4] for call in ops.calls]
+    return found
+
+
+def test_local_shards_reach_the_kernels() -> None:
+    for found in launch(check_block, 2, list(SCHEMES)):
+        for name in SCHEMES:
+            op = name[:4] + "_linear"
+            assert found[name] == [(op, 10, 96, 128), (op, 10, 64, 96)], name

@@ -1,0 +1,64 @@
+"""The kernels' linears by their formula in float64, counted: what the library calls can be seen without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit_kernels
+
+
+def unpacked(codes: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return codes.double()
+    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).double() - 8
+
+
+def values(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group: int, k: int
+) -> Tensor:
+    """float64 [N, K]."""
+    at = torch.arange(k) // group
+    x = unpacked(codes, bits)[:, :k]
+    if zero_point is not None:
+        x = x - zero_point.double()[:, at]
+    return x * scale.double()[:, at]
+
+
+class CountedOps:
+    """`int4_linear` and `int8_linear` in the place of lowbit_kernels' own. `calls`: (op, M, N, K, group, epilogue)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def make(self, bits: int) -> Any:
+        def op(
+            x: Tensor,
+            codes: Tensor,
+            scale: Tensor,
+            zero_point: Tensor | None = None,
+            bias: Tensor | None = None,
+            residual: Tensor | None = None,
+            *,
+            group_size: int,
+        ) -> Tensor:
+            weight = values(codes, scale, zero_point, bits, group_size, x.shape[-1])
+            extra = [name for name, t in (("bias", bias), ("residual", residual)) if t is not None]
+            size = (x.shape[:-1].numel(), *weight.shape)
+            self.calls.append((f"int{bits}_linear", *size, group_size, "+".join(extra)))
+            y = x.double() @ weight.t()
+            for t in (bias, residual):
+                y = y if t is None else y + t.double()
+            return y.to(x.dtype)
+
+        return op
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> CountedOps:
+    ops = CountedOps()
+    for bits in (4, 8):
+        monkeypatch.setattr(lowbit_kernels, f"int{bits}_linear", ops.make(bits), raising=False)
+    return ops

@@ -1,0 +1,308 @@
+"""The decode recipe: the same tokens as the plain model's, one compilation for all blocks, attention, the page."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit as lb
+from recipes.decode import attention
+from recipes.decode.__main__ import main
+from recipes.decode.capture import captured
+from recipes.decode.config import PRESETS, Row, llama_8b, rows, tiny
+from recipes.decode.decoder import Decoder, largest
+from recipes.decode.measure import build, convert_, stored_bytes, trace
+from recipes.decode.tinygemm import TinygemmLinear
+from recipes.llama import Llama
+from tests.inference.weight_ops import counted
+from tests.schemes import relative_error
+
+CONFIG = tiny()
+ROWS = rows(CONFIG)
+CPU = torch.device("cpu")
+LOW_BIT = [row for row in ROWS.values() if row.scheme is not None]
+over_rows = pytest.mark.parametrize("row", LOW_BIT, ids=[row.name for row in LOW_BIT])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Llama:
+    """Weights large enough that attention is far from uniform and tokens differ."""
+    model = build(CONFIG, CPU)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def prompt(batch: int = 2, length: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(256, (batch, length), generator=generator)
+
+
+def converted(model: Llama, row: Row) -> tuple[Llama, Llama]:
+    """Quantized, with separate linears and with fused ones."""
+    separate, fused = copy.deepcopy(model), copy.deepcopy(model)
+    lb.quantize_(separate, row.scheme)
+    convert_(fused, row, CONFIG.group_size)
+    return separate, fused
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_the_tokens_of_the_plain_model(plain: Llama, backend: str | None) -> None:
+    found = Decoder(plain, 2, 20, backend).generate(prompt(), 9)
+    assert torch.equal(found, plain.generate(prompt(), 9, temperature=0))
+    assert len(set(found[0].tolist())) > 5
+
+
+@torch.no_grad()
+@over_rows
+def test_low_bit_rows_decode_what_their_model_does(plain: Llama, row: Row) -> None:
+    separate, fused = converted(plain, row)
+    expected = separate.generate(prompt(), 9, temperature=0)
+    assert torch.equal(Decoder(fused, 2, 20).generate(prompt(), 9), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_blocks_are_compiled_once_and_whole(plain: Llama, name: str) -> None:
+    model = copy.deepcopy(plain)
+    convert_(model, ROWS[name], CONFIG.group_size)
+    torch._dynamo.utils.counters.clear()
+    Decoder(model, 2, 20, "aot_eager").generate(prompt(), 4)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 6, "embedding, block and head, for the prompt and for one token"
+
+
+def test_a_step_calls_four_kernels_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the residual in those that end in it."""
+    ops = counted(monkeypatch)
+    config = dataclasses.replace(CONFIG, dtype=torch.bfloat16)
+    model = build(config, CPU)
+    convert_(model, ROWS["int4-int8-head"], 32)
+    decoder = Decoder(model, 3, 20)
+    with torch.no_grad():
+        decoder.step()
+    block = [
+        ("int4_linear", 3, 128, 64, 32, ""),
+        ("int4_linear", 3, 64, 64, 32, "residual"),
+        ("int4_linear", 3, 320, 64, 32, ""),
+        ("int4_linear", 3, 64, 160, 32, "residual"),
+    ]
+    assert ops.calls == [*block * 3, ("int8_linear", 3, 256, 64, 64, "")]
+    assert decoder.position.item() == 1
+
+
+@torch.no_grad()
+def test_captured_steps_go_on_from_each_other(plain: Llama) -> None:
+    decoder = Decoder(plain, 2, 20)
+    expected = decoder.generate(prompt(), 6)
+    decoder.prefill(prompt())
+    step = captured(decoder.step, CPU)  # which runs it three times
+    step()
+    assert torch.equal(decoder.token_B1, expected[:, -2:-1])
+    assert decoder.position.item() == 11
+
+
+@pytest.mark.parametrize("k", [64, 160])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tinygemm_multiplies_by_the_quantized_weight(k: int, dtype: torch.dtype) -> None:
+    weight, x = torch.randn(64, k, dtype=dtype), torch.randn(2, 3, k, dtype=dtype)
+    spec = lb.Spec(lb.Int(4, signed=False), lb.PerGroup(32), "float_zero_point")
+    exact = lb.AffineTensor.from_float(weight.bfloat16(), spec).dequantize().double()
+    y = TinygemmLinear(weight, 32)(x)
+    assert y.dtype is dtype and y.shape == (2, 3, 64)
+    assert relative_error(y, x.double() @ exact.t()) < 1e-2
+
+
+@torch.no_grad()
+def test_the_tinygemm_row_is_close_to_int4(plain: Llama) -> None:
+    model = copy.deepcopy(plain)
+    convert_(model, ROWS["tinygemm"], CONFIG.group_size)
+    assert not any(isinstance(m, nn.Linear) for m in model.blocks.modules())
+    assert stored_bytes(model) < stored_bytes(plain)
+    x, position = torch.randn(2, 7, 64), torch.arange(7)
+    blocks = [Decoder(m, 2, 20) for m in (model, plain)]
+    outs = [
+        d._block(
+            d.model.blocks[0], x, d.model.cos[:7], d.model.sin[:7], position, d.keys[0], d.values[0]
+        )
+        for d in blocks
+    ]
+    assert 1e-3 < relative_error(*outs) < 0.2
+
+
+@pytest.mark.parametrize("size", [100, 256, 1024])
+def test_the_largest_of_a_vocabulary_in_chunks(size: int) -> None:
+    logits = torch.randint(-9, 9, (3, 1, size)).float()  # with ties, of which the first counts
+    assert torch.equal(largest(logits), logits.argmax(-1))
+
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+
+def case(batch: int, heads: int, kv_heads: int, width: int, positions: int):
+    sizes = [(batch, heads, 1, width), *[(batch, kv_heads, positions, width)] * 2]
+    return [torch.randn(size) for size in sizes]
+
+
+def exact(query: Tensor, keys: Tensor, values: Tensor, last: int) -> Tensor:
+    shared = query.shape[1] // keys.shape[1]
+    seen = [t[:, :, : last + 1].double().repeat_interleave(shared, 1) for t in (keys, values)]
+    scores = query.double() @ seen[0].transpose(-1, -2) / query.shape[-1] ** 0.5
+    return scores.softmax(-1) @ seen[1]
+
+
+SIZES = [(1, 4, 2, 16, 48), (2, 6, 2, 32, 300), (1, 8, 8, 16, 130)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_attention_sees_the_positions_so_far(size: tuple[int, ...]) -> None:
+    query, keys, values = case(*size)
+    for last in (0, 1, size[-1] // 3, size[-1] - 1):
+        hidden = values.clone()
+        hidden[:, :, last + 1 :] = 1e9
+        y = attention.attend_last(query, keys, hidden, torch.tensor([last]))
+        assert relative_error(y, exact(query, keys, values, last)) < 1e-6
+
+
+def test_the_attention_op_is_sound() -> None:
+    torch.library.opcheck(attention.attend_last, (*case(2, 6, 2, 16, 40), torch.tensor([17])))
+
+
+INTERPRETED = """
+import torch
+from recipes.decode.flash_decoding import flash_decode
+from tests.recipes.test_decode import SIZES, case, exact
+from tests.schemes import relative_error
+
+torch.manual_seed(0)
+for size in SIZES:
+    query, keys, values = case(*size)
+    for last in (0, 1, 63, 64, size[-1] // 3, size[-1] - 1):
+        if last < size[-1]:
+            keys[:, :, last + 1 :] = float("nan")
+            y = flash_decode(query, keys, values, torch.tensor([last]))
+            keys.nan_to_num_(0.5)
+            assert relative_error(y, exact(query, keys, values, last)) < 1e-6, (size, last)
+"""
+
+
+def test_the_attention_kernels_in_the_interpreter() -> None:
+    """In a process of its own: Triton reads the switch when it is imported."""
+    pytest.importorskip("triton")
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 32, 8, 128, 1024), (16, 32, 8, 128, 2304), (3, 6, 2, 64, 77)])
+def test_the_attention_kernels_on_a_gpu(size: tuple[int, ...]) -> None:
+    query, keys, values = (t.cuda().bfloat16() for t in case(*size))
+    for last in (0, 5, size[-1] // 2, size[-1] - 1):
+        y = attention.attend_last(query, keys, values, torch.tensor([last], device="cuda"))
+        assert relative_error(y.cpu(), exact(query, keys, values, last).cpu()) < 5e-3
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("name", list(ROWS))
+def test_a_captured_graph_decodes_what_eager_steps_do(name: str) -> None:
+    model_config = dataclasses.replace(CONFIG.model, dim=256, hidden=512)
+    config = dataclasses.replace(CONFIG, model=model_config, dtype=torch.bfloat16)
+    device = torch.device("cuda")
+    model = build(config, device)
+    convert_(model, ROWS[name], 32)
+    text = prompt().to(device)
+    decoder = Decoder(model, 2, 40, "inductor")
+    expected = decoder.generate(text, 12)
+    step = captured(decoder.step, device)
+    decoder.prefill(text)
+    found = [decoder.token_B1.clone()]
+    for _ in range(11):
+        step()
+        found.append(decoder.token_B1.clone())
+    assert torch.equal(torch.cat(found, 1), expected[:, 7:])
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+
+
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pages" / "decode.md"
+    assert main(["--preset", "tiny", "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page in capsys.readouterr().out
+    for name, row in ROWS.items():
+        assert f"| {name} | {row.about} |" in page
+        assert page.count(f"\n| {name} | ") == 3
+    assert "python -m recipes.decode --preset tiny" in page and "| batch 3 | decode tok/s" in page
+
+
+def test_the_shapes_for_the_benchmark(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.json"
+    assert main(["--preset", "tiny", "--rows", "int4", "--shapes", str(path)]) == 0
+    linears = json.loads(path.read_text())["linears"]
+    assert len(linears) == 3 * 4 + 1
+    assert linears[0] == {
+        **{"name": "blocks.0.attention.query", "m": 1, "n": 128, "k": 64, "scheme": "int4-g32"},
+        **{"implementation": "plain_linear", "calls": 1},
+    }
+    assert trace(CONFIG, ROWS["bf16"], 3, CPU).linears[0].m == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "int4,int5"], "no row named int5; there are: bf16, int8"),
+        (["--shapes", "x.json"], "--shapes takes one row"),
+    ],
+    ids=["row", "shapes"],
+)
+def test_what_is_to_be_put_right(arguments, said, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--preset", "tiny", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"positions": 20}, "start=16 and tokens=8 pass the cache of 20"),
+        ({"prompt": 65}, "65 positions pass the model's context of 64"),
+        ({"start": 2}, "start=2 leaves no 3 positions"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(change: dict[str, int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_the_large_preset_is_an_8b_model() -> None:
+    with torch.device("meta"):
+        model = Llama(llama_8b().model)
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+    assert set(PRESETS) == {"8b", "tiny"}

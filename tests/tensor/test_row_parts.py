@@ -1,0 +1,77 @@
+"""Quantizing in parts of rows: the same bits as at once, small temporaries, whole rows in their order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowbit as lb
+from lowbit.tensor import row_parts
+from lowbit.tensor.affine_tensor import check_weight
+from tests.schemes import SCHEMES, over
+
+SHAPES = {
+    "matrix": lambda: torch.randn(37, 67),
+    "bfloat16": lambda: torch.randn(64, 64).bfloat16(),
+    "experts": lambda: torch.randn(3, 41, 67),
+    "transposed": lambda: torch.randn(67, 37).t(),
+    "no rows": lambda: torch.randn(0, 67),
+}
+
+
+@over(SCHEMES)
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_the_same_bits(scheme: lb.Scheme, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = SHAPES[shape]()
+    whole = lb.AffineTensor.from_float(weight, scheme)
+    monkeypatch.setattr(row_parts, "PART_ELEMENTS", 300)
+    parts = lb.AffineTensor.from_float(weight, scheme)
+    assert torch.equal(whole, parts)
+    for name, t in whole.inner_tensors().items():
+        assert getattr(parts, name).stride() == t.stride()
+
+
+@pytest.mark.parametrize("limit", [1, 67, 300, 2747, 10**6])
+def test_parts_are_whole_rows_in_order(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_parts, "PART_ELEMENTS", limit)
+    for make in SHAPES.values():
+        t = make()
+        parts = list(row_parts.row_parts(t))
+        assert torch.equal(
+            torch.cat([p.reshape(-1, p.shape[-1]) for p in parts]), t.reshape(-1, t.shape[-1])
+        )
+        assert all(p.numel() <= max(limit, t.shape[-1]) for p in parts)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an op makes, views of `weight` left out."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.found, self.known = 0, weight.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != self.known:
+            self.found = max(self.found, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(
+    "scheme", [lb.Int4WeightOnly(128), lb.Int8WeightOnly()], ids=["int4", "int8"]
+)
+def test_no_float32_copy_of_the_weight(scheme: lb.Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_parts, "PART_ELEMENTS", 2**12)
+    weight = torch.randn(512, 256).bfloat16()
+    with Largest(weight) as largest:
+        quantized = lb.AffineTensor.from_float(weight, scheme)
+    assert largest.found <= max(quantized.codes.nbytes, 8 * 2**12)
+
+
+def test_bad_values_are_counted_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_parts, "PART_ELEMENTS", 100)
+    weight = torch.randn(37, 67)
+    weight[0, 0], weight[20, 5], weight[36, 66] = float("nan"), float("inf"), -float("inf")
+    with pytest.raises(ValueError, match="w has 3 NaN or infinite values of 2479"):
+        check_weight(weight, "w")
