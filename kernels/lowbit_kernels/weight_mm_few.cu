@@ -92,7 +92,7 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
     return whole;
 }
 
-// Every second part, from `own` on: one thread would issue copies of short rows more slowly than memory serves them.
+// Every second part, from `own` on: one thread might issue copies of short rows more slowly than memory serves them.
 DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
     const int start = p.slice(rank), chunks = p.slice(rank + 1) - start, pitch = p.pitch();
     Ring ring;
@@ -232,16 +232,19 @@ DEVICE float scale_at(const unsigned char *scales, int i) {
 }
 
 // The group of a unit of a warp's chunk `c`, after that of its first chunk, `first`.
-DEVICE int group_of(int first, int c, int unit) {
-    if constexpr (CHUNK % SPAN == 0) return (c * CHUNK + unit * UNIT) / SPAN;
+DEVICE int group_of(uint32 first, uint32 c, int unit) {
+    if constexpr (GROUP == 0) return 0;
+    else if constexpr (CHUNK % SPAN == 0) return (c * CHUNK + unit * UNIT) / SPAN;
+    else if constexpr (SPAN % CHUNK == 0) return (int)(first % (SPAN / CHUNK) + c) / (SPAN / CHUNK);
     else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
 }
 
 // Adds the products of the warp's chunk `c` to `sums`. `codes` is the lane's of row g; of the scales and zero points of
-// that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k.
+// that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k,
+// `left` how many k there are from that on.
 DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const unsigned char *codes, int pitch,
                            const unsigned char *scales, const signed char *zero_points, int rest, int first, int c,
-                           int k) {
+                           int left) {
     uint32 upper[4], lower[4];  // of rows g and g + 8
     read_words(upper, codes);
     read_words(lower, codes + 8 * pitch);
@@ -249,7 +252,7 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const unsig
     for (int unit = 0; unit < UNITS; ++unit) {
         const int at = group_of(first, c, unit);
         // Of a chunk's end that no row has, where codes are anything and x is 0, there is no scale either.
-        const bool beyond = UNITS > 1 && (first + c) * CHUNK + unit * UNIT >= k;
+        const bool beyond = UNITS > 1 && c * CHUNK + unit * UNIT >= left;
         uint32 offset[2] = {offset_of(0), offset_of(0)};
         if constexpr (ZERO) offset[0] = offset_of(zero_points[at]), offset[1] = offset_of(zero_points[at + rest]);
         const float scale[2] = {beyond ? 0.0f : scale_at(scales, at), beyond ? 0.0f : scale_at(scales, at + rest)};
@@ -276,7 +279,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int start = p.slice(rank), chunks = p.slice(rank + 1) - start;
     const int first = share(chunks, warp), count = share(chunks, warp + 1) - first, pitch = p.pitch();
-    const int group = g * p.groups + (start + first) * CHUNK / SPAN;
+    const int group = g * p.groups + (GROUP == 0 ? 0 : (start + first) * CHUNK / SPAN);
     Tokens x[CHUNKS];
     if (((unsigned long long)p.x & 15) == 0 && (p.x_stride & 7) == 0 && (p.k & 7) == 0)
         load_tokens<true>(x, p, start + first, count);
@@ -284,9 +287,9 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         load_tokens<false>(x, p, start + first, count);
 
     Ring ring;
-    int buffer = 0;
-    uint32 parity = 0;
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
+    const int left = p.row_bytes * (8 / BITS) - (start + first) * CHUNK;
+    uint32 round = 0;
+    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round, ring.advance(p.stages)) {
         const unsigned char *stage = stages + ring.slot * p.stage_bytes();
         const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, t);
         const unsigned char *scales = stage + ROWS * pitch;
@@ -299,18 +302,17 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         for (int c = 0; c < CHUNKS; ++c)
             if (c < count)
                 multiply_chunk(sums, x[c], codes + c * CHUNK_BYTES, pitch, scales + group * SCALE_SIZE, zero_points,
-                               8 * p.groups, start + first, c, p.row_bytes * (8 / BITS));
+                               8 * p.groups, start + first, c, left);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
 
-        barrier_wait(shared_address(&shared.added[buffer]), parity ^ 1);
+        const uint32 buffer = round & 1;
+        barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
             shared.sums[buffer][warp][i][lane] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.summed[buffer]));
-        buffer ^= 1;
-        parity ^= buffer == 0;
     }
 }
 
@@ -417,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     unsigned char *ring = memory + sizeof(Shared);
-    const Problem p = {x,   codes,    scale,       zero_point, bias, residual, token_scale, out,
-                       x_stride, code_stride, m,   n,          k,    row_bytes, groups,     stages};
+    const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, out, x_stride, code_stride,
+                       m, n, k, row_bytes, groups, stages};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
     if (threadIdx.x == WARPS * 32) {

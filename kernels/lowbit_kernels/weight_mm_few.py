@@ -42,8 +42,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, `split` blocks that share k, `parts` of
-    a tile waited for apart, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
+    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, `split` blocks that share k, `parts`
+    of a tile waited for apart, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
 
     tokens: int
     chunks: int
@@ -71,12 +71,12 @@ def plan(
     possible = [one for one in plans if one is not None]
     if not possible:
         return None
-    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    chunks, tiles = -(-k * bits // (8 * CHUNK_BYTES)), -(-n // ROWS)
 
     def nanoseconds(one: Plan) -> float:
         """A multiprocessor gets 32 bytes a nanosecond of the weight, and 40 of x meanwhile."""
         slice_ = -(-chunks // one.split)
-        rounds = -(-(-(-n // ROWS)) // (one.grid // one.split))
+        rounds = -(-tiles // (one.grid // one.split))
         weight = rounds * slice_ * CHUNK_BYTES * ROWS / 32
         x = slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40
         shallow = 1.3 if one.stages < min(3, rounds) else 1.0
