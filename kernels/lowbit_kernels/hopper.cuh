@@ -25,6 +25,10 @@ DEVICE void barrier_expect(uint32 barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+DEVICE void barrier_arrive(uint32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // One arrival at the barrier that lies at the same address in block `rank` of the cluster. It orders nothing but what
 // the TMA and products do to shared memory: with the scope of a cluster the compiler would flush all memory here.
 DEVICE void barrier_arrive(uint32 barrier, uint32 rank) {
@@ -61,15 +65,48 @@ DEVICE uint32 cluster_rank() {
     return rank;
 }
 
+// The two halves of cluster_meet, with work of one's own between them.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Four floats to the shared memory of block `rank`, at the same address as here; their bytes count for the barrier that
+// lies there at the same address as here.
+DEVICE void store_remote(uint32 address, uint32 barrier, uint32 rank, float4 x) {
+    asm volatile(
+        "{\n.reg .b32 to, full;\n"
+        "mapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 full, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [full];\n}" ::"r"(address),
+        "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        : "memory");
+}
+
 // Meeting of all threads of the cluster.
 DEVICE void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// ---- launches that overlap -------------------------------------------------------------------------------------------
+
+// Until all that was launched before on the stream is done and seen, where the launch did not wait for that itself.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next launch that asks for it may take multiprocessors as they get free. Only after wait_for_previous: what comes
+// next may read what was written two launches before.
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- TMA -------------------------------------------------------------------------------------------------------------
 
 DEVICE void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// `bytes` of global memory to shared, a multiple of 16 between addresses that are; they count for `barrier`.
+DEVICE void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 // The box of `map` that begins at column x, row y, to shared memory; its bytes count for `barrier`. What lies outside

@@ -152,3 +152,45 @@ DEVICE T constant_load(const T *p) {
     for (unsigned int i = 0; i < sizeof(T) / 16; ++i) part[i] = __ldg((const uint4 *)p + i);
     return value;
 }
+
+// (x & mask) | bits and (x & mask) ^ bits in one instruction, also where both are constants.
+DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int bits) {
+    unsigned int result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+DEVICE unsigned int masked_xor(unsigned int x, unsigned int mask, unsigned int bits) {
+    unsigned int result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+
+// The difference of each half, as bf16 and as fp16 (sm_90 and newer).
+DEVICE unsigned int subtract_bf16x2(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+DEVICE unsigned int subtract_half2(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+// sums += a * b, 16 x 16 times 16 x 8, by a warp (sm_80 and newer). Of lane 4 g + t: a holds columns 2 t, 2 t + 1 of rows
+// g and g + 8, then columns 2 t + 8, 2 t + 9; b rows 2 t, 2 t + 1 of column g, then 2 t + 8, 2 t + 9; sums columns 2 t,
+// 2 t + 1 of row g, then of row g + 8.
+DEVICE void warp_multiply_bf16(float (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
+                               unsigned int b0, unsigned int b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void warp_multiply_half(float (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
+                               unsigned int b0, unsigned int b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}

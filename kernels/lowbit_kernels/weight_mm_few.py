@@ -1,13 +1,152 @@
-"""Stands in for the CUDA kernel of this name, and takes nothing."""
+"""Launches ``weight_mm_few.cu``: weights of 4 or 8 bits times at most 16 tokens, on GPUs of compute capability 9.0.
+
+    out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
+                + bias[n] + residual[m, n]
+
+The weight is never rounded: codes minus zero points are exact in x's dtype, sums and scales are float32.
+"""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
 from torch import Tensor
+
+from lowbit_kernels import nvrtc
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 8
+THREADS = 32 * (WARPS + 4)
+CHUNK_BYTES = 64  # of codes of a row
+SHARED_LIMIT = 227 * 1024
+X_REGISTERS = 64  # of a thread, for the x that it keeps
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for; the head of ``weight_mm_few.cu`` says what each means."""
+
+    bits: int
+    group: int
+    x: str
+    scale: str
+    zero: bool
+    tokens: int
+    chunks: int
+    split: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, `split` blocks that share k, `parts`
+    of a tile waited for apart, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
+
+    tokens: int
+    chunks: int
+    split: int
+    parts: int
+    grid: int
+    stages: int
+    shared: int
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    multiprocessors: int,
+    *,
+    scale_bytes: int = 0,
+    splits: tuple[int, ...] = (1, 2, 4, 8),
+    parts: int = 2,
+) -> Plan | None:
+    """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
+    `scale_bytes` those of the scales and zero points of a row, `splits` the numbers of blocks to choose from."""
+    plans = [_divided(m, n, k, bits, multiprocessors, scale_bytes, s, parts) for s in splits]
+    possible = [one for one in plans if one is not None]
+    if not possible:
+        return None
+    chunks, tiles = -(-k * bits // (8 * CHUNK_BYTES)), -(-n // ROWS)
+
+    def nanoseconds(one: Plan) -> float:
+        """A multiprocessor gets 32 bytes a nanosecond of the weight, and 40 of x meanwhile."""
+        slice_ = -(-chunks // one.split)
+        rounds = -(-tiles // (one.grid // one.split))
+        weight = rounds * slice_ * CHUNK_BYTES * ROWS / 32
+        x = slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40
+        shallow = 1.3 if one.stages < min(3, rounds) else 1.0
+        return weight * shallow + x / 2 + (600 if one.split > 1 else 0)
+
+    return min(possible, key=nanoseconds)
+
+
+def _divided(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    multiprocessors: int,
+    scale_bytes: int,
+    split: int,
+    parts: int,
+) -> Plan | None:
+    """With `split` blocks a cluster; None if x does not fit the registers, or one tile not the shared memory."""
+    tokens = 8 if m <= 8 else 16
+    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    if split > chunks:
+        return None
+    slice_ = -(-chunks // split)
+    own = -(-slice_ // WARPS)
+    if own * tokens * 8 // bits > X_REGISTERS:
+        return None
+    # Clusters of 4 and more lie within a part of the device of at least 16 multiprocessors.
+    usable = multiprocessors if split <= 2 else multiprocessors // 16 * 16
+    tiles = -(-n // ROWS)
+    clusters = min(tiles, max(usable // split, 1))
+    stage = ROWS * (slice_ * CHUNK_BYTES + 112 + scale_bytes)  # at most, with any padding
+    # 64 more: of a row's last chunk, places where no scale is are read, and not used.
+    fixed = 512 + 64 + 2 * (WARPS + max(split - 1, 1)) * tokens // 8 * 512
+    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES, -(-tiles // clusters))
+    if stages < 1:
+        return None
+    return Plan(tokens, own, split, parts, clusters * split, stages, fixed + stages * stage)
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
-    """Whether `few_tokens_mm` takes these operands."""
-    return False
+    """Whether `few_tokens_mm` takes these: a device of compute capability 9.0, 1..16 tokens, and codes whose rows are
+    whole groups and begin at multiples of 16 bytes."""
+    if not (
+        x.device.type == "cuda"
+        and nvrtc.is_available()
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+    ):
+        return False
+    return _fits(x, codes, scale, bits, group_size) and (
+        _plan(x.shape[0], codes, scale, True, bits, x.device) is not None
+    )
+
+
+def _fits(x: Tensor, codes: Tensor, scale: Tensor, bits: int, group_size: int) -> bool:
+    k = codes.shape[1] * 8 // bits
+    return (
+        1 <= x.shape[0] <= MAX_TOKENS
+        and 1 <= x.shape[1] <= k
+        and (x.stride(1) == 1 or x.shape[1] == 1)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and scale.dtype in DTYPES
+        and codes.shape[0] > 0
+        and k % 32 == 0
+        and k % group_size == 0
+        and (group_size % 32 == 0)
+        and (codes.stride(1) == 1 or codes.shape[1] == 1)
+        and codes.data_ptr() % 16 == 0
+        and (codes.shape[0] == 1 or codes.stride(0) % 16 == 0)
+    )
 
 
 def few_tokens_mm(
@@ -22,5 +161,124 @@ def few_tokens_mm(
     bits: int,
     group_size: int,
 ) -> Tensor:
-    """The product of `lowbit_kernels.weight_linear`, of operands for which `is_available` holds."""
-    raise RuntimeError("this GPU has no such kernel; is_available says so")
+    """The product, for operands that are checked and for which `is_available` holds.
+
+    Args:
+        x: bfloat16 or float16 [M, K], M in 1..16; rows may be strided.
+        codes: bits 4: uint8 [N, Kp / 2], even k in the low half, each code + 8; bits 8: int8 [N, Kp].
+            Kp is K padded to whole groups. Rows may be strided.
+        scale: float32, bfloat16 or float16 [N, Kp / group_size].
+        zero_point: int8, like scale, in -8..7 for 4 bits; None: 0.
+        bias: [N], x's dtype.
+        residual: [M, N], x's dtype.
+        token_scale: float32 [M].
+        bits: 4 or 8.
+        group_size: a multiple of 32, or Kp.
+
+    Returns:
+        [M, N], contiguous, x's dtype.
+    """
+    device = x.device
+    chosen = _plan(x.shape[0], codes, scale, zero_point is not None, bits, device)
+    if chosen is None:
+        raise ValueError(f"no block holds rows of {codes.shape[1]} bytes; see is_available")
+    operands = (x, codes, scale, zero_point, bias, residual, token_scale)
+    return _launch(operands, bits, group_size, chosen)
+
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _launch(
+    operands: Operands, bits: int, group_size: int, chosen: Plan, overlaps: bool = True
+) -> Tensor:
+    x, codes, scale, zero_point, bias, residual, token_scale = operands
+    scale = _aligned(scale)
+    zero_point = None if zero_point is None else _aligned(zero_point)
+    bias, residual, token_scale = (
+        None if one is None else one.contiguous() for one in (bias, residual, token_scale)
+    )
+    (m, k), n, groups = x.shape, codes.shape[0], scale.shape[1]
+    out = x.new_empty((m, n))
+    variant = Variant(
+        bits,
+        0 if groups == 1 else group_size,
+        DTYPES[x.dtype],
+        DTYPES[scale.dtype],
+        zero_point is not None,
+        chosen.tokens,
+        chosen.chunks,
+        chosen.split,
+        chosen.parts,
+    )
+    addresses = (
+        0 if one is None else one.data_ptr()
+        for one in (x, codes, scale, zero_point, bias, residual, token_scale, out)
+    )
+    with torch.cuda.device_of(x):
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        _kernel(variant, chosen.shared, overlaps, device)(
+            *(stream, chosen.grid, THREADS, *addresses),
+            *(
+                x.stride(0) if m > 1 else 0,
+                codes.stride(0),
+                m,
+                n,
+                k,
+                codes.shape[1],
+                groups,
+                chosen.stages,
+            ),
+        )
+    return out
+
+
+def source(variant: Variant) -> str:
+    """The CUDA C++ to compile."""
+    folder = Path(__file__).parent
+    lines = [
+        f"#define {field.name.upper()} {value if isinstance(value, str) else int(value)}"
+        for field in fields(variant)
+        for value in [getattr(variant, field.name)]
+    ]
+    files = (
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("ptx.cuh", "hopper.cuh", "weight_mm_few.cu")
+    )
+    return "\n".join([*lines, *files])
+
+
+def _plan(
+    m: int, codes: Tensor, scale: Tensor, zero: bool, bits: int, device: torch.device
+) -> Plan | None:
+    scale_bytes = scale.shape[1] * (scale.element_size() + zero)
+    k = codes.shape[1] * 8 // bits
+    return _planned(m, codes.shape[0], k, bits, _multiprocessors(device), scale_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(m: int, n: int, k: int, bits: int, processors: int, scale_bytes: int) -> Plan | None:
+    return plan(m, n, k, bits, processors, scale_bytes=scale_bytes)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """As the bulk copies take it: without gaps, from a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@functools.cache
+def _kernel(variant: Variant, shared: int, overlaps: bool, device: int) -> nvrtc.Kernel:
+    return _module(variant, device).kernel(
+        "few_tokens_mm", 16, shared=shared, cluster=variant.split, overlaps=overlaps
+    )
+
+
+@functools.cache
+def _module(variant: Variant, device: int) -> nvrtc.Module:
+    return nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,463 @@
+// At most 16 tokens times a weight of 4 or 8 bits, on sm_90, at the speed of memory:
+//   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k / group]) * scale[n, k / group]
+//               + bias[n] + residual[m, n]
+//
+// weight_mm_few.py compiles this once for each combination of
+//   BITS               4: two codes + 8 in a byte, that of the even k in its low half; or 8: int8
+//   GROUP              codes along k that share a scale, a multiple of 32; 0: all of a row
+//   X, SCALE           BF16, FP16; the scale also FP32
+//   ZERO               whether there are zero points: int8, for 4 bits -8 .. 7
+//   TOKENS             8 or 16
+//   CHUNKS             of a row's slice that a warp has: each 64 bytes of codes
+//   SPLIT              blocks of a cluster, which have a slice of k each
+//   PARTS              of a tile of codes that are waited for apart
+// and puts ptx.cuh and hopper.cuh before it.
+//
+// A cluster takes every n-th tile of 16 rows of the weight. One thread of a block has the bulk copies bring tiles, its
+// slice of k of them, into a ring that takes nearly all shared memory: at the start everything that fits is on its way.
+// 16 warps share the slice. A warp holds the x of its chunks in registers all the time, as an operand of mma; the codes
+// become the other one, exactly: a code minus its zero point has at most 8 bits and a sign, so that it is a bf16 as it
+// is. Sums of a unit, of one group, are scaled in float32. One more warp adds up the sums of the 16, those of the other
+// blocks too, and stores results, while the 16 go on with the next tile. All additions are in a fixed order.
+//
+// Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
+// sees that both sides of a step have the same k in the same place.
+
+enum { BF16, FP16, FP32 };
+
+static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two copy, one adds up, one is idle
+static constexpr int ROWS = 16, TILES = TOKENS / 8;           // of a tile of the weight; mma takes 8 tokens
+static constexpr int MAX_STAGES = 8;
+static constexpr int WORD = 32 / BITS;                        // codes of a word
+static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
+static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;     // of a scale
+static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // one group
+static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // neighbouring words that a lane has of a unit
+static constexpr int PAIRS = WORD / 2;                          // of x, in registers, for a word
+static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
+static_assert(SPAN % UNIT == 0 && WARPS % PARTS == 0, "");
+
+// What comes before the ring in shared memory. There are two of what the adding warp reads: for even and odd tiles.
+struct Shared {
+    uint64 full[MAX_STAGES][PARTS], empty[MAX_STAGES];
+    uint64 summed[2], added[2];      // the warps' sums are there; they have been read
+    uint64 received[2], answered[2];  // the same of the other blocks' sums: in the first block; in the others
+    alignas(512) float4 sums[2][WARPS][TILES][32];
+    float4 inbox[2][SPLIT > 1 ? SPLIT - 1 : 1][TILES][32];
+};
+
+struct Problem {
+    const unsigned short *x;
+    const unsigned char *codes, *scale, *zero_point;
+    const unsigned short *bias, *residual;
+    const float *token_scale;
+    unsigned short *out;
+    long long x_stride, code_stride;  // of x in elements
+    int m, n, k, row_bytes, groups, stages;
+
+    MEMBER int chunks() const { return (row_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
+    MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
+    // The slice of block `rank`: its first chunk.
+    MEMBER int slice(int rank) const { return (int)((long long)chunks() * rank / SPLIT); }
+    // Of a row in shared memory: so that the rows which lanes read at once lie in different banks.
+    MEMBER int pitch() const {
+        const int bytes = (chunks() + SPLIT - 1) / SPLIT * CHUNK_BYTES;
+        return bytes + ((16 * VECTOR - bytes) & 127);
+    }
+    MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // of a tile; a multiple of 16
+    MEMBER int stage_bytes() const { return ROWS * pitch() + scale_bytes() + (ZERO ? ROWS * groups : 0); }
+};
+
+struct Ring {
+    int slot = 0;
+    uint32 parity = 0;
+    MEMBER void advance(int stages) {
+        if (++slot == stages) slot = 0, parity ^= 1;
+    }
+};
+
+DEVICE int first_tile() { return blockIdx.x / SPLIT; }
+DEVICE int tile_step() { return gridDim.x / SPLIT; }
+
+// Where the chunks of warp 0..WARPS begin in a slice of `chunks`.
+DEVICE int share(int chunks, int warp) { return chunks * warp / WARPS; }
+
+// ---- copying -----------------------------------------------------------------------------------------------------------
+
+// Contiguous bytes of any number, the last few by hand; returns how many are on their way.
+DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes) {
+    const int whole = bytes & ~15;
+#pragma unroll 1
+    for (int i = whole; i < bytes; ++i) to[i] = from[i];
+    return whole;
+}
+
+// Every second part, from `own` on: one thread might issue copies of short rows more slowly than memory serves them.
+DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
+    const int start = p.slice(rank), chunks = p.slice(rank + 1) - start, pitch = p.pitch();
+    Ring ring;
+    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
+        unsigned char *stage = stages + ring.slot * p.stage_bytes();
+        const int rows = min(ROWS, p.n - tile * ROWS);
+        const unsigned char *codes = p.codes + (long long)tile * ROWS * p.code_stride;
+        barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+#pragma unroll 1
+        for (int part = own; part < PARTS; part += 2) {
+            const uint32 full = shared_address(&shared.full[ring.slot][part]);
+            const int from = share(chunks, part * (WARPS / PARTS)) * CHUNK_BYTES;
+            const int to = share(chunks, (part + 1) * (WARPS / PARTS)) * CHUNK_BYTES;
+            const int first = start * CHUNK_BYTES + from, bytes = min(to - from, p.row_bytes - first);
+            uint32 scales = 0, zeros = 0;
+            unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
+            const long long group = (long long)tile * ROWS * p.groups;
+            const unsigned char *scale = p.scale + group * SCALE_SIZE, *zero_point = p.zero_point + group;
+            if (part == 0) {
+                scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
+                if constexpr (ZERO) zeros = bulk_part(zero_to, zero_point, rows * p.groups);
+            }
+            barrier_expect(full, scales + zeros + max(bytes, 0) * rows);
+            if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
+            if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
+            const unsigned char *row = codes + first;
+            uint32 at = shared_address(stage) + from;
+            if (bytes > 0)
+                for (int i = 0; i < rows; ++i, row += p.code_stride, at += pitch) load_bulk(at, row, bytes, full);
+        }
+    }
+}
+
+// ---- multiplying -------------------------------------------------------------------------------------------------------
+
+// Where the codes of word `word` of a lane's four in a chunk begin, in bytes.
+DEVICE int word_at(int word, int t) { return word / VECTOR * (16 * VECTOR) + (t * VECTOR + word % VECTOR) * 4; }
+
+// The x that belongs to a word, of a token: 4 bits: k and k + 4, k + 1 and k + 5, ..; 8 bits: k and k + 2, k + 1 and
+// k + 3, of the word's first k; as codes come out of it. What lies beyond the last k is 0.
+template <bool ALIGNED>
+DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, int k) {
+    uint32 two[PAIRS] = {};
+    if constexpr (ALIGNED) {
+        if (first < k) {
+            if constexpr (BITS == 4) {
+                const uint4 all = *(const uint4 *)(x + first);
+                two[0] = all.x, two[1] = all.y, two[2] = all.z, two[3] = all.w;
+            } else {
+                const uint2 all = *(const uint2 *)(x + first);
+                two[0] = all.x, two[1] = all.y;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORD; ++i)
+            if (first + i < k) two[i / 2] |= (uint32)x[first + i] << (i % 2 * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS / 2; ++i) {
+        pairs[2 * i] = permute(two[i], two[i + PAIRS / 2], 0x5410);
+        pairs[2 * i + 1] = permute(two[i], two[i + PAIRS / 2], 0x7632);
+    }
+}
+
+typedef uint32 Tokens[4][TILES][PAIRS];  // of a chunk
+
+template <bool ALIGNED>
+DEVICE void load_tokens(Tokens (&x)[CHUNKS], const Problem &p, int first, int count) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const int token = tile * 8 + g, k = (first + c) * CHUNK + word_at(word, t) * (8 / BITS);
+                load_x<ALIGNED>(x[c][word][tile], p.x + token * p.x_stride, k,
+                                c < count && token < p.m ? p.k : 0);
+            }
+}
+
+DEVICE uint32 subtract(uint32 a, uint32 b) {
+    if constexpr (X == FP16) return subtract_half2(a, b);
+    else return subtract_bf16x2(a, b);
+}
+
+// What is taken off twice by `unpack`, in both halves. Codes get an exponent for which the last bit counts 1: 4 bits:
+// 128 (fp16: 1024) + 8 + code. 8 bits: fp16: 1024 + 128 + code; bf16: only the zero point, converted.
+DEVICE uint32 offset_of(int zero_point) {
+    if constexpr (BITS == 4) return zero_point * 0x10001 + (X == FP16 ? 0x64086408 : 0x43084308);
+    else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
+    else return to_bf16x2((float)zero_point, (float)zero_point);
+}
+
+// A word's codes minus their zero point, in pairs as load_x has them.
+DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const uint32 own = word >> (i * BITS);
+        if constexpr (BITS == 4) {
+            pairs[i] = subtract(masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300), offset);
+        } else if constexpr (X == FP16) {
+            pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
+        } else {  // 128 + the low 7 bits - (128 + the sign's 128), the sign being the exponent's last bit
+            pairs[i] = subtract(masked_or(own, 0x007f007f, 0x43004300), masked_or(own, 0x00800080, 0x43004300));
+            if constexpr (ZERO) pairs[i] = subtract(pairs[i], offset);
+        }
+    }
+}
+
+DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    if constexpr (X == FP16) warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
+    else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
+}
+
+DEVICE void read_words(uint32 (&words)[4], const unsigned char *from) {
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) {
+        const unsigned char *at = from + unit * 16 * VECTOR;
+        if constexpr (VECTOR == 4) {
+            const uint4 all = *(const uint4 *)at;
+            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+        } else if constexpr (VECTOR == 2) {
+            const uint2 all = *(const uint2 *)at;
+            words[unit * 2] = all.x, words[unit * 2 + 1] = all.y;
+        } else {
+            words[unit] = *(const uint32 *)at;
+        }
+    }
+}
+
+DEVICE float scale_at(const unsigned char *scales, int i) {
+    if constexpr (SCALE == FP32) return ((const float *)scales)[i];
+    else if constexpr (SCALE == FP16) return from_half(((const unsigned short *)scales)[i]);
+    else return bits_float((uint32)((const unsigned short *)scales)[i] << 16);
+}
+
+// The group of a unit of a warp's chunk `c`, after that of its first chunk, `first`.
+DEVICE int group_of(uint32 first, uint32 c, int unit) {
+    if constexpr (GROUP == 0) return 0;
+    else if constexpr (CHUNK % SPAN == 0) return (c * CHUNK + unit * UNIT) / SPAN;
+    else if constexpr (SPAN % CHUNK == 0) return (int)(first % (SPAN / CHUNK) + c) / (SPAN / CHUNK);
+    else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
+}
+
+// Adds the products of the warp's chunk `c` to `sums`. `codes` is the lane's of row g; of the scales and zero points of
+// that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k,
+// `left` how many k there are from that on.
+DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const unsigned char *codes, int pitch,
+                           const unsigned char *scales, const signed char *zero_points, int rest, int first, int c,
+                           int left) {
+    uint32 upper[4], lower[4];  // of rows g and g + 8
+    read_words(upper, codes);
+    read_words(lower, codes + 8 * pitch);
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) {
+        const int at = group_of(first, c, unit);
+        // Of a chunk's end that no row has, where codes are anything and x is 0, there is no scale either.
+        const bool beyond = UNITS > 1 && c * CHUNK + unit * UNIT >= left;
+        uint32 offset[2] = {offset_of(0), offset_of(0)};
+        if constexpr (ZERO) offset[0] = offset_of(zero_points[at]), offset[1] = offset_of(zero_points[at + rest]);
+        const float scale[2] = {beyond ? 0.0f : scale_at(scales, at), beyond ? 0.0f : scale_at(scales, at + rest)};
+        float own[TILES][4] = {};
+#pragma unroll
+        for (int word = unit * VECTOR; word < (unit + 1) * VECTOR; ++word) {
+            uint32 a[PAIRS], b[PAIRS];
+            unpack(a, upper[word], offset[0]);
+            unpack(b, lower[word], offset[1]);
+#pragma unroll
+            for (int i = 0; i < PAIRS; i += 2)
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile)
+                    multiply(own[tile], a[i], b[i], a[i + 1], b[i + 1], x[word][tile][i], x[word][tile][i + 1]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
+    }
+}
+
+DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, int rank) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int start = p.slice(rank), chunks = p.slice(rank + 1) - start;
+    const int first = share(chunks, warp), count = share(chunks, warp + 1) - first, pitch = p.pitch();
+    const int group = g * p.groups + (GROUP == 0 ? 0 : (start + first) * CHUNK / SPAN);
+    Tokens x[CHUNKS];
+    if (((unsigned long long)p.x & 15) == 0 && (p.x_stride & 7) == 0 && (p.k & 7) == 0)
+        load_tokens<true>(x, p, start + first, count);
+    else
+        load_tokens<false>(x, p, start + first, count);
+
+    Ring ring;
+    const int left = p.row_bytes * (8 / BITS) - (start + first) * CHUNK;
+    uint32 round = 0;
+    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round, ring.advance(p.stages)) {
+        const unsigned char *stage = stages + ring.slot * p.stage_bytes();
+        const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, t);
+        const unsigned char *scales = stage + ROWS * pitch;
+        const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
+        barrier_wait(shared_address(&shared.full[ring.slot][0]), ring.parity);
+        if constexpr (PARTS > 1)
+            barrier_wait(shared_address(&shared.full[ring.slot][warp / (WARPS / PARTS)]), ring.parity);
+        float sums[TILES][4] = {};
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (c < count)
+                multiply_chunk(sums, x[c], codes + c * CHUNK_BYTES, pitch, scales + group * SCALE_SIZE, zero_points,
+                               8 * p.groups, start + first, c, left);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
+
+        const uint32 buffer = round & 1;
+        barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            shared.sums[buffer][warp][i][lane] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.summed[buffer]));
+    }
+}
+
+// ---- adding up ---------------------------------------------------------------------------------------------------------
+
+DEVICE float from_x(unsigned short x) {
+    if constexpr (X == FP16) return from_half(x);
+    else return bits_float((uint32)x << 16);
+}
+
+DEVICE unsigned short to_x(float x) {
+    if constexpr (X == FP16) return (unsigned short)to_half2(x, 0.0f);
+    else return (unsigned short)to_bf16x2(x, 0.0f);
+}
+
+DEVICE void add(float4 &to, const float4 &x) {
+    to.x = fma_exactly(x.x, 1.0f, to.x), to.y = fma_exactly(x.y, 1.0f, to.y);
+    to.z = fma_exactly(x.z, 1.0f, to.z), to.w = fma_exactly(x.w, 1.0f, to.w);
+}
+
+// This block's sums to the first one's, or, in that, the others' to its own.
+DEVICE void combine(float4 (&sums)[TILES], Shared &shared, int rank, int buffer, uint32 parity) {
+    const int lane = threadIdx.x % 32;
+    const uint32 received = shared_address(&shared.received[buffer]);
+    if (rank > 0) {
+        barrier_wait(shared_address(&shared.answered[buffer]), parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            store_remote(shared_address(&shared.inbox[buffer][rank - 1][i][lane]), received, 0, sums[i]);
+        return;
+    }
+    if (lane == 0) barrier_expect(received, (SPLIT - 1) * TILES * 512);
+    barrier_wait(received, parity);
+#pragma unroll
+    for (int other = 0; other < SPLIT - 1; ++other)
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) add(sums[i], shared.inbox[buffer][other][i][lane]);
+    __syncwarp();
+    if (lane > 0 && lane < SPLIT) barrier_arrive(shared_address(&shared.answered[buffer]), lane);
+}
+
+DEVICE void finish(const Problem &p, Shared &shared, int rank) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float token_scale[2 * TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+        const int token = i / 2 * 8 + 2 * t + i % 2;
+        token_scale[i] = p.token_scale && token < p.m ? p.token_scale[token] : 1.0f;
+    }
+    int buffer = 0;
+    uint32 parity = 0;
+    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
+        // Read now, used when the sums are there.
+        float bias[2], residual[TILES][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = tile * ROWS + g + 8 * i;
+            bias[i] = p.bias && rank == 0 && row < p.n ? from_x(p.bias[row]) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * TILES; ++i) {
+            const int row = tile * ROWS + g + i % 4 / 2 * 8, token = i / 4 * 8 + 2 * t + i % 2;
+            const bool own = p.residual && rank == 0 && row < p.n && token < p.m;
+            residual[i / 4][i % 4] = own ? from_x(p.residual[(long long)token * p.n + row]) : 0.0f;
+        }
+
+        barrier_wait(shared_address(&shared.summed[buffer]), parity);
+        float4 sums[TILES];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            sums[i] = shared.sums[buffer][0][i][lane];
+#pragma unroll
+            for (int warp = 1; warp < WARPS; ++warp) add(sums[i], shared.sums[buffer][warp][i][lane]);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.added[buffer]));
+        if constexpr (SPLIT > 1) combine(sums, shared, rank, buffer, parity);
+        buffer ^= 1;
+        parity ^= buffer == 0;
+        if (rank > 0) continue;
+
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const float own[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int row = tile * ROWS + g + j / 2 * 8, token = i * 8 + 2 * t + j % 2;
+                const float result = fma_exactly(own[j], token_scale[2 * i + j % 2], bias[j / 2]) + residual[i][j];
+                if (row < p.n && token < p.m) p.out[(long long)token * p.n + row] = to_x(result);
+            }
+        }
+    }
+}
+
+// Grid: a multiple of SPLIT blocks, clusters of SPLIT, all on the device at once. x [m, k], codes [n, row_bytes], scale
+// and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
+// null. codes, scale and zero_point begin at multiples of 16 bytes, rows of codes too. Shared memory: Shared, and
+// `stages` of Problem::stage_bytes().
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    few_tokens_mm(const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
+                  const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
+                  const float *token_scale, unsigned short *out, long long x_stride, long long code_stride, int m, int n,
+                  int k, int row_bytes, int groups, int stages) {
+    DYNAMIC_SHARED(memory);
+    Shared &shared = *(Shared *)memory;
+    unsigned char *ring = memory + sizeof(Shared);
+    const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, out, x_stride, code_stride,
+                       m, n, k, row_bytes, groups, stages};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = SPLIT > 1 ? cluster_rank() : 0;
+    if (threadIdx.x == WARPS * 32) {
+#pragma unroll
+        for (int i = 0; i < MAX_STAGES; ++i) {
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) barrier_init(shared_address(&shared.full[i][part]), 1);
+            barrier_init(shared_address(&shared.empty[i]), WARPS);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(shared_address(&shared.summed[i]), WARPS);
+            barrier_init(shared_address(&shared.added[i]), 1);
+            barrier_init(shared_address(&shared.received[i]), 1);
+            barrier_init(shared_address(&shared.answered[i]), 1);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if constexpr (SPLIT > 1) cluster_arrive();
+    wait_for_previous();
+    let_next_start();
+
+    if (warp < WARPS) {
+        take_registers<104>();
+        consume(p, shared, ring, rank);
+        __syncwarp();
+        if constexpr (SPLIT > 1) cluster_wait();
+    } else {
+        give_registers<64>();
+        const int role = warp - WARPS;
+        if (role < (PARTS > 1 ? 2 : 1) && lane == 0) produce(p, shared, ring, rank, role);
+        __syncwarp();
+        if constexpr (SPLIT > 1) cluster_wait();  // the other blocks have their barriers
+        if (role == 2) finish(p, shared, rank);
+        __syncwarp();
+    }
+    // Another block may still write to this one's memory.
+    if constexpr (SPLIT > 1) cluster_meet();
+}

@@ -1,0 +1,198 @@
+"""Weights of 4 and 8 bits times few tokens: how a product is divided and its operands are ordered."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowbit_kernels import weight_mm_few
+from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, plan, source
+
+KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
+VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 2)
+
+
+# ---- how it is divided ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: int) -> None:
+    chosen = plan(m, n, k, bits, 132, scale_bytes=k // 128 * 2)
+    assert chosen is not None and chosen.grid >= 128
+    assert chosen.stages >= 2
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 40_000),
+    st.integers(1, 1100),
+    st.sampled_from([4, 8]),
+    st.integers(16, 200),
+    st.sampled_from([32, 64, 128, 1 << 20]),
+    st.integers(1, 5),
+)
+def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, element) -> None:
+    k = 32 * k32
+    groups = -(-k // group)
+    chosen = plan(m, n, k, bits, processors, scale_bytes=groups * element)
+    if chosen is None:
+        assert k > 16_384
+        return
+    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    assert chosen.tokens >= m and chosen.grid % chosen.split == 0 and chosen.grid <= processors
+    assert chosen.shared <= weight_mm_few.SHARED_LIMIT and chosen.stages <= weight_mm_few.MAX_STAGES
+    assert chosen.chunks * chosen.tokens * 8 // bits <= weight_mm_few.X_REGISTERS
+    slices = [chunks * rank // chosen.split for rank in range(chosen.split + 1)]
+    for start, end in itertools.pairwise(slices):  # as the kernel divides them
+        shares = [(end - start) * warp // 16 for warp in range(17)]
+        assert shares[0] == 0 and shares[-1] == end - start > 0
+        assert all(0 <= b - a <= chosen.chunks for a, b in itertools.pairwise(shares))
+        # The ring: rows apart by what keeps banks apart, scales and zero points of whole rows.
+        pitch = -(-chunks // chosen.split) * CHUNK_BYTES + 112
+        assert chosen.stages * 16 * (pitch + groups * element) <= chosen.shared
+
+
+def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
+    assert plan(1, 4096, 1 << 20, 4, 132) is None
+
+
+# ---- the source ----------------------------------------------------------------------------------
+
+
+def test_source_defines_what_the_kernel_asks_for() -> None:
+    for variant in (VARIANT, replace(VARIANT, bits=8, group=0, zero=True, scale="FP32", split=4)):
+        text = source(variant)
+        for name, value in vars(variant).items():
+            written = value if isinstance(value, str) else int(value)
+            assert f"#define {name.upper()} {written}\n" in text
+            assert re.search(rf"\b{name.upper()}\b", KERNEL)
+    head = KERNEL[: KERNEL.index("enum")]
+    assert all(field.upper() in head for field in vars(VARIANT))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MAX_STAGES", weight_mm_few.MAX_STAGES),
+        ("ROWS", weight_mm_few.ROWS),
+        ("WARPS", weight_mm_few.WARPS),
+        ("CHUNK_BYTES", weight_mm_few.CHUNK_BYTES),
+    ],
+)
+def test_launcher_and_kernel_agree(name: str, value: int) -> None:
+    assert re.search(rf"constexpr int (?:\w+ = [^;]*, )?{name} = {value}\b", KERNEL)
+
+
+def test_launcher_passes_every_argument() -> None:
+    signature = re.search(r"few_tokens_mm\((const unsigned short \*x.*?)\)", KERNEL, re.DOTALL)
+    assert signature is not None
+    assert len(signature[1].split(",")) == 16
+
+
+# ---- the order of k ------------------------------------------------------------------------------
+
+
+def word_at(word: int, t: int, vector: int) -> int:
+    """As in the kernel: bytes from a chunk's start."""
+    return word // vector * (16 * vector) + (t * vector + word % vector) * 4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("vector", [1, 2, 4])
+def test_lanes_take_each_code_of_a_chunk_once_and_units_are_neighbours(bits, vector) -> None:
+    for unit in range(4 // vector):
+        words = range(unit * vector, (unit + 1) * vector)
+        taken = sorted(word_at(word, t, vector) for word in words for t in range(4))
+        size = 16 * vector
+        assert taken == list(range(unit * size, (unit + 1) * size, 4))
+
+
+def unpacked(word: int, bits: int) -> list[tuple[int, int]]:
+    """The pairs (low half, high half) that the kernel's `unpack` makes, without its arithmetic's dtype."""
+    pairs = []
+    for i in range(16 // bits):
+        own = word >> (i * bits)
+        low, high = own & (15 if bits == 4 else 255), own >> 16 & (15 if bits == 4 else 255)
+        if bits == 4:
+            pairs.append((low - 8, high - 8))
+        else:
+            pairs.append(tuple((x & 127) - (x & 128) for x in (low, high)))
+    return pairs
+
+
+def paired(x: list[float], bits: int) -> list[tuple[float, float]]:
+    """The pairs of x that `load_x` makes of a word's neighbours."""
+    pairs, count = [], 16 // bits
+    two = [(x[2 * i], x[2 * i + 1]) for i in range(count)]
+    for i in range(count // 2):
+        pairs.append((two[i][0], two[i + count // 2][0]))
+        pairs.append((two[i][1], two[i + count // 2][1]))
+    return pairs
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("vector", [1, 2, 4])
+def test_mma_meets_the_same_k_on_both_sides(bits: int, vector: int) -> None:
+    """A chunk by the fragments of mma.m16n8k16, lane by lane, is the product."""
+    generator = torch.Generator().manual_seed(1)
+    chunk = CHUNK_BYTES * 8 // bits
+    x = torch.randint(-9, 10, (8, chunk), generator=generator)
+    memory = torch.randint(0, 256, (16, CHUNK_BYTES), dtype=torch.uint8, generator=generator)
+    if bits == 4:
+        codes = torch.stack([memory & 15, memory >> 4], -1).view(16, chunk).long() - 8
+    else:
+        codes = memory.view(torch.int8).long()
+    sums = torch.zeros(16, 8, dtype=torch.long)
+    for word in range(4):
+        for step in range(8 // bits):
+            a = torch.zeros(16, 16, dtype=torch.long)
+            b = torch.zeros(16, 8, dtype=torch.long)
+            for g, t in itertools.product(range(8), range(4)):
+                at = word_at(word, t, vector)
+                k = at * 8 // bits
+                of_x = paired(x[g, k : k + 32 // bits].tolist(), bits)
+                for half in range(2):  # a0/a1/b0, a2/a3/b1
+                    place = slice(2 * t + 8 * half, 2 * t + 8 * half + 2)
+                    for row in (g, g + 8):
+                        value = int.from_bytes(bytes(memory[row, at : at + 4].tolist()), "little")
+                        pair = unpacked(value, bits)[2 * step + half]
+                        a[row, place] = torch.tensor(pair)
+                    b[place, g] = torch.tensor(of_x[2 * step + half])
+            sums += a @ b
+    assert torch.equal(sums, codes @ x.T)
+
+
+def to_bf16(bits: int) -> float:
+    signed = bits - 65536 if bits >= 32768 else bits
+    return torch.tensor([signed], dtype=torch.int16).view(torch.bfloat16).item()
+
+
+def to_fp16(bits: int) -> float:
+    return torch.tensor([bits], dtype=torch.int16).view(torch.float16).item()
+
+
+def test_codes_become_floats_exactly() -> None:
+    for nibble in range(16):
+        assert (
+            to_bf16(0x4300 | nibble) == 128 + nibble and to_fp16(0x6400 | nibble) == 1024 + nibble
+        )
+    for zero_point in range(-8, 8):
+        assert to_bf16(0x4308 + zero_point) == 136 + zero_point
+        assert to_fp16(0x6408 + zero_point) == 1032 + zero_point
+    for code in range(-128, 128):
+        byte = code & 255
+        low, sign = to_bf16(0x4300 | byte & 0x7F), to_bf16(0x4300 | byte & 0x80)
+        assert low - sign == code
+        assert to_fp16(byte ^ 0x6480) - to_fp16(0x6480) == code
+    differences = torch.arange(-255, 256)
+    assert torch.equal(differences.bfloat16().long(), differences)

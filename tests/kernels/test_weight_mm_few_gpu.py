@@ -1,0 +1,245 @@
+"""Weights of 4 and 8 bits times few tokens against float64, on a GPU of compute capability 9.0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_kernels import weight_mm_few
+from lowbit_kernels.weight_mm_few import plan
+
+BOUND = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of norms, against float64
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
+
+
+def operands(
+    m: int,
+    n: int,
+    k: int,
+    bits: int = 4,
+    group: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
+    zero: bool = False,
+    extras: bool = False,
+) -> dict:
+    """For `few_tokens_mm`; group 0: one scale a row. What lies beyond k, up to a whole group, is anything."""
+    generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
+    step = group or 32
+    padded = -(-k // step) * step
+    group = group or padded
+    width, groups = padded * bits // 8, padded // group
+
+    def randint(low: int, high: int, shape: tuple, to: torch.dtype) -> Tensor:
+        return torch.randint(low, high, shape, dtype=to, generator=generator).cuda()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).cuda()
+
+    codes = randint(0, 256, (n, width), torch.uint8)
+    half = 1 << (bits - 1)
+    return {
+        "x": normal(m, k),
+        "codes": codes if bits == 4 else codes.view(torch.int8),
+        "scale": (torch.rand(n, groups, generator=generator) + 0.5)
+        .mul(0.02)
+        .to(scale_dtype or dtype)
+        .cuda(),
+        "zero_point": randint(-half, half, (n, groups), torch.int8) if zero else None,
+        "bias": normal(n) if extras else None,
+        "residual": normal(m, n) if extras else None,
+        "token_scale": torch.rand(m, generator=generator).cuda() + 0.5 if extras else None,
+        "bits": bits,
+        "group_size": group,
+    }
+
+
+def exact(x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size) -> Tensor:
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).double() - 8
+    codes = codes.double().unflatten(1, (-1, group_size))
+    if zero_point is not None:
+        codes = codes - zero_point.double()[..., None]
+    weight = (codes * scale.double()[..., None]).flatten(1)[:, : x.shape[1]]
+    out = x.double() @ weight.T
+    if token_scale is not None:
+        out = out * token_scale.double()[:, None]
+    for one in (bias, residual):
+        out = out if one is None else out + one.double()
+    return out
+
+
+def run(case: dict) -> Tensor:
+    available = {name: case[name] for name in ("x", "codes", "scale", "bits", "group_size")}
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert not weight_mm_few.is_available(**available)
+        pytest.skip(f"compute capability 9.0, got {torch.cuda.get_device_capability()}")
+    assert weight_mm_few.is_available(**available)
+    return weight_mm_few.few_tokens_mm(**case)
+
+
+def check(case: dict) -> None:
+    out, expected = run(case), exact(**case)
+    assert out.dtype == case["x"].dtype and out.is_contiguous() and out.shape == expected.shape
+    assert torch.isfinite(out).all()
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error <= BOUND[out.dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups(bits: int, group: int, dtype: torch.dtype, zero: bool) -> None:
+    check(operands(5, 272, 1536, bits, group, dtype, zero=zero, extras=zero))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [32, 96, 100, 128, 160, 4096, 4224, 14336])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128, 0])
+@pytest.mark.parametrize("m", [3, 16])
+def test_lengths(m: int, group: int, bits: int, k: int) -> None:
+    check(operands(m, 65, k, bits, group, zero=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 17, 1000, 4097])
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16])
+def test_tokens_and_rows(m: int, n: int) -> None:
+    check(operands(m, n, 1024, extras=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_layers(n: int, k: int, m: int, bits: int) -> None:
+    check(operands(m, n, k, bits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_of_scales(scale_dtype: torch.dtype) -> None:
+    check(operands(4, 130, 640, 4, 64, torch.float16, scale_dtype))
+    check(operands(12, 130, 640, 8, 64, torch.bfloat16, scale_dtype, zero=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_divisions(bits: int, parts: int, split: int) -> None:
+    """More tiles than clusters and stages, so that every barrier turns over."""
+    case = operands(11, 12_000, 2048 + 128, bits, extras=True)
+    run(case)
+    chosen = plan(11, 12_000, 2176, bits, 64, scale_bytes=34, splits=(split,), parts=parts)
+    assert chosen is not None
+    arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
+    out = weight_mm_few._launch(tuple(arguments), bits, 128, chosen)
+    expected = exact(**case)
+    assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_strided_rows() -> None:
+    case = operands(6, 80, 512)
+    wide = torch.zeros(80, 512, dtype=torch.uint8, device="cuda")
+    wide[:, 32:288] = case["codes"]
+    x = torch.zeros(6, 519, dtype=torch.bfloat16, device="cuda")
+    x[:, 3:515] = case["x"]
+    expected = run(case)
+    assert torch.equal(run({**case, "codes": wide[:, 32:288]}), expected)
+    assert torch.equal(run({**case, "x": x[:, 3:515]}), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [-90, -30, 30, 100])
+def test_magnitudes(exponent: int) -> None:
+    case = operands(4, 64, 512, scale_dtype=torch.float32)
+    case["scale"] *= 2.0**exponent
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("value", [1.0, -1e30])
+def test_equal_tokens_lose_nothing_to_the_codes_offset(bits: int, value: float) -> None:
+    case = operands(8, 256, 4096, bits)
+    case["x"].fill_(value)
+    check(case)
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_where_it_is() -> None:
+    case = operands(9, 40, 288, 4, 32)
+    clean = run(case)
+    case["x"][2, 5], case["x"][8, 287] = float("nan"), float("inf")
+    case["scale"][7, 1], case["scale"][33, 8] = float("nan"), float("nan")
+    out = run(case)
+    assert out[2].isnan().all() and not out[8].isfinite().any()
+    assert out[:, 7].isnan().all() and out[:, 33].isnan().all()
+    rows, columns = [0, 1, 3, 4, 5, 6, 7], [i for i in range(40) if i not in (7, 33)]
+    assert torch.equal(out[rows][:, columns], clean[rows][:, columns])
+
+
+@pytest.mark.gpu
+def test_an_infinite_scale_of_the_last_group_is_infinite() -> None:
+    case = operands(2, 16, 96, 4, 32)
+    case["scale"][3, 2] = float("inf")
+    assert run(case)[:, 3].isinf().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_two_runs_are_equal(n: int, k: int) -> None:
+    case = operands(13, n, k)
+    first = run(case)
+    for _ in range(5):
+        assert torch.equal(run(case), first)
+
+
+@pytest.mark.gpu
+def test_in_a_graph_after_what_writes_its_operands() -> None:
+    case = operands(3, 512, 4096)
+    run(case)
+    source_codes, source_x = case["codes"].clone(), case["x"].clone()
+    case["codes"].zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case["codes"].copy_(source_codes)
+        case["x"].copy_(source_x)
+        outs = [run(case)]
+        case["codes"].bitwise_not_()
+        outs.append(run(case))
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    inverted = exact(**case)
+    assert (outs[1].double() - inverted).norm() <= 2e-3 * inverted.norm()
+    case["codes"].copy_(source_codes)
+    expected = exact(**case)
+    assert (outs[0].double() - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_in_a_graph_after_two_streams_that_join() -> None:
+    """A launch that overlaps waits for every one before it, not only for a kernel."""
+    case = operands(3, 512, 4096)
+    run(case)
+    kept = case["codes"].clone()
+    case["codes"].zero_()
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            case["codes"].copy_(kept)
+        case["bias"] = torch.ones(512, device="cuda", dtype=torch.bfloat16) * 2
+        torch.cuda.current_stream().wait_stream(other)
+        out = run(case)
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = exact(**case)
+    assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
