@@ -66,6 +66,15 @@ DEVICE void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// ---- launches that overlap -------------------------------------------------------------------------------------------
+
+// Until all that was launched before on the stream is done and seen, where the launch did not wait for that itself.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next launch that asks for it may take multiprocessors as they get free. Only after wait_for_previous: what comes
+// next may read what was written two launches before.
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- TMA -------------------------------------------------------------------------------------------------------------
 
 DEVICE void prefetch(const TensorMap &map) {
@@ -140,6 +149,25 @@ DEVICE void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
+}
+
+// The same, each matrix transposed; and back from there.
+DEVICE void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+DEVICE void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE uint32 shared_word(uint32 address) {
+    uint32 word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
 }
 DEVICE void store_pair(uint32 address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");

@@ -31,9 +31,19 @@ def is_available() -> bool:
 
 class Kernel:
     """A kernel on one device. Calls take device pointers and integers, each passed in 64 bits; of the first
-    `structs` parameters, which are structs passed by value, the addresses in the host's memory."""
+    `structs` parameters, which are structs passed by value, the addresses in the host's memory. Blocks come in clusters
+    of `cluster`. A kernel that `overlaps` may start while the one before it on the stream still runs, and has to wait
+    for that one itself (``griddepcontrol.wait``)."""
 
-    def __init__(self, function: Any, arguments: int, structs: int, shared: int) -> None:
+    def __init__(
+        self,
+        function: Any,
+        arguments: int,
+        structs: int,
+        shared: int,
+        cluster: int = 1,
+        overlaps: bool = False,
+    ) -> None:
         from cuda.bindings import driver
 
         self._driver = driver
@@ -49,23 +59,30 @@ class Kernel:
         if shared > STATIC_SHARED:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, attribute, shared)[0])
+        self._config = _config(shared, cluster, overlaps) if cluster > 1 or overlaps else None
 
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
         """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
-        launch = (
-            *(self._function, grid, 1, 1, threads, 1, 1),
-            *(self._shared, stream, ctypes.addressof(self._pointers), 0),
-        )
         with self._lock:  # forward and backward may run in two threads
             self._values[:] = list(arguments)  # the driver copies them before it returns
             for i in range(self._structs):
                 self._pointers[i] = arguments[i]
-            error = self._driver.cuLaunchKernel(*launch)[0]
+            error = self._launch(stream, grid, threads)
             if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                 # this thread's first use of CUDA
                 torch.cuda.set_device(torch.cuda.current_device())
-                error = self._driver.cuLaunchKernel(*launch)[0]
+                error = self._launch(stream, grid, threads)
         _check(error)
+
+    def _launch(self, stream: int, grid: int, threads: int) -> Any:
+        pointers = ctypes.addressof(self._pointers)
+        if self._config is None:
+            shape = (grid, 1, 1, threads, 1, 1)
+            launch = (self._function, *shape, self._shared, stream, pointers, 0)
+            return self._driver.cuLaunchKernel(*launch)[0]
+        self._config.gridDimX, self._config.blockDimX = grid, threads
+        self._config.hStream = stream
+        return self._driver.cuLaunchKernelEx(self._config, self._function, pointers, 0)[0]
 
 
 class Module:
@@ -79,14 +96,45 @@ class Module:
         error, self._module = driver.cuModuleLoadData(cubin)
         _check(error)
 
-    def kernel(self, name: str, arguments: int, structs: int = 0, shared: int = 0) -> Kernel:
+    def kernel(
+        self,
+        name: str,
+        arguments: int,
+        structs: int = 0,
+        shared: int = 0,
+        cluster: int = 1,
+        overlaps: bool = False,
+    ) -> Kernel:
         """The ``extern "C"`` kernel of that name and number of arguments, the first `structs` of them structs, with
-        `shared` bytes of dynamic shared memory."""
+        `shared` bytes of dynamic shared memory; `cluster` and `overlaps` as in `Kernel`."""
         from cuda.bindings import driver
 
         error, function = driver.cuModuleGetFunction(self._module, name.encode())
         _check(error)
-        return Kernel(function, arguments, structs, shared)
+        return Kernel(function, arguments, structs, shared, cluster, overlaps)
+
+
+def _config(shared: int, cluster: int, overlaps: bool) -> Any:
+    """A launch with attributes, but for its grid, threads and stream."""
+    from cuda.bindings import driver
+
+    attributes = []
+    if cluster > 1:
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        shape = size.value.clusterDim
+        shape.x, shape.y, shape.z = cluster, 1, 1
+        attributes.append(size)
+    if overlaps:
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(early)
+    config = driver.CUlaunchConfig()
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.sharedMemBytes = shared
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def architecture(device: torch.device) -> str:
