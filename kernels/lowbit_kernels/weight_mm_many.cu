@@ -338,8 +338,10 @@ struct Consumer {
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
                 const int part = piece / (HALVES * SUBTILES), subtile = piece / HALVES % SUBTILES, half = piece % HALVES;
                 uint32(&own)[STEPS * 4] = a[piece % 2];
+                // The piece before the last one is done, and has left these registers. The last one too, where it was
+                // a group's: the compiler, which can't tell whose sums are read, would run products one by one.
                 if (FLUSH && SUBTILES > 1 && HALVES == 1 && piece % 2 == 0) product_wait<0>();
-                product_wait<1>();  // the piece before the last one is done, and has left these registers
+                else product_wait<1>();
                 keep(own);
                 if (piece == 1 && before >= 0) release(shared, before);
                 const int step = part * (8 / SUMMED) + half * STEPS;

@@ -205,11 +205,10 @@ def _planned(
 ) -> Tensor:
     """The product, divided as `plan` says; `group` 0: one scale a row."""
     (m, k), n = x.shape, codes.shape[0]
-    scale, zero_point, bias, residual, token_scale = (
-        None if t is None else t.contiguous()
-        for t in (scale, zero_point, bias, residual, token_scale)
-    )
-    assert scale is not None
+    scale = scale.contiguous()
+    optional = (zero_point, bias, residual, token_scale)
+    others = [None if t is None else t.contiguous() for t in optional]
+    address = [0 if t is None else t.data_ptr() for t in others]
     chunks, grid = -(-k // CHUNK), plan.clusters * plan.cluster
     out, ordered = x.new_empty((m, n)), x.new_empty((m, chunks * CHUNK))
     rows, columns = -(-n // plan.rows), -(-m // plan.tokens)
@@ -219,7 +218,6 @@ def _planned(
     zeros = WARPS * grid if divided else 0
     partial = x.new_empty(words + zeros, dtype=torch.float32)
     left = partial.data_ptr() + 4 * words
-    address = [0 if t is None else t.data_ptr() for t in (zero_point, bias, residual, token_scale)]
     wide = n % 8 == 0 and address[2] % 16 == 0
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
