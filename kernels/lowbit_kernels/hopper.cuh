@@ -134,6 +134,10 @@ DEVICE void product_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// A register that products, which the compiler doesn't follow, read or write until here.
+DEVICE void in_use(float &x) { asm volatile("" : "+f"(x)::"memory"); }
+DEVICE void in_use(uint32 &x) { asm volatile("" : "+r"(x)::"memory"); }
+
 template <int REGISTERS>
 DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

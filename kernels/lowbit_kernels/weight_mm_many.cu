@@ -246,16 +246,10 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], uint32 at, int first, const Group (&u
 
 // ---- the consumers ---------------------------------------------------------------------------------------------------
 
-// These registers are in use until here, by products that the compiler doesn't follow.
-template <int COUNT>
-DEVICE void keep(float (&x)[COUNT]) {
+template <typename T, int COUNT>
+DEVICE void keep(T (&x)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int COUNT>
-DEVICE void keep(uint32 (&x)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(x[i])::"memory");
+    for (int i = 0; i < COUNT; ++i) in_use(x[i]);
 }
 
 // A warp has read all it needs of a slot: says so to every block that writes to it.

@@ -54,14 +54,16 @@ def plan(
     """The division that takes fewest clocks by the estimate of `_clocks`.
 
     `group_size` 0 stands for one scale a row. `may_round`: scales may be multiplied into the weights, which are rounded
-    to 8 bits as they are where weights are dequantized before a product: it is done from 512 tokens on.
+    to 8 bits as they are where weights are dequantized before a product: it is done from 512 tokens on, for groups of
+    multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
-    rounded = may_round and group_size > 0 and m >= 512
+    whole = group_size % 128 == 0
+    rounded = may_round and group_size > 0 and whole and m >= 512
     shapes = [(16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (128, 1)]
     if rounded or group_size == 0:
         shapes += [(128, 2), (256, 1)] if bits == 4 else [(128, 2)]
-    if group_size % 64 and group_size:
-        shapes.remove((64, 2))  # not enough registers for scales of 32
+    if not whole:
+        shapes.remove((64, 2))
     # a tile of more tokens than there are is of use only if there is no smaller one
     shapes = [s for s in shapes if s[0] < 2 * max(m, 16)] if not rounded else shapes[-2:]
     candidates = [
