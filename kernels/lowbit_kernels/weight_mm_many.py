@@ -42,6 +42,7 @@ class Plan(NamedTuple):
         return 128 * self.subtiles * self.cluster
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(
     m: int,
     n: int,

@@ -249,16 +249,16 @@ def planned(tokens: int, subtiles: int, cluster: int, clusters: int, rounded=Fal
 
 
 EMULATED = [  # plan, m, n, k, bits, group; tiles divided among clusters, more chunks than stages, everything ragged
-    (planned(16, 1, 1, 5), 20, 300, 900, 4, 128),
-    (planned(16, 2, 1, 4), 17, 1, 1500, 4, 64),
-    (planned(16, 1, 2, 3), 50, 270, 500, 4, 256),
-    (planned(16, 1, 1, 3), 33, 17, 1000, 8, 0),
-    (planned(16, 1, 1, 2), 20, 129, 352, 4, 96),
-    (planned(32, 2, 1, 2), 40, 264, 96, 8, 32),
-    (planned(64, 2, 1, 2), 40, 300, 700, 4, 128),
-    (planned(128, 2, 1, 1), 100, 130, 400, 4, 0),
-    (planned(128, 1, 2, 1), 140, 100, 300, 4, 128),
-    (planned(256, 1, 1, 1, rounded=True), 100, 100, 300, 4, 128),
+    (planned(16, 1, 1, 3), 20, 200, 600, 4, 128),
+    (planned(16, 2, 1, 2), 17, 1, 700, 4, 64),
+    (planned(16, 1, 2, 2), 17, 270, 300, 4, 256),
+    (planned(16, 1, 1, 2), 17, 17, 700, 8, 0),
+    (planned(16, 1, 1, 2), 10, 129, 352, 4, 96),
+    (planned(32, 2, 1, 1), 30, 129, 96, 8, 32),
+    (planned(64, 2, 1, 1), 40, 200, 400, 4, 128),
+    (planned(128, 2, 1, 1), 100, 130, 270, 4, 0),
+    (planned(128, 1, 2, 1), 100, 100, 300, 4, 128),
+    (planned(256, 1, 1, 1, rounded=True), 100, 100, 200, 4, 128),
 ]
 
 
@@ -271,8 +271,6 @@ def test_emulated(chosen: Plan, m: int, n: int, k: int, bits: int, group: int) -
         if not chosen.rounded:
             kinds |= {"dtype": FP16, "scale": FP32, "zero": True, "pitch": 16}
         Operands(m, n, k, bits, group, **kinds).more().check(chosen, 1.3 if chosen.rounded else 1.0)
-        if not chosen.rounded and bits == 4 and chosen.tokens < 64:
-            Operands(m, n, k, bits, group, device="cpu").check(chosen)
 
 
 @pytest.mark.gpu
