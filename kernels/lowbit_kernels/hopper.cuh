@@ -162,6 +162,10 @@ DEVICE void product_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// A register that products, which the compiler doesn't follow, read or write until here.
+DEVICE void in_use(float &x) { asm volatile("" : "+f"(x)::"memory"); }
+DEVICE void in_use(uint32 &x) { asm volatile("" : "+r"(x)::"memory"); }
+
 template <int REGISTERS>
 DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -177,6 +181,25 @@ DEVICE void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
+}
+
+// The same, each matrix transposed; and back from there.
+DEVICE void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+DEVICE void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE uint32 shared_word(uint32 address) {
+    uint32 word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
 }
 DEVICE void store_pair(uint32 address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");

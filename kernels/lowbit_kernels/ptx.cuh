@@ -49,6 +49,28 @@ DEVICE unsigned int from_e4m3x2(unsigned int packed) {
     return halves;
 }
 
+// Differences and products of two neighbouring bf16 or fp16, rounded once (bf16: sm_90 and newer).
+DEVICE unsigned int subtract_bf16x2(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+DEVICE unsigned int multiply_bf16x2(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+DEVICE unsigned int subtract_half2(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+DEVICE unsigned int multiply_half2(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
 // The largest `x` of the warp, in one instruction (sm_80 and newer).
 DEVICE unsigned int warp_max(unsigned int x) {
     unsigned int result;
@@ -111,6 +133,13 @@ DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selecto
     return result;
 }
 
+// The bits of `x` in `mask`, and those of `y`, in one instruction.
+DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int y) {
+    unsigned int result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(y));
+    return result;
+}
+
 DEVICE unsigned int byte_of(unsigned int word, int i) { return permute(word, 0, 0x4440 | i); }
 
 // Read or written once and not again in this step: first to leave the caches.
@@ -127,6 +156,19 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
 #endif
 }
+
+// A word that tells other blocks of the GPU that what this thread (warp, after __syncwarp) wrote before is there.
+DEVICE void store_release(unsigned int *p, unsigned int x) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+DEVICE unsigned int load_acquire(const unsigned int *p) {
+    unsigned int x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
+// A cache line into the L2.
+DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // A number for the warp, from a counter in shared memory. The compiler does not see that it adds 1: it would count the
 // lanes first, which takes longer.

@@ -1,13 +1,160 @@
-"""Stands in for the CUDA kernel of this name, and takes nothing."""
+"""Launches ``weight_mm_many.cu``: int4 and int8 weights times many tokens, on GPUs of compute capability 9.0.
+
+    out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
+                + bias[n] + residual[m, n]
+
+Two kernels: the first puts x into the order of K in which weights are unpacked, the second, which begins while the
+first runs, multiplies. Sums are in float32 and their order depends on the shape only: results are the same each time.
+"""
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
+
+from lowbit_kernels import nvrtc
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+CHUNK, WARPS, THREADS = 128, 8, 384
+BOX = 16 * 48  # bytes of shared memory of a warp
+SHARED_LIMIT = 227 * 1024
+MAX_STAGES = 12
+BAND = 8  # tiles of tokens that are worked through together
+
+
+class Plan(NamedTuple):
+    """How a product is divided; the macros of ``weight_mm_many.cu`` and the number of clusters."""
+
+    tokens: int  # of a tile
+    subtiles: int  # of 64 rows, of a warpgroup
+    cluster: int  # blocks
+    stages: int
+    rounded: bool  # scales are multiplied into the weights
+    clusters: int
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, of a cluster's tile."""
+        return 128 * self.subtiles * self.cluster
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    multiprocessors: int,
+    may_round: bool = False,
+) -> Plan:
+    """The division that takes fewest clocks by the estimate of `_clocks`.
+
+    `group_size` 0 stands for one scale a row. `may_round`: scales may be multiplied into the weights, which are rounded
+    to 8 bits as they are where weights are dequantized before a product: it is done from 512 tokens on, for groups of
+    multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
+    """
+    whole = group_size % 128 == 0
+    rounded = may_round and group_size > 0 and whole and m >= 512
+    shapes = [(16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (128, 1)]
+    if rounded or group_size == 0:
+        shapes += [(128, 2), (256, 1)] if bits == 4 else [(128, 2)]
+    if not whole:
+        shapes.remove((64, 2))
+    # a tile of more tokens than there are is of use only if there is no smaller one
+    shapes = [s for s in shapes if s[0] < 2 * max(m, 16)] if not rounded else shapes[-2:]
+    candidates = [
+        candidate
+        for tokens, subtiles in shapes
+        for cluster in ((1, 2) if tokens >= 128 else (1,))
+        for candidate in _divisions(
+            m, n, k, bits, multiprocessors, tokens, subtiles, cluster, rounded
+        )
+    ]
+    return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
+
+
+def _divisions(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    multiprocessors: int,
+    tokens: int,
+    subtiles: int,
+    cluster: int,
+    rounded: bool,
+) -> list[Plan]:
+    """Plans for all multiprocessors, and for fewer, where chunks then divide without remainder."""
+    one = Plan(tokens, subtiles, cluster, stages(tokens, subtiles, bits), rounded, 1)
+    units = -(-n // one.rows) * -(-m // tokens) * -(-k // CHUNK)
+    most = min(units, multiprocessors // cluster)
+    even = [c for c in range(most, 0, -1) if units % c == 0 and 10 * c >= 8 * most]
+    return [one._replace(clusters=c) for c in {most, *even}]
+
+
+def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
+    """What a cluster needs from beginning to end: the slowest of tensor cores (8 clocks a token and 128 rows),
+    unpacking, L2 cache (24 bytes a clock) and memory (18), for each of its chunks; and to hand sums to another
+    cluster."""
+    chunks, rows = -(-k // CHUNK), 128 * plan.subtiles
+    columns = -(-m // plan.tokens)
+    units = -(-n // plan.rows) * columns * chunks
+    own = -(-units // plan.clusters)
+    codes, tokens = rows * CHUNK * bits // 8, plan.tokens * CHUNK * 2
+    chunk = max(
+        1.08 * 8 * plan.tokens * plan.subtiles + 40,
+        (300 + plan.tokens) * plan.subtiles,
+        (codes + tokens / plan.cluster) / 24,
+        codes / 18 / min(columns, BAND),
+    )
+    clocks = own * chunk + 1500 * -(-own // chunks)
+    if units % plan.clusters or own % chunks:  # some tiles are divided
+        others = min(-(-chunks // own), chunks)
+        clocks += 1500 + (1 + others) * rows * plan.tokens * 4 / 40
+    return clocks
+
+
+def stages(tokens: int, subtiles: int, bits: int) -> int:
+    """Chunks that fit into shared memory."""
+    fixed = WARPS * BOX + 16 * MAX_STAGES
+    return min((SHARED_LIMIT - fixed) // _stage(tokens, subtiles, bits), MAX_STAGES)
+
+
+def _stage(tokens: int, subtiles: int, bits: int) -> int:
+    return 128 * subtiles * CHUNK * bits // 8 + tokens * CHUNK * 2
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
-    """Whether `many_tokens_mm` takes these operands."""
-    return False
+    """Whether `many_tokens_mm` takes these: on a GPU of compute capability 9.0, dtypes as it says, and codes that the
+    TMA reads, whose rows begin at multiples of 16 bytes."""
+    if x.device.type != "cuda" or not nvrtc.is_available():
+        return False
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    return _is_supported(x, codes, scale, bits=bits, group_size=group_size)
+
+
+def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
+    width = codes.shape[1] * 8 // bits
+    pitch = codes.stride(0) if codes.shape[0] > 1 else codes.shape[1]
+    return (
+        bits in (4, 8)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and scale.dtype in DTYPES
+        and x.stride(1) == 1
+        and codes.stride(1) == 1
+        and codes.dtype == (torch.uint8 if bits == 4 else torch.int8)
+        and pitch % 16 == 0
+        and codes.data_ptr() % 16 == 0
+        and width % 32 == 0
+        and group_size % 32 == 0
+        and min(*x.shape, *codes.shape) > 0
+    )
 
 
 def many_tokens_mm(
@@ -22,5 +169,192 @@ def many_tokens_mm(
     bits: int,
     group_size: int,
 ) -> Tensor:
-    """The product of `lowbit_kernels.weight_linear`, of operands for which `is_available` holds."""
-    raise RuntimeError("this GPU has no such kernel; is_available says so")
+    """The product of the module's docstring, of operands for which `is_available` holds.
+
+    Args:
+        x: bfloat16 or float16 [M, K], M, K > 0, of any distance between rows.
+        codes: 4 bits: uint8 [N, Kp / 2], even k in the low nibble, nibble = code + 8; 8 bits: int8 [N, Kp].
+        scale: float32, bfloat16 or float16 [N, Kp / group_size].
+        zero_point: int8, as `scale`, on the codes' grid; or None for 0.
+        bias: [N], residual: [M, N], of x's dtype, or None.
+        token_scale: float32 [M] or None.
+        group_size: a multiple of 32; Kp for one scale a row.
+
+    Returns:
+        [M, N] of x's dtype. Where x and scale are bfloat16 and there are 512 tokens or more, weights are rounded to
+        bfloat16, as they are if they are dequantized first; else only the result is rounded.
+    """
+    may_round = x.dtype == scale.dtype == torch.bfloat16
+    group = 0 if scale.shape[1] == 1 else group_size
+    properties = _multiprocessors(x.device)
+    chosen = plan(x.shape[0], codes.shape[0], x.shape[1], bits, group, properties, may_round)
+    return _planned(
+        chosen, x, codes, scale, zero_point, bias, residual, token_scale, bits=bits, group=group
+    )
+
+
+def _planned(
+    plan: Plan,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    token_scale: Tensor | None,
+    *,
+    bits: int,
+    group: int,
+) -> Tensor:
+    """The product, divided as `plan` says; `group` 0: one scale a row."""
+    (m, k), n = x.shape, codes.shape[0]
+    scale = scale.contiguous()
+    optional = (zero_point, bias, residual, token_scale)
+    others = [None if t is None else t.contiguous() for t in optional]
+    address = [0 if t is None else t.data_ptr() for t in others]
+    chunks, grid = -(-k // CHUNK), plan.clusters * plan.cluster
+    out, ordered = x.new_empty((m, n)), x.new_empty((m, chunks * CHUNK))
+    rows, columns = -(-n // plan.rows), -(-m // plan.tokens)
+    # sums that blocks leave for others, and a word of each warp that says that they are there
+    divided = (rows * columns * chunks) % (plan.clusters * chunks) != 0
+    words = 128 * plan.subtiles * plan.tokens * grid if divided else 0
+    zeros = WARPS * grid if divided else 0
+    partial = x.new_empty(words + zeros, dtype=torch.float32)
+    left = partial.data_ptr() + 4 * words
+    wide = n % 8 == 0 and address[2] % 16 == 0
+    with torch.cuda.device_of(x):
+        stream = torch.cuda.current_stream().cuda_stream
+        macros = (x.dtype, scale.dtype, zero_point is not None, bits, group, plan[:5])
+        reorder, product = _kernels(*macros, torch.cuda.current_device())
+        x_wide = x.data_ptr() % 16 == 0 and (m == 1 or x.stride(0) % 8 == 0)
+        reorder(
+            stream,
+            -(-max(ordered.numel() // 8, zeros) // 256),
+            256,
+            *(x.data_ptr(), ordered.data_ptr(), left, zeros, m, k),
+            *(x.stride(0), ordered.shape[1], int(x_wide)),
+        )
+        pitch = codes.stride(0) if n > 1 else codes.shape[1]
+        share = plan.tokens // plan.cluster
+        maps = (
+            _map(codes.data_ptr(), 1, n, codes.shape[1], pitch, 128, CHUNK * bits // 8),
+            _map(ordered.data_ptr(), 2, m, chunks * CHUNK, chunks * CHUNK, share, 64),
+        )
+        product(
+            stream,
+            grid,
+            THREADS,
+            *(one.getPtr() for one in maps),
+            *(scale.data_ptr(), *address, out.data_ptr(), partial.data_ptr(), left),
+            *(m, n, chunks, scale.shape[1], rows, columns, BAND, int(wide)),
+        )
+    return out
+
+
+def source(
+    dtype: torch.dtype,
+    scale: torch.dtype,
+    zero: bool,
+    bits: int,
+    group: int,
+    shape: tuple[int, int, int, int, bool],
+) -> str:
+    """The CUDA C++ to compile; `shape` is a Plan without its clusters."""
+    folder = Path(__file__).parent
+    ptx, hopper, mm = (
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("ptx.cuh", "hopper.cuh", "weight_mm_many.cu")
+    )
+    tokens, subtiles, cluster, stages, rounded = shape
+    macros = {
+        "DTYPE": DTYPES[dtype],
+        "BITS": bits,
+        "GROUP": group,
+        "SCALE": DTYPES[scale],
+        "ZERO": int(zero),
+        "ROUNDED": int(rounded),
+        "TOKENS": tokens,
+        "SUBTILES": subtiles,
+        "CLUSTER": cluster,
+        "STAGES": stages,
+    }
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return "\n".join([defines, ptx, hopper, _multiply(tokens, dtype), mm])
+
+
+def _multiply(tokens: int, dtype: torch.dtype) -> str:
+    """The instruction that adds the product of 64 x 16 of `dtype` in registers and tokens x 16 in shared memory to a
+    warpgroup's sums: too many operands to write by hand."""
+    sums = tokens // 2
+    names = ", ".join(f"%{i}" for i in range(sums))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
+    first = ", ".join(f"%{sums + i}" for i in range(4))
+    b, add, high = (f"%{sums + 4 + i}" for i in range(3))
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    return f"""
+// sums = a * b, plus sums if `add`
+DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint32 b, int add) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\n.reg .b64 y;\\n"
+        "setp.ne.b32 p, {add}, 0;\\n"
+        "mov.b64 y, {{{b}, {high}}};\\n"
+        "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{names}}}, {{{first}}}, y, p, 1, 1, 0;\\n}}"
+        : {operands}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(OPERAND_HIGH));
+}}
+"""
+
+
+@functools.cache
+def _kernels(
+    dtype: torch.dtype,
+    scale: torch.dtype,
+    zero: bool,
+    bits: int,
+    group: int,
+    shape: tuple[int, int, int, int, bool],
+    device: int,
+) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
+    code = source(dtype, scale, zero, bits, group, shape)
+    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
+    tokens, subtiles, _, stages, _ = shape
+    shared = stages * (_stage(tokens, subtiles, bits) + 16) + WARPS * BOX
+    product = module.kernel("weight_mm", 18, structs=2, shared=shared, overlaps=True)
+    return module.kernel("reorder", 9), product
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(
+    address: int, size: int, rows: int, columns: int, stride: int, box: int, width: int
+) -> Any:
+    """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` rows of
+    `width` elements, swizzled over their 64 or 128 bytes. It holds no memory and depends on nothing else, so that it
+    may be kept."""
+    from cuda.bindings import driver
+
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if size == 1 else types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        2,
+        address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(stride * size)],
+        [driver.cuuint32_t(width), driver.cuuint32_t(box)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+        if width * size == 128
+        else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(error) != 0:
+        raise RuntimeError(
+            f"CUDA cannot describe {rows} x {columns} of {size} bytes at {address:#x}, rows {stride} apart: {error!r}"
+        )
+    return encoded

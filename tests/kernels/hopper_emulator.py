@@ -1,0 +1,102 @@
+"""``weight_mm_many`` on a CPU, compiled by the machine's C++ compiler; ``hopper_on_cpu.h`` stands in for the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from lowbit_kernels import host_compiler, weight_mm_many
+
+COMPILER = host_compiler.compiler()
+HEADER = Path(__file__).with_name("hopper_on_cpu.h")
+FOOTER = """
+static TensorMap described(const uint64 *a) {
+    return {(const unsigned char *)a[0], (long)a[2], (long)a[3], (long)a[4], (int)a[1], (int)a[5], (int)a[6]};
+}
+extern "C" void emulated_reorder(unsigned grid, const uint64 *a) {
+    emulation::launch(grid, 256, 1, [=] {
+        reorder((const unsigned short *)a[0], (unsigned short *)a[1], (unsigned int *)a[2], a[3], a[4], a[5], a[6],
+                a[7], a[8]);
+    });
+}
+extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
+    emulation::launch(grid, THREADS, CLUSTER, [=] {
+        weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
+                  (const void *)a[3], (const float *)a[4], (unsigned short *)a[5], (float4 *)a[6],
+                  (unsigned int *)a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]);
+    });
+}
+"""
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hopper-on-cpu-")
+
+
+@functools.cache
+def _library(source: str) -> ctypes.CDLL:
+    assert COMPILER
+    path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
+    path.with_suffix(".cpp").write_text(source)
+    options = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", "-shared"]
+    files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
+    done = subprocess.run([*COMPILER, *options, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(path.with_suffix(".so")))
+
+
+def _words(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+class _Map(tuple[int, ...]):
+    def getPtr(self) -> tuple[int, ...]:
+        return self
+
+
+def _kernels(
+    dtype: torch.dtype, *macros: object
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    code = weight_mm_many.source(dtype, *macros[:-1])  # type: ignore[arg-type]
+    folder = Path(weight_mm_many.__file__).parent
+    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_many.cu"))
+    half = "true" if dtype == torch.float16 else "false"
+    multiply = f"""
+template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint32 *a, uint32 b, int add) {{
+    multiply_fragments<{half}>(sums, a, b, add);
+}}
+"""
+    defines = code[: code.index(ptx)]
+    library = _library("\n".join([defines, HEADER.read_text(), multiply, kernel, FOOTER]))
+
+    def reorder(stream: int, grid: int, threads: int, *arguments: int) -> None:
+        library.emulated_reorder(grid, _words(arguments))
+
+    def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
+        codes, x, *rest = arguments
+        library.emulated_product(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
+
+    return reorder, product
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Within it ``weight_mm_many._planned`` takes tensors of the CPU."""
+    with (
+        mock.patch.object(weight_mm_many, "_kernels", _kernels),
+        mock.patch.object(weight_mm_many, "_map", lambda *a: _Map(a)),
+        mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        yield

@@ -1,0 +1,304 @@
+// Runs kernels written with hopper.cuh on a CPU, for tests: all threads of all blocks as fibers, which switch where they
+// wait. It stands in for ptx.cuh and hopper.cuh. Copies and products are done where they are issued: what it shows is
+// the arithmetic of indices, swizzles, fragments and barriers, not races of what a GPU does meanwhile.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#define DEVICE static inline
+#define MEMBER inline
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __grid_constant__
+#define DYNAMIC_SHARED(name) unsigned char *name = emulation::memory()
+using std::max, std::min;
+
+typedef unsigned int uint32;
+typedef unsigned long long uint64;
+struct Index { unsigned int x; };
+static Index threadIdx, blockIdx, gridDim;
+struct uint4 { uint32 x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+static inline uint4 make_uint4(uint32 x, uint32 y, uint32 z, uint32 w) { return {x, y, z, w}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulation {
+constexpr size_t STACK = 64 * 1024, MEMORY = 228 * 1024;
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false;
+    long meetings[2] = {};  // those of its warp and of its cluster
+    uint32 given[4], address;
+};
+struct Barrier {
+    int arrivals, missing;
+    long bytes;
+    uint32 phase;
+};
+struct Block {
+    unsigned char *memory;
+    std::map<uint32, Barrier> barriers;
+};
+static std::vector<Fiber> fibers;
+static std::vector<Block> blocks;
+static ucontext_t scheduler;
+static unsigned int current, threads, cluster;
+static std::function<void()> body;
+
+static void fail(const char *why) { fprintf(stderr, "%s\n", why), exit(3); }
+static Block &block(uint32 rank) { return blocks[blockIdx.x / cluster * cluster + rank]; }
+static Block &block() { return blocks[blockIdx.x]; }
+static unsigned char *memory() { return block().memory; }
+static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+static void enter() {
+    body();
+    fibers[current].done = true;
+    yield();
+}
+
+// Until all unfinished fibers of `count` from a multiple of it on have come to their next meeting of that kind.
+static void meet(int kind, unsigned int count) {
+    const unsigned int first = current / count * count;
+    const long meeting = ++fibers[current].meetings[kind];
+    for (;;) {
+        bool all = true;
+        for (unsigned int i = first; i < first + count && i < fibers.size(); ++i)
+            if (!fibers[i].done && fibers[i].meetings[kind] < meeting) all = false;
+        if (all) return;
+        yield();
+    }
+}
+static void meet_warp() { meet(0, 32); }
+
+template <typename F>
+static void launch(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, F kernel) {
+    gridDim = {grid}, threads = block_threads, cluster = cluster_blocks, body = kernel;
+    fibers = std::vector<Fiber>(grid * threads);
+    blocks = std::vector<Block>(grid);
+    for (Block &one : blocks) {
+        one.memory = (unsigned char *)aligned_alloc(1024, MEMORY);
+        memset(one.memory, 0xff, MEMORY);  // NaN where nothing is written
+    }
+    for (Fiber &fiber : fibers) {
+        fiber.stack = std::make_unique<char[]>(STACK);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack = {fiber.stack.get(), 0, STACK};
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, enter, 0);
+    }
+    long rounds = 0;
+    for (bool running = true; running;) {
+        running = false;
+        if (++rounds > 1000000) fail("the kernel hangs");
+        for (current = 0; current < fibers.size(); ++current) {
+            if (fibers[current].done) continue;
+            running = true;
+            threadIdx = {current % threads}, blockIdx = {current / threads};
+            swapcontext(&scheduler, &fibers[current].context);
+        }
+    }
+    for (Block &one : blocks) free(one.memory);
+}
+}  // namespace emulation
+
+// ---- barriers, clusters ----------------------------------------------------------------------------------------------
+
+static inline void finish_phase(emulation::Barrier &b) {
+    if (b.missing < 0) emulation::fail("more arrivals than a barrier waits for");
+    if (b.missing == 0 && b.bytes == 0) b.phase ^= 1, b.missing = b.arrivals;
+}
+static inline uint32 shared_address(const void *p) { return (const unsigned char *)p - emulation::memory(); }
+static inline void barrier_init(uint32 at, int arrivals) {
+    emulation::block().barriers[at] = {arrivals, arrivals, 0, 0};
+}
+static inline void barrier_init_fence() {}
+static inline void barrier_expect(uint32 at, uint32 bytes) {
+    emulation::Barrier &b = emulation::block().barriers.at(at);
+    b.bytes += bytes, --b.missing;
+    finish_phase(b);
+}
+static inline void barrier_arrive(uint32 at, uint32 rank) {
+    emulation::Barrier &b = emulation::block(rank).barriers.at(at);
+    --b.missing;
+    finish_phase(b);
+}
+static inline void barrier_wait(uint32 at, uint32 parity) {
+    while (emulation::block().barriers.at(at).phase == parity) emulation::yield();
+}
+static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
+static inline void cluster_meet() { emulation::meet(1, emulation::threads * emulation::cluster); }
+static inline void wait_for_previous() {}
+static inline void let_next_start() {}
+static inline void __trap() { emulation::fail("trap"); }
+static inline void __threadfence() {}
+static inline void __syncwarp() { emulation::meet_warp(); }
+static inline uint32 exchanged(uint32 x, uint32 lane) {
+    const unsigned int me = emulation::current;
+    emulation::fibers[me].given[0] = x;
+    emulation::meet_warp();
+    const uint32 result = emulation::fibers[me / 32 * 32 + lane].given[0];
+    emulation::meet_warp();
+    return result;
+}
+static inline uint32 __shfl_sync(uint32, uint32 x, uint32 lane) { return exchanged(x, lane); }
+static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) { return exchanged(x, threadIdx.x % 32 ^ lanes); }
+
+// ---- copies ----------------------------------------------------------------------------------------------------------
+
+struct TensorMap {
+    const unsigned char *base;
+    long rows, columns, stride;  // in elements
+    int size, box, width;
+};
+static inline void prefetch(const TensorMap &) {}
+static inline void prefetch_line(const void *) {}
+
+// The swizzle of 64 (128) bytes: bits 4 and 5 (to 6) of an address are or-ed exclusively with bits 7 and 8 (to 9).
+static inline uint32 swizzled(uint32 at, uint32 width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }
+
+static inline void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block &block, uint32 barrier) {
+    const int width = map.width * map.size;
+    if ((width != 64 && width != 128) || to % (8 * width)) emulation::fail("no such box");
+    for (int i = 0; i < map.box * width; ++i) {
+        const long row = y + i / width, byte = (long)x * map.size + i % width;
+        const bool inside = row < map.rows && byte < map.columns * map.size;
+        block.memory[swizzled(to + i, width)] = inside ? map.base[row * map.stride * map.size + byte] : 0;
+    }
+    emulation::Barrier &b = block.barriers.at(barrier);
+    b.bytes -= (long)map.box * width;
+    finish_phase(b);
+}
+static inline void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier) {
+    fill(map, x, y, to, emulation::block(), barrier);
+}
+static inline void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier, unsigned short ranks) {
+    for (uint32 rank = 0; rank < emulation::cluster; ++rank)
+        if (ranks >> rank & 1) fill(map, x, y, to, emulation::block(rank), barrier);
+}
+static inline uint32 shared_word(uint32 at) {
+    uint32 word;
+    memcpy(&word, emulation::memory() + at, 4);
+    return word;
+}
+static inline void __stcg(float4 *p, float4 x) { *p = x; }
+static inline float4 __ldcg(const float4 *p) { return *p; }
+static inline void store_release(uint32 *p, uint32 x) { *p = x; }
+static inline uint32 load_acquire(const uint32 *p) {
+    if (*p == 0) emulation::yield();
+    return *(const volatile uint32 *)p;
+}
+
+// Four matrices of 8 x 8, turned: of each a lane has two neighbouring elements of row lane / 4, which are in memory in
+// column lane / 4; lane i gives the address of row i % 8 of matrix i / 8.
+template <typename F>
+static inline void turned(uint32 address, F move) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    emulation::fibers[me].address = address;
+    emulation::meet_warp();
+    for (int matrix = 0; matrix < 4; ++matrix)
+        for (int i = 0; i < 2; ++i) {
+            const unsigned int row = matrix * 8 + lane % 4 * 2 + i;
+            move((unsigned short *)(emulation::memory() + emulation::fibers[me - lane + row].address) + lane / 4, matrix, i);
+        }
+    emulation::meet_warp();
+}
+static inline void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
+    turned(address, [&](unsigned short *p, int matrix, int i) { *p = x[matrix] >> 16 * i; });
+}
+static inline void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
+    for (uint32 &one : x) one = 0;
+    turned(address, [&](unsigned short *p, int matrix, int i) { x[matrix] |= (uint32)*p << 16 * i; });
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+static inline float bits_float(uint32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32 float_bits(float x) { uint32 bits; memcpy(&bits, &x, 4); return bits; }
+static inline float from_bf16(uint32 bits) { return bits_float(bits << 16); }
+static inline uint32 to_bf16(float x) {
+    const uint32 bits = float_bits(x);
+    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static inline float from_half(uint32 bits) {
+    const unsigned short low = bits;
+    _Float16 x;
+    memcpy(&x, &low, 2);
+    return x;
+}
+static inline uint32 to_half(float x) {
+    const _Float16 half = x;
+    unsigned short bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+static inline uint32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+static inline uint32 to_half2(float low, float high) { return to_half(low) | to_half(high) << 16; }
+static inline uint32 subtract_bf16x2(uint32 a, uint32 b) {
+    return to_bf16x2(from_bf16(a & 0xffff) - from_bf16(b & 0xffff), from_bf16(a >> 16) - from_bf16(b >> 16));
+}
+static inline uint32 multiply_bf16x2(uint32 a, uint32 b) {
+    return to_bf16x2(from_bf16(a & 0xffff) * from_bf16(b & 0xffff), from_bf16(a >> 16) * from_bf16(b >> 16));
+}
+static inline uint32 subtract_half2(uint32 a, uint32 b) {
+    return to_half2(from_half(a) - from_half(b), from_half(a >> 16) - from_half(b >> 16));
+}
+static inline uint32 multiply_half2(uint32 a, uint32 b) {
+    return to_half2(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
+}
+static inline uint32 masked_or(uint32 x, uint32 mask, uint32 y) { return (x & mask) | y; }
+static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
+    uint32 result = 0;
+    for (int i = 0; i < 4; ++i) result |= (uint32)(((uint64)b << 32 | a) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
+
+// ---- products of warpgroups --------------------------------------------------------------------------------------------
+
+static inline uint32 operand(uint32 address) { return (address >> 4 & 0x3fff) | 1 << 16; }
+static inline void product_fence() {}
+static inline void product_commit() {}
+static inline void in_use(float &) {}
+static inline void in_use(uint32 &) {}
+template <int PENDING> static inline void product_wait() {}
+template <int REGISTERS> static inline void give_registers() {}
+template <int REGISTERS> static inline void take_registers() {}
+
+// A warp's 16 rows of the 64: a's registers hold two neighbouring elements of rows lane / 4 and 8 below, at 2 (lane % 4)
+// and 8 further on; b's rows of 128 bytes lie in shared memory, swizzled.
+template <bool HALF, int SUMS>
+static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint32 b, bool add) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    memcpy(emulation::fibers[me].given, a, 16);
+    emulation::meet_warp();
+    const auto number = [](uint32 bits) { return HALF ? from_half(bits) : from_bf16(bits); };
+    float row[2][16];
+    for (int i = 0; i < 32; ++i) {
+        const int k = i % 16, below = i / 16;
+        const uint32 word = emulation::fibers[me / 4 * 4 + k % 8 / 2].given[below + k / 8 * 2];
+        row[below][k] = number(word >> 16 * (k % 2) & 0xffff);
+    }
+    for (int i = 0; i < SUMS; ++i) {
+        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) {
+            const uint32 at = swizzled((b & 0x3fff) * 16 + token * 128 + k * 2, 128);
+            sum += row[i / 2 % 2][k] * number(*(const unsigned short *)(emulation::memory() + at));
+        }
+        sums[i] = (add ? sums[i] : 0.0f) + sum;
+    }
+    emulation::meet_warp();
+}

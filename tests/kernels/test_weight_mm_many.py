@@ -1,0 +1,388 @@
+"""int4 and int8 weights times many tokens: how the work is divided, the order of K, and on a GPU every result."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit_kernels import weight_mm_many
+from lowbit_kernels.weight_mm_many import CHUNK, SHARED_LIMIT, Plan, many_tokens_mm, plan, stages
+from tests.kernels import hopper_emulator
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
+
+
+# ---- the division of the work ----------------------------------------------------------------------------------------
+
+
+def runs(plan: Plan, m: int, n: int, k: int) -> list[list[tuple[int, int, int]]]:
+    """Of each cluster its segments, in order: the tile, its first chunk and the one after its last. As `Schedule`."""
+    chunks = -(-k // CHUNK)
+    units = -(-n // plan.rows) * -(-m // plan.tokens) * chunks
+    found = []
+    for cluster in range(plan.clusters):
+        begin, end = (units * c // plan.clusters for c in (cluster, cluster + 1))
+        segments = []
+        while end > begin:
+            tile = (end - 1) // chunks
+            first = max(begin - tile * chunks, 0)
+            segments.append((tile, first, end - tile * chunks))
+            end = tile * chunks + first
+        found.append(segments)
+    return found
+
+
+SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
+
+
+@settings(max_examples=200)
+@given(*SHAPES, st.sampled_from([4, 8]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans())
+def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
+    k = 32 * k32
+    chosen = plan(m, n, k, bits, group, 132, may_round)
+    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.subtiles in (1, 2)
+    assert chosen.cluster * chosen.clusters <= 132 and chosen.tokens % (8 * chosen.cluster) == 0
+    assert chosen.rounded <= (may_round and m >= 512 and group in (128, 256))
+    summed_twice = group > 0 and not chosen.rounded
+    assert chosen.tokens * chosen.subtiles * (2 if summed_twice else 1) <= 256  # registers
+    assert 2 <= chosen.stages == stages(chosen.tokens, chosen.subtiles, bits)
+    stage = weight_mm_many._stage(chosen.tokens, chosen.subtiles, bits)
+    assert chosen.stages * (stage + 16) + 8 * 16 * 48 <= SHARED_LIMIT
+    chunks, seen, left = -(-k // CHUNK), {}, {}
+    for cluster, segments in enumerate(runs(chosen, m, n, k)):
+        assert segments, "no cluster is idle"
+        for i, (tile, first, last) in enumerate(segments):
+            assert 0 <= first < last <= chunks
+            seen.setdefault(tile, []).append((first, last))
+            if last < chunks:
+                assert i == 0, "sums are left by what a cluster does first: there is room for one"
+                left.setdefault(tile, []).append(cluster)
+            elif first > 0:  # waits for clusters before itself
+                assert left[tile] and max(left[tile]) < cluster
+                assert i == len(segments) - 1
+    assert len(seen) == -(-n // chosen.rows) * -(-m // chosen.tokens)
+    for parts in seen.values():
+        parts.sort()
+        assert parts[0][0] == 0 and parts[-1][1] == chunks
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+
+
+def test_plan_of_the_shapes_that_matter() -> None:
+    assert plan(32, 28672, 8192, 4, 128, 132)[:3] == (32, 2, 1)
+    assert plan(128, 28672, 8192, 4, 128, 132)[:3] == (128, 1, 2)
+    assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
+    assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
+    small = plan(32, 4096, 4096, 4, 128, 132)  # 32 tiles, four clusters each
+    assert small.clusters >= 120
+
+
+# ---- the order of K --------------------------------------------------------------------------------------------------
+
+
+def reordered(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x [M, K], K a multiple of 128, as the kernel `reorder` leaves it: its comment's formula."""
+    place = torch.arange(CHUNK)
+    s, h, t, b = place // 16, place // 8 % 2, place % 8 // 2, place % 2
+    k = 32 * (s // 2) + 8 * t + 2 * (s % 2) + h + 4 * b if bits == 4 else 16 * s + 4 * t + h + 2 * b
+    assert k.sort().values.equal(place)
+    return x.reshape(len(x), -1, CHUNK)[:, :, k].reshape(x.shape)
+
+
+def first_operand(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """A chunk's weights [16, 128] as `unpack` puts them into the registers of a warp: codes [16, bytes] by the lanes'
+    words, and those by the definition of the instruction's first operand."""
+    words = codes.view(torch.uint8).reshape(16, -1, 4).to(torch.int64)
+    words = (words << torch.tensor([0, 8, 16, 24])).sum(-1)
+    out = torch.zeros(16, CHUNK, dtype=torch.int64)
+    for lane, piece, pair, below in itertools.product(
+        range(32), range(bits), range(16 // bits), (0, 1)
+    ):
+        row, thread = lane // 4 + 8 * below, lane % 4
+        word = int(words[row, piece * 4 + thread])
+        if bits == 4:
+            two = [(word >> 4 * (pair + 4 * b) & 15) - 8 for b in (0, 1)]
+        else:
+            two = [(word >> 8 * (pair + 2 * b) & 255 ^ 128) - 128 for b in (0, 1)]
+        register = pair * 2 + below  # of the word's 4 or 8: a step has four
+        step = piece * (8 // bits) + register // 4
+        k = step * 16 + register % 4 // 2 * 8 + thread * 2
+        out[row, k], out[row, k + 1] = two
+    return out
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_both_operands_have_k_in_one_order(bits: int) -> None:
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    weight = torch.randint(low, high, (16, CHUNK))
+    x = torch.randint(-9, 9, (5, CHUNK))
+    codes = weight.to(torch.int8)
+    if bits == 4:
+        codes = ((weight[:, ::2] + 8) | (weight[:, 1::2] + 8) << 4).to(torch.uint8)
+    product = first_operand(codes, bits) @ reordered(x, bits).T
+    assert torch.equal(product, weight @ x.T)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_step_lies_in_one_group_of_32(bits: int) -> None:
+    k = reordered(torch.arange(CHUNK)[None], bits)[0].reshape(8, 16)
+    assert torch.equal(k // 32, (torch.arange(8) // 2)[:, None].expand(8, 16))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_differences_are_exact(dtype: torch.dtype, bits: int) -> None:
+    """Codes or-ed into the bits of 128 or 1024, less that and the zero point, in the operand's dtype."""
+    grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
+    code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
+    if dtype == BF16 and bits == 8:
+        base = ((code & 127) + 128).to(dtype) - ((code < 0) * 128 + 128).to(dtype)
+        offset = zero.to(dtype)
+    else:
+        base = (code + 2 ** (bits - 1) + (128 if dtype == BF16 else 1024)).to(dtype)
+        offset = (zero + 2 ** (bits - 1) + (128 if dtype == BF16 else 1024)).to(dtype)
+    assert torch.equal((base - offset).long(), code - zero)
+
+
+def test_source_has_the_macros() -> None:
+    code = weight_mm_many.source(FP16, FP32, True, 8, 64, (64, 2, 1, 4, False))
+    for macro in ("DTYPE FP16", "BITS 8", "GROUP 64", "SCALE FP32", "ZERO 1", "ROUNDED 0"):
+        assert f"#define {macro}\n" in code
+    for macro in ("TOKENS 64", "SUBTILES 2", "CLUSTER 1", "STAGES 4"):
+        assert f"#define {macro}\n" in code
+    assert "m64n64k16.f32.f16.f16" in code
+
+
+def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
+    def takes(codes: torch.Tensor, group: int = 32, x: torch.Tensor | None = None) -> bool:
+        k = codes.shape[1] * 2
+        x = torch.zeros(3, k, dtype=BF16) if x is None else x
+        scale = torch.zeros(len(codes), max(k // group, 1), dtype=BF16)
+        return weight_mm_many._is_supported(x, codes, scale, bits=4, group_size=group)
+
+    codes = torch.zeros(8, 64, dtype=torch.uint8)
+    assert takes(codes) and takes(codes, 128) and takes(codes[::2]) and takes(codes[:, :32])
+    assert not takes(codes[:, 1:33]) and not takes(codes[:, :24]) and not takes(codes, 24)
+    assert not takes(torch.zeros(8, 40, dtype=torch.uint8)[:, :32])
+    assert not takes(codes, x=torch.zeros(3, 128))
+    assert not takes(codes, x=torch.zeros(128, 3, dtype=BF16).T)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+class Operands:
+    """Random ones; `exact` is the product in float64."""
+
+    def __init__(
+        self, m, n, k, bits, group, *, dtype=BF16, scale=BF16, zero=False, pitch=0, device="cuda"
+    ):
+        self.bits, self.group = bits, group or -(-k // 32) * 32
+        width = -(-k // self.group) * self.group
+        columns = width * bits // 8
+        low, high = (0, 256) if bits == 4 else (-128, 128)
+        kind = torch.uint8 if bits == 4 else torch.int8
+        codes = torch.randint(low, high, (n, columns + pitch), device=device).to(kind)
+        self.codes = codes[:, :columns]
+        shape = (n, width // self.group)
+        self.scale = (torch.rand(shape, device=device) * 0.02 + 0.001).to(scale)
+        low, high = (-8, 8) if bits == 4 else (-128, 128)
+        zeros = torch.randint(low, high, shape, device=device).to(torch.int8)
+        zeros.view(-1)[::3], zeros.view(-1)[1::3] = low, high - 1
+        self.zero = zeros if zero else None
+        self.x = torch.randn(m, k, device=device).to(dtype)
+        self.bias = self.residual = self.token_scale = None
+
+    def weight(self) -> torch.Tensor:
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int() - 8
+        weight = codes.double()
+        scale, zero = self.scale.double(), self.zero
+        if zero is not None:
+            weight = weight - zero.double().repeat_interleave(self.group, 1)
+        return (weight * scale.repeat_interleave(self.group, 1))[:, : self.x.shape[1]]
+
+    def exact(self) -> torch.Tensor:
+        out = self.x.double() @ self.weight().T
+        if self.token_scale is not None:
+            out = out * self.token_scale.double()[:, None]
+        for more in (self.bias, self.residual):
+            out = out if more is None else out + more.double()
+        return out
+
+    def more(self) -> Operands:
+        (m, _), n, dtype = self.x.shape, len(self.codes), self.x.dtype
+        device = self.x.device
+        self.bias = torch.randn(n, device=device).to(dtype)
+        self.residual = torch.randn(m, n, device=device).to(dtype)
+        self.token_scale = torch.rand(m, device=device) + 0.5
+        return self
+
+    def arguments(self) -> tuple:
+        extra = (self.bias, self.residual, self.token_scale)
+        return (self.x, self.codes, self.scale, self.zero, *extra)
+
+    def product(self, chosen: Plan | None = None) -> torch.Tensor:
+        kinds = {"bits": self.bits, "group_size": self.group}
+        if self.x.is_cuda and not weight_mm_many.is_available(
+            self.x, self.codes, self.scale, **kinds
+        ):
+            pytest.skip("needs a GPU of compute capability 9.0")
+        if chosen is None:
+            return many_tokens_mm(*self.arguments(), **kinds)
+        group = 0 if self.scale.shape[1] == 1 else self.group
+        return weight_mm_many._planned(chosen, *self.arguments(), bits=self.bits, group=group)
+
+    def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
+        out, exact = self.product(chosen), self.exact()
+        assert out.shape == exact.shape and out.dtype == self.x.dtype and out.is_contiguous()
+        assert (out.double() - exact).norm() <= factor * ERROR[self.x.dtype] * exact.norm()
+
+
+def planned(tokens: int, subtiles: int, cluster: int, clusters: int, rounded=False) -> Plan:
+    return Plan(tokens, subtiles, cluster, 2, rounded, clusters)
+
+
+EMULATED = [  # plan, m, n, k, bits, group; tiles divided among clusters, more chunks than stages, everything ragged
+    (planned(16, 1, 1, 3), 20, 200, 600, 4, 128),
+    (planned(16, 2, 1, 2), 17, 1, 700, 4, 64),
+    (planned(16, 1, 2, 2), 17, 270, 300, 4, 256),
+    (planned(16, 1, 1, 2), 17, 17, 700, 8, 0),
+    (planned(16, 1, 1, 2), 10, 129, 352, 4, 96),
+    (planned(32, 2, 1, 1), 30, 129, 96, 8, 32),
+    (planned(64, 2, 1, 1), 40, 200, 400, 4, 128),
+    (planned(128, 2, 1, 1), 100, 130, 270, 4, 0),
+    (planned(128, 1, 2, 1), 100, 100, 300, 4, 128),
+    (planned(256, 1, 1, 1, rounded=True), 100, 100, 200, 4, 128),
+]
+
+
+@pytest.mark.skipif(not hopper_emulator.COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize(("chosen", "m", "n", "k", "bits", "group"), EMULATED, ids=str)
+def test_emulated(chosen: Plan, m: int, n: int, k: int, bits: int, group: int) -> None:
+    """The kernels' arithmetic, of indices and barriers too, by fibers on the CPU."""
+    with hopper_emulator.emulated():
+        kinds = {"device": "cpu"}
+        if not chosen.rounded:
+            kinds |= {"dtype": FP16, "scale": FP32, "zero": True, "pitch": 16}
+        Operands(m, n, k, bits, group, **kinds).more().check(chosen, 1.3 if chosen.rounded else 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 17, 31, 32, 64, 100, 128, 255, 256, 257, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tokens(m: int, bits: int) -> None:
+    Operands(m, 272, 4096, bits, 128, scale=FP32).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [32, 96, 128, 160, 4096, 4224])
+@pytest.mark.parametrize("n", [1, 17, 64, 4097])
+def test_ragged_shapes(n: int, k: int) -> None:
+    for m, bits in itertools.product((17, 100), (4, 8)):
+        Operands(m, n, k, bits, 32).more().check()
+        Operands(m, n, k, bits, 0, zero=True).more().check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("scale", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [0, 32, 64, 96, 128, 256])
+def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> None:
+    kinds = {"dtype": dtype, "scale": scale, "zero": zero}
+    Operands(40, 200, 1056, bits, group, **kinds).more().check()
+
+
+def forced() -> list[tuple[int, Plan]]:
+    """Plans of every shape of tile, with tiles divided among clusters and not, and their group."""
+    found = []
+    for tokens, subtiles, group in [
+        *(
+            (t, s, g)
+            for t in (16, 32, 64)
+            for s in (1, 2)
+            for g in (0, 32, 64, 128)
+            if t * s < 128 or g in (0, 128)
+        ),
+        *((128, 1, g) for g in (0, 32, 64, 128)),
+        *((128, 2, 0), (256, 1, 0)),
+    ]:
+        for cluster, clusters in ((1, 1), (1, 7), (1, 60), (2, 5), (2, 30)):
+            depth = stages(tokens, subtiles, 4)
+            found.append((group, Plan(tokens, subtiles, cluster, depth, False, clusters)))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "chosen"), forced(), ids=str)
+def test_every_division(group: int, chosen: Plan) -> None:
+    operands = Operands(300, 520, 2048, 4, group, zero=True).more()
+    operands.check(chosen)
+    assert torch.equal(operands.product(chosen), operands.product(chosen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [128, 256])
+@pytest.mark.parametrize(("tokens", "subtiles", "cluster"), [(128, 2, 1), (256, 1, 1), (256, 1, 2)])
+def test_rounded_weights(tokens: int, subtiles: int, cluster: int, group: int) -> None:
+    """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
+    chosen = Plan(tokens, subtiles, cluster, stages(tokens, subtiles, 4), True, 20)
+    operands = Operands(700, 520, 2048, 4, group, zero=True)
+    out, rounded = operands.product(chosen), operands.weight().to(BF16).double()
+    exact = operands.x.double() @ rounded.T
+    assert (out.double() - exact).norm() <= 2e-3 * exact.norm()
+    operands.check(chosen, factor=1.3)
+
+
+@pytest.mark.gpu
+def test_strided_operands() -> None:
+    operands = Operands(100, 300, 1024, 4, 128, pitch=64)
+    operands.check()
+    wide = torch.randn(100, 1031, device="cuda").to(BF16)
+    for first in (0, 1, 7):
+        operands.x = wide[:, first : first + 1024]
+        operands.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e10, 1e30])
+def test_scales_of_any_size(size: float) -> None:
+    operands = Operands(50, 300, 512, 4, 128, scale=FP32)
+    operands.scale *= size
+    operands.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [40, 600])
+def test_nan_and_infinity_stay_where_they_are(m: int) -> None:
+    operands = Operands(m, 300, 500, 4, 128)
+    operands.x[3, 77], operands.x[5, 499] = float("nan"), float("inf")
+    operands.scale[17, 1], operands.scale[200, 3] = float("nan"), float("inf")
+    finite = operands.product().isfinite()
+    expected = torch.ones(m, 300, dtype=torch.bool, device="cuda")
+    expected[[3, 5]] = False
+    expected[:, [17, 200]] = False
+    assert torch.equal(finite, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "k"), [(32, 4096, 4096), (200, 4096, 4096), (1024, 1000, 4096)])
+def test_cuda_graph(m: int, n: int, k: int) -> None:
+    operands = Operands(m, n, k, 4, 128)
+    operands.product()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = operands.product(), operands.product()
+    operands.x.neg_()
+    operands.codes.bitwise_xor_(0x35)
+    graph.replay()
+    out = operands.product()
+    assert torch.equal(first, out) and torch.equal(second, out)
+    operands.check(factor=1.3 if m >= 512 else 1.0)
