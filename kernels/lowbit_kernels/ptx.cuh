@@ -196,26 +196,9 @@ DEVICE T constant_load(const T *p) {
 }
 
 // (x & mask) | bits and (x & mask) ^ bits in one instruction, also where both are constants.
-DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int bits) {
-    unsigned int result;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
-    return result;
-}
 DEVICE unsigned int masked_xor(unsigned int x, unsigned int mask, unsigned int bits) {
     unsigned int result;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
-    return result;
-}
-
-// The difference of each half, as bf16 and as fp16 (sm_90 and newer).
-DEVICE unsigned int subtract_bf16x2(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
-DEVICE unsigned int subtract_half2(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
 
