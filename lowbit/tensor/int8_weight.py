@@ -36,7 +36,7 @@ from lowbit.granularity import PerRow
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.kernels import quantize_rowcol, round_rows
+from lowbit.tensor.kernels import dequantize_int8, quantize_rowcol, round_rows
 from lowbit.tensor.trainable import KEEP_OUT
 from lowbit.train_scheme import Int8Weight
 
@@ -186,6 +186,15 @@ class Int8WeightTensor(AffineTensor):
     def values(self) -> Tensor:
         """What high-precision products multiply by: plain, without gradient."""
         return self.dequantize()
+
+    def values_again(self, dtype: torch.dtype) -> Tensor:
+        """The values for a backward pass: `dequantize`, by another op. torch.compile would take the same one for the
+        forward pass's, and keep its values meanwhile, at 2 bytes an element."""
+        if self.transposed or self.ndim != 2 or self.numel() == 0 or dtype is torch.float64:
+            return self.dequantize().to(dtype)
+        k = self.shape[1]
+        options = {"group_size": k, "size": k, "dtype": self.dtype}
+        return dequantize_int8(self.codes, self.scale, **options).to(dtype)
 
     # ---- what the base asks for ------------------------------------------------------------------------------
 

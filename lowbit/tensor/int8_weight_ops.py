@@ -39,7 +39,7 @@ class _WeightOnly(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.dequantize().to(grad.dtype)
+            grad_x = grad @ weight.values_again(grad.dtype)
         if ctx.needs_input_grad[1]:
             check_first_derivative(weight)  # the weight's term would be missing
             grad_weight = (grad.t() @ x).to(weight.dtype)

@@ -57,3 +57,10 @@ def weight_linear(op: str, x: Tensor, *tensors: Tensor | None, **options: Any) -
     import lowbit_kernels
 
     return getattr(lowbit_kernels, op)(x, *tensors, **options)
+
+
+def dequantize_int8(codes: Tensor, scale: Tensor, **options: Any) -> Tensor:
+    """`lowbit_kernels.dequantize_int8`: int8 codes [N, K] to floating point."""
+    from lowbit_kernels import dequantize_int8
+
+    return dequantize_int8(codes, scale, **options)

@@ -80,7 +80,9 @@ def test_as_the_step_in_pytorch(device, state, monkeypatch):
     made = pair(device, functools.partial(optim.AdamW, state=state, lr=1e-2))
     step_all(made, 3)
     check_codes(made)
-    check_alike(masters(made), 1e-3, {"fp32": 1e-6, "bf16": 1e-3}.get(state, 2e-3))
+    # where sums differ in their last bit, one of 4 bits may be the neighbouring one
+    bound = {"fp32": 1e-6, "bf16": 1e-3, "4bit": 5e-3}.get(state, 2e-3)
+    check_alike(masters(made), 1e-3, bound)
     if state == "8bit":
         coded, plain = sorted(made[0][1]._plan.launches, key=lambda x: -len(x.places))
         owners = [piece.owner for piece in coded.pieces]

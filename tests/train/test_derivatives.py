@@ -1,10 +1,12 @@
-"""Derivatives beyond those of backward(): second ones, and the transforms of torch.func."""
+"""Derivatives: what is kept for them, second ones, and the transforms of torch.func."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from lowbit import train
 from lowbit.train import BitNet, Int8Weight
 from tests.train.problems import SCHEMES, linear, prepared, snr, values
 
@@ -49,3 +51,20 @@ def test_transforms_of_torch_func_are_refused_by_name(scheme):
     ):
         with pytest.raises(NotImplementedError, match=rf"{kind}.*torch\.func.*autograd\.grad"):
             run()
+
+
+def test_compiled_backward_passes_keep_codes_not_values():
+    """Of an int8 weight: values, kept from the forward pass on, would take 2 bytes an element more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(torch.bfloat16)
+    train.prepare_(model, Int8Weight())
+    kept = []
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = compiled(x)
+    weights = {(96, 64), (64, 96)}
+    assert {t.dtype for t in kept if tuple(t.shape) in weights} == {torch.int8}
+    (own,) = torch.autograd.grad(y.sum(), x)
+    (eager,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(own, eager)
