@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.inference import linear
-from recipes.decode.attention import attend_last
+from recipes.decode.attention import attend_next
 from recipes.llama import Block, Llama, rotate
 
 
@@ -38,14 +38,16 @@ def block_step(
     batch, new, _ = x_BTD.shape
     split = (batch, new, -1, attention.config.head_dim)
     h_BTD = block.attention_norm(x_BTD)
-    query = rotate(attention.query(h_BTD).view(split).transpose(1, 2), cos_TP, sin_TP)
-    key = rotate(attention.key(h_BTD).view(split).transpose(1, 2), cos_TP, sin_TP)
+    query = attention.query(h_BTD).view(split).transpose(1, 2)
+    key = attention.key(h_BTD).view(split).transpose(1, 2)
     value = attention.value(h_BTD).view(split).transpose(1, 2)
-    keys_BKSE.index_copy_(2, position_T, key)
-    values_BKSE.index_copy_(2, position_T, value)
     if new == 1:
-        mixed = attend_last(query, keys_BKSE, values_BKSE, position_T)
+        new_position = (query, key, value, cos_TP, sin_TP, position_T)
+        mixed = attend_next(*new_position, keys_BKSE, values_BKSE)
     else:
+        query, key = rotate(query, cos_TP, sin_TP), rotate(key, cos_TP, sin_TP)
+        keys_BKSE.index_copy_(2, position_T, key)
+        values_BKSE.index_copy_(2, position_T, value)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
     h_BTD = block.mlp_norm(x_BTD)

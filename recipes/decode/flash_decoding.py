@@ -1,8 +1,10 @@
-"""The kernels of `attend_last`: positions split over the GPU, then the parts put together.
+"""The kernels of `attend_next`: positions split over the GPU, then the parts put together.
 
 A program takes the queries of one key/value head (they share its keys) and one of `splits` stretches of the positions
-that there are, and keeps the running maximum m, the sum l of exp(s − m), and the sum of exp(s − m) · v. The second
-kernel weighs the stretches by exp(m − largest m). Source: Flash-Decoding, and online softmax, arXiv 1805.02867.
+that there are. It turns the queries; that of the last stretch also turns the new key, takes it and the new value from
+where they came in, and writes both to the cache. It keeps the running maximum m, the sum l of exp(s − m), and the sum
+of exp(s − m) · v. The second kernel weighs the stretches by exp(m − largest m). Source: Flash-Decoding, and online
+softmax, arXiv 1805.02867.
 """
 
 from __future__ import annotations
@@ -22,8 +24,23 @@ LEAST_ROWS = 16
 
 
 @triton.jit
+def _turned(x, columns, cos, sin, HALF: tl.constexpr):
+    """The elements `columns` of rows at `x` [.., 1], each pair (i, i + HALF) turned by its angle."""
+    c = tl.load(cos + columns % HALF).to(x.dtype.element_ty).to(tl.float32)
+    s = tl.load(sin + columns % HALF).to(x.dtype.element_ty).to(tl.float32)
+    s = tl.where(columns < HALF, -s, s)
+    own = tl.load(x + columns).to(tl.float32)
+    other = tl.load(x + (columns + HALF) % (2 * HALF)).to(tl.float32)
+    return (own * c + other * s).to(x.dtype.element_ty)
+
+
+@triton.jit
 def _stretches(
     query,
+    key,
+    value,
+    cos,
+    sin,
     keys,
     values,
     position,
@@ -31,6 +48,13 @@ def _stretches(
     stats,
     scale,
     capacity,
+    query_batch,  # strides
+    query_head,
+    key_batch,
+    key_head,
+    value_batch,
+    value_head,
+    HEADS: tl.constexpr,  # of keys, in a sequence
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -38,23 +62,39 @@ def _stretches(
     BLOCK: tl.constexpr,
 ):
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(position).to(tl.int32) + 1
+    batch, own_head = head // HEADS, head % HEADS
+    last = tl.load(position).to(tl.int32)
+    length = last + 1
     stretch = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
     begin = split * stretch
     end = tl.minimum(begin + stretch, length)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    of_query = (head * GROUP + rows)[:, None] * WIDTH + columns[None, :]
-    q = tl.load(query + of_query, mask=(rows < GROUP)[:, None], other=0.0)
+    # rows beyond the group repeat its last one, and are not stored
+    row = own_head * GROUP + tl.minimum(rows, GROUP - 1)
+    of_query = query + batch * query_batch + row[:, None] * query_head
+    q = _turned(of_query, columns[None, :], cos, sin, WIDTH // 2)
+    of_key = key + batch * key_batch + own_head * key_head
+    new_key = _turned(of_key, columns, cos, sin, WIDTH // 2)
+    new_value = tl.load(value + batch * value_batch + own_head * value_head + columns)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     cache = head * capacity * WIDTH
+    is_last = (last >= begin) & (last < end)
+    of_last = cache + last * WIDTH + columns
+    tl.store(keys + of_last, new_key, mask=(columns < WIDTH) & is_last)
+    tl.store(values + of_last, new_value, mask=(columns < WIDTH) & is_last)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         of_cache = cache + at[:, None] * WIDTH + columns[None, :]
         seen = at < end
         k = tl.load(keys + of_cache, mask=seen[:, None], other=0.0)
         v = tl.load(values + of_cache, mask=seen[:, None], other=0.0)
+        is_new = (at == last)[
+            :, None
+        ]  # what was read there may be from before or after it was written
+        k = tl.where(is_new, new_key[None, :], k)
+        v = tl.where(is_new, new_value[None, :], v)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, 1))
@@ -90,25 +130,36 @@ def splits_for(heads: int, capacity: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def flash_decode(query: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    """As `attend_last`. E must be a power of two of at least 16."""
+def flash_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """As `attend_next`. E must be a power of two of at least 16."""
     batch, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     if width < 16 or width & (width - 1):
         raise ValueError(f"heads must be 16, 32, 64, … wide, got {width}")
     group, all_heads = heads // kv_heads, batch * kv_heads
     splits = splits_for(all_heads, capacity)
-    query = query.contiguous()
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
     parts = (all_heads, splits, group)
     sums = torch.empty((*parts, width), dtype=torch.float32, device=query.device)
     stats = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
-    result = torch.empty_like(query)
-    padded = max(triton.next_power_of_2(group), LEAST_ROWS)
+    result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     sizes = {"GROUP": group, "WIDTH": width, "SPLITS": splits}
     _stretches[(all_heads, splits)](
-        *(query, keys, values, position, sums, stats, 1 / math.sqrt(width), capacity),
+        *(query, key, value, cos.contiguous(), sin.contiguous(), keys, values, position),
+        *(sums, stats, 1 / math.sqrt(width), capacity),
+        *(stride for t in (query, key, value) for stride in t.stride()[:2]),
         **sizes,
-        ROWS=padded,
+        HEADS=kv_heads,
+        ROWS=max(triton.next_power_of_2(group), LEAST_ROWS),
         BLOCK=BLOCK,
     )
     _together[(batch * heads,)](sums, stats, result, **sizes)

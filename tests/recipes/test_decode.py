@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,15 +158,43 @@ def test_the_largest_of_a_vocabulary_in_chunks(size: int) -> None:
 
 
 def case(batch: int, heads: int, kv_heads: int, width: int, positions: int):
-    sizes = [(batch, heads, 1, width), *[(batch, kv_heads, positions, width)] * 2]
-    return [torch.randn(size) for size in sizes]
+    """query, key, value, cos, sin, and the two caches; the first three as slices of one tensor."""
+    joint = torch.randn(batch, 1, (heads + 2 * kv_heads) * width)
+    sizes = (heads * width, kv_heads * width, kv_heads * width)
+    new = [t.view(batch, 1, -1, width).transpose(1, 2) for t in joint.split(sizes, -1)]
+    angle = torch.rand(1, width // 2) * 6
+    caches = [torch.randn(batch, kv_heads, positions, width) for _ in range(2)]
+    return [*new, angle.cos(), angle.sin(), *caches]
 
 
-def exact(query: Tensor, keys: Tensor, values: Tensor, last: int) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, -1)
+    cos, sin = cos.to(x.dtype).double(), sin.to(x.dtype).double()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def exact(query, key, value, cos, sin, keys, values, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and the two caches, in float64."""
+    keys, values = keys.double(), values.double()
+    keys[:, :, last], values[:, :, last] = turned(key, cos, sin)[:, :, 0], value[:, :, 0].double()
     shared = query.shape[1] // keys.shape[1]
-    seen = [t[:, :, : last + 1].double().repeat_interleave(shared, 1) for t in (keys, values)]
-    scores = query.double() @ seen[0].transpose(-1, -2) / query.shape[-1] ** 0.5
-    return scores.softmax(-1) @ seen[1]
+    seen = [t[:, :, : last + 1].repeat_interleave(shared, 1) for t in (keys, values)]
+    scores = turned(query, cos, sin) @ seen[0].transpose(-1, -2) / query.shape[-1] ** 0.5
+    return scores.softmax(-1) @ seen[1], keys, values
+
+
+def check_attention(attend: Any, parts: list[Tensor], last: int, bound: float) -> None:
+    """What lies beyond `last`, and at it, is not read."""
+    *new, keys, values = parts
+    keys, values = keys.clone(), values.clone()
+    keys[:, :, last:], values[:, :, last:] = 1e9, 1e9
+    y, expected_keys, expected_values = exact(*new, keys, values, last)
+    got = attend(*new, torch.tensor([last], device=keys.device), keys, values)
+    assert relative_error(got, y) < bound
+    seen = slice(last + 1)
+    assert relative_error(keys[:, :, seen], expected_keys[:, :, seen]) < bound
+    assert torch.equal(values.double(), expected_values)
+    assert bool((keys[:, :, last + 1 :] == 1e9).all())
 
 
 SIZES = [(1, 4, 2, 16, 48), (2, 6, 2, 32, 300), (1, 8, 8, 16, 130)]
@@ -173,33 +202,25 @@ SIZES = [(1, 4, 2, 16, 48), (2, 6, 2, 32, 300), (1, 8, 8, 16, 130)]
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_attention_sees_the_positions_so_far(size: tuple[int, ...]) -> None:
-    query, keys, values = case(*size)
     for last in (0, 1, size[-1] // 3, size[-1] - 1):
-        hidden = values.clone()
-        hidden[:, :, last + 1 :] = 1e9
-        y = attention.attend_last(query, keys, hidden, torch.tensor([last]))
-        assert relative_error(y, exact(query, keys, values, last)) < 1e-6
+        check_attention(attention.attend_next, case(*size), last, 1e-6)
 
 
 def test_the_attention_op_is_sound() -> None:
-    torch.library.opcheck(attention.attend_last, (*case(2, 6, 2, 16, 40), torch.tensor([17])))
+    *new, keys, values = case(2, 6, 2, 16, 40)
+    torch.library.opcheck(attention.attend_next, (*new, torch.tensor([17]), keys, values))
 
 
 INTERPRETED = """
 import torch
 from recipes.decode.flash_decoding import flash_decode
-from tests.recipes.test_decode import SIZES, case, exact
-from tests.schemes import relative_error
+from tests.recipes.test_decode import SIZES, case, check_attention
 
 torch.manual_seed(0)
 for size in SIZES:
-    query, keys, values = case(*size)
     for last in (0, 1, 63, 64, size[-1] // 3, size[-1] - 1):
         if last < size[-1]:
-            keys[:, :, last + 1 :] = float("nan")
-            y = flash_decode(query, keys, values, torch.tensor([last]))
-            keys.nan_to_num_(0.5)
-            assert relative_error(y, exact(query, keys, values, last)) < 1e-6, (size, last)
+            check_attention(flash_decode, case(*size), last, 1e-6)
 """
 
 
@@ -221,10 +242,9 @@ def test_the_attention_kernels_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(1, 32, 8, 128, 1024), (16, 32, 8, 128, 2304), (3, 6, 2, 64, 77)])
 def test_the_attention_kernels_on_a_gpu(size: tuple[int, ...]) -> None:
-    query, keys, values = (t.cuda().bfloat16() for t in case(*size))
+    parts = [t.cuda().bfloat16() for t in case(*size)]
     for last in (0, 5, size[-1] // 2, size[-1] - 1):
-        y = attention.attend_last(query, keys, values, torch.tensor([last], device="cuda"))
-        assert relative_error(y.cpu(), exact(query, keys, values, last).cpu()) < 5e-3
+        check_attention(attention.attend_next, parts, last, 5e-3)
 
 
 @pytest.mark.gpu
