@@ -20,31 +20,9 @@ from lowbit_kernels import linear_table, weight_mm_few, weight_mm_many, weight_m
 from lowbit_kernels.linear_table import Regime
 from lowbit_kernels.weight_linear import Case, _linear
 
-TOKENS = (
-    1,
-    2,
-    4,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    4096,
-)
-GROUPS = {4: (32, 128, 0), 8: (128, 0)}  # 0: one a row
-SMALL = ((1024, 4096), (4096, 1024), (1024, 1024))
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+GROUPS = {4: (128,), 8: (0,)}  # 0: one a row; the nearest serves for others
+SMALL = ((1024, 4096),)
 REPEATS = 10
 
 Rows = tuple[tuple[int, Regime], ...]
@@ -73,14 +51,14 @@ def written(source: str, table: Mapping[tuple[int, int, int, int], Rows]) -> str
 
 
 def _regimes(m: int, arguments: tuple, bits: int) -> list[Regime]:
-    """Those that take it."""
+    """Those that take it; Triton's only where neither CUDA kernel does."""
     x, codes, scale, *_, group = arguments
     found: list[Regime] = ["dequantize"]
     if m <= 16 and weight_mm_few.is_available(x, codes, scale, bits=bits, group_size=group):
         found.append("few")
     if m <= 2048 and weight_mm_many.is_available(x, codes, scale, bits=bits, group_size=group):
         found.append("many")
-    if m <= weight_mm_triton.MOST_TOKENS:
+    if len(found) == 1 and m <= weight_mm_triton.MOST_TOKENS:
         found.append("triton")
     return found
 
