@@ -430,19 +430,48 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
     __syncwarp();
 }
 
+// The same of all of a warp's squares, where nothing but a bias is added and all is wide: few instructions, for each is
+// executed once a tile, and has to be fetched.
+DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
+                         const float (&sums)[SUMS], int row, int token) {
+    const int lane = threadIdx.x % 32;
+    const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
+    const uint4 *mine = (const uint4 *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
+    unsigned short *to = epilogue.out + (long long)(token + lane / 2) * shape.n + row + lane % 2 * 8;
+    const int left = shape.m - token - lane / 2;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 16; ++j, to += 16ll * shape.n) {
+        uint32 result[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float *two = &sums[j * 8 + i * 2];
+            result[i] = packed(fmaf(two[0], rows.scale[i % 2], rows.bias[i % 2]), fmaf(two[1], rows.scale[i % 2], rows.bias[i % 2]));
+        }
+        store_matrices_turned(matrix, result);
+        __syncwarp();
+        if (left > j * 16) *(uint4 *)to = *mine;
+        __syncwarp();
+    }
+}
+
 // A tile's results, of sums that this block alone has.
 DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape,
                        const float (&sums)[SUBTILES][SUMS], int row, int token) {
+    const bool plain = epilogue.wide && !epilogue.residual && !epilogue.token_scale;
 #pragma unroll
-    for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-        const Rows rows(epilogue, shape, row + subtile * 64);
-#pragma unroll
-        for (int j = 0; j < TOKENS / 16; ++j) {
-            if (token + j * 16 >= shape.m) break;
+    for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
+        const Rows rows(epilogue, shape, row);
+        if (plain && row + 16 <= shape.n) {
+            finish_plain(box, epilogue, shape, rows, sums[subtile], row, token);
+            continue;
+        }
+#pragma unroll 1
+        for (int j = 0; j < TOKENS / 16 && token + j * 16 < shape.m; ++j) {
             float square[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) square[i] = sums[subtile][j * 8 + i];
-            finish(box, epilogue, shape, rows, square, row + subtile * 64, token + j * 16);
+            for (int i = 0; i < SUMS; ++i)
+                if (i / 8 == j) square[i % 8] = sums[subtile][i];
+            finish(box, epilogue, shape, rows, square, row, token + j * 16);
         }
     }
 }
