@@ -10,7 +10,7 @@
 //   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE); 0: into the
 //                      sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
-//   ROWS               of the weight, of a block's tile: 128 or 256
+//   ROWS               of the weight, of a block's tile: 64, 128 or 256
 //   GROUPS             warpgroups that multiply: 2 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on rows beside each other, which load half of the tokens each for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
@@ -95,9 +95,11 @@ struct Schedule {
 struct Ring {
     int slot = 0;
     uint32 parity = 0;
-    MEMBER void advance(int stages = 1) {
-        for (slot += stages; slot >= STAGES; slot -= STAGES) parity ^= 1;
+    MEMBER void advance(int stages = 1) {  // at most STAGES
+        slot += stages;
+        if (slot >= STAGES) slot -= STAGES, parity ^= 1;
     }
+    MEMBER Ring after(int stages) const { return {(slot + stages) % STAGES, parity ^ (slot + stages) / STAGES % 2}; }
 };
 
 // ---- the producer ----------------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
             barrier_expect(full, STAGE_BYTES);
 #pragma unroll
-            for (int i = 0; i < ROWS / 128; ++i)
+            for (int i = 0; i < (ROWS + 127) / 128; ++i)
                 load_box(codes, chunk * PITCH, schedule.row + i * 128, to + i * 128 * PITCH, full);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -162,9 +164,9 @@ struct Group {
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
-// Of row `row`, in the run of K of that number.
-DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, int row, int run) {
-    const long long at = (long long)min(row, shape.n - 1) * shape.groups + min(group_of(run), shape.groups - 1);
+// Of the row whose groups begin at `row`, in the run of K of that number.
+DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int run) {
+    const uint32 at = row + min(group_of(run), shape.groups - 1);
     Fetched result;
     result.scale = SCALE == FP32 ? ((const uint32 *)scale)[at] : ((const unsigned short *)scale)[at];
     result.zero = ZERO ? zero[at] : 0;
@@ -246,9 +248,9 @@ DEVICE void keep(T (&x)[COUNT]) {
 }
 
 // A warp has read all it needs of a slot: says so to every block that writes to it.
-DEVICE void release(Shared &shared, int slot, uint32 rank) {
+DEVICE void release(uint32 empty, uint32 rank) {
     const uint32 lane = threadIdx.x % 32;
-    if (lane < BESIDE) barrier_arrive(shared_address(&shared.empty[slot]), rank / BESIDE * BESIDE + lane);
+    if (lane < BESIDE) barrier_arrive(empty, rank / BESIDE * BESIDE + lane);
 }
 
 // Adds the group's sums, scaled, to the others.
@@ -266,21 +268,31 @@ struct Consumer {
     const Shape &shape;
     const uint32 rank;
     Ring ring;
-    uint32 a[2][STEPS * 4];
+    uint32 base, a[2][STEPS * 4];
+    uint32 rows[SUBTILES][2];         // where their groups begin
     Group group[SUBTILES][2][RUNS];   // of the chunk
     Fetched next[SUBTILES][2][RUNS];  // of the next one
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
-        : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank) {
+        : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)) {
+        in_use(base);  // else the compiler works it out anew each time
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
     }
 
-    MEMBER void fetch(int row, int chunk) {
+    MEMBER uint32 address(const void *p) const { return base + (uint32)((const char *)p - (const char *)&shared); }
+
+    MEMBER void begin(int row) {
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2; ++i)
+            rows[i / 2][i % 2] = (uint32)min(row + i / 2 * 64 + i % 2 * 8, shape.n - 1) * shape.groups;
+    }
+
+    MEMBER void fetch(int chunk) {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            next[subtile][below][run] = fetched(scale, zero, shape, row + subtile * 64 + below * 8, chunk * RUNS + run);
+            next[subtile][below][run] = fetched(scale, zero, shape, rows[subtile][below], chunk * RUNS + run);
         }
     }
 
@@ -293,13 +305,13 @@ struct Consumer {
     }
 
     // Lines of scales that are read many chunks later.
-    MEMBER void prefetch_scales(int row, int chunk) const {
+    MEMBER void prefetch_scales(int chunk) const {
         const int own = group_of((chunk + 16) * RUNS);
         if (chunk % 8 != 0 || own >= shape.groups) return;
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2; ++i) {
-            const long long at = (long long)min(row + i / 2 * 64 + i % 2 * 8, shape.n - 1) * shape.groups + own;
-            prefetch_line((const unsigned char *)scale + at * (SCALE == FP32 ? 4 : 2));
+            const uint32 at = rows[i / 2][i % 2] + own;
+            prefetch_line((const unsigned char *)scale + (long long)at * (SCALE == FP32 ? 4 : 2));
             if constexpr (ZERO) prefetch_line(zero + at);
         }
     }
@@ -310,22 +322,26 @@ struct Consumer {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
         const int swizzle = BITS == 4 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
-        const uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
-        const uint32 selector = BITS == 4 ? 0x4440 + lane % 4 : 0x0100 + lane % 4 * 0x0202;
+        uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
+        uint32 selector = BITS == 4 ? 0x4440 + lane % 4 : 0x0100 + lane % 4 * 0x0202;
         float pending[SUBTILES][2] = {};
-        fetch(row, first + turn);
+        uint32 end = last;
+        in_use(codes), in_use(selector), in_use(end);
+        begin(row);
+        fetch(first + turn);
         if constexpr (GROUP == 0) take_fetched(0);
         int before = -1;
-        Ring after = ring;
-        after.advance(last - first), ring.advance(turn);
-        for (int chunk = first + turn; chunk < last; chunk += LANES, ring.advance(LANES)) {
+        const Ring after = ring.after(last - first);
+        ring = ring.after(turn);
+        for (int chunk = first + turn; chunk < (int)end; chunk += LANES, ring.advance(LANES)) {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
-                fetch(row, chunk + LANES);
-                prefetch_scales(row, chunk);
+                fetch(chunk + LANES);
+                prefetch_scales(chunk);
             }
-            barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-            const uint32 stage = __shfl_sync(0xffffffff, shared_address(shared.stage[ring.slot]), 0);
+            barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
+            const uint32 stage = base + ring.slot * STAGE_BYTES;
+            const uint32 tokens = __shfl_sync(0xffffffff, operand(stage + CODE_BYTES), 0);  // known to be the warp's
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
                 const int part = piece / (HALVES * SUBTILES), subtile = piece / HALVES % SUBTILES, half = piece % HALVES;
@@ -335,7 +351,7 @@ struct Consumer {
                 if (FLUSH && SUBTILES > 1 && HALVES == 1 && piece % 2 == 0) product_wait<0>();
                 else product_wait<1>();
                 keep(own);
-                if (piece == 1 && before >= 0) release(shared, before, rank);
+                if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank);
                 const int step = part * (8 / SUMMED) + half * STEPS;
                 const uint32 at = stage + codes + subtile * 64 * PITCH;
                 unpack(own, at, step, selector, group[subtile][0], group[subtile][1]);
@@ -351,7 +367,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     const int k = step + i;
-                    const uint32 b = operand(stage + CODE_BYTES + k / 4 * (TOKEN_BYTES / 2)) + k % 4 * 2;
+                    const uint32 b = tokens + k / 4 * (TOKEN_BYTES / 32) + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
                 product_commit();
@@ -360,7 +376,7 @@ struct Consumer {
         }
         product_wait<0>();
         keep(a[0]), keep(a[1]);
-        if (before >= 0) release(shared, before, rank);
+        if (before >= 0) release(address(shared.empty) + before * 8, rank);
         ring = after;
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; ++subtile) {

@@ -49,7 +49,13 @@ class Tile(NamedTuple):
     groups: int
 
 
-SMALL = tuple(Tile(t, *shape) for t in (16, 32, 64) for shape in ((128, 4), (256, 4)))
+    @property
+    def lanes(self) -> int:
+        """Warpgroups that take turns at chunks of the same rows."""
+        return max(self.groups * 64 // self.rows, 1)
+
+
+SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
 MIDDLE = (Tile(128, 128, 2),)
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
 
@@ -73,15 +79,15 @@ def plan(
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
     tiles = [(tile, False) for tile in (*SMALL, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
     if rounded or (group_size == 0 and m > 64):
-        tiles += [(tile, rounded) for tile in LARGE]
+        tiles += [(tile, rounded) for tile in (*MIDDLE, *LARGE)]
     candidates = [
         Plan(*tile, beside, split, rounds, depth, clusters)
         for tile, rounds in tiles
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
-        if beside * split <= 8 and split <= -(-k // CHUNK)
+        if beside * split <= 8 and split <= min(-(-k // CHUNK), tile.rows // 16)
         for depth in [stages(*tile, split, bits)]
-        if depth >= 2
+        if depth > tile.lanes
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
@@ -90,9 +96,10 @@ def plan(
 def _clusters(
     m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int
 ) -> int:
-    """As many as the GPU holds at a time, whose parts are of 16 multiprocessors or a few more; or as there are tiles."""
+    """As many as the GPU holds at a time, or as there are tiles. A larger cluster has to lie in one part of the GPU: an
+    H200 of 132 multiprocessors holds 30 of 4 blocks and 15 of 8."""
     size = beside * split
-    most = multiprocessors // size if size <= 2 else multiprocessors // 16 * 16 // size
+    most = (multiprocessors if size <= 2 else multiprocessors * 10 // 11) // size
     return min(max(most, 1), -(-n // (tile.rows * beside)) * -(-m // tile.tokens))
 
 
@@ -105,7 +112,7 @@ def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * CHUNK * bits // 8, plan.tokens * CHUNK * 2
     units = plan.rows // 64
-    lanes = 2 if plan.groups * 64 > plan.rows else 1
+    lanes = Tile(*plan[:3]).lanes
     chunk = max(
         1.08 * 4 * plan.tokens * units,
         (260 + plan.tokens) * units,
@@ -133,7 +140,7 @@ def _stage(tokens: int, rows: int, bits: int) -> int:
 
 def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
     """Bytes of shared memory beside the stages and their barriers."""
-    lanes = 2 if groups * 64 > rows else 1
+    lanes = Tile(tokens, rows, groups).lanes
     exchanged = tokens * rows * 4 * lanes + BOX if split * lanes > 1 else 1024 + 4 * groups * BOX
     return exchanged + 16
 
@@ -162,6 +169,7 @@ def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_s
         and codes.data_ptr() % 16 == 0
         and width % 32 == 0
         and group_size % 32 == 0
+        and scale.numel() < 2**32
         and min(*x.shape, *codes.shape) > 0
     )
 
@@ -230,7 +238,7 @@ def _planned(
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
         share = plan.tokens // plan.beside
         maps = (
-            _map(codes.data_ptr(), 1, n, codes.shape[1], pitch, 128, CHUNK * bits // 8),
+            _map(codes.data_ptr(), 1, n, codes.shape[1], pitch, min(plan.rows, 128), CHUNK * bits // 8),
             _map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
         )
         product(

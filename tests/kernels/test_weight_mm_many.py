@@ -43,7 +43,7 @@ SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
 def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
     k = 32 * k32
     chosen = plan(m, n, k, bits, group, 132, may_round)
-    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (128, 256)
+    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 256)
     assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
     assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
     assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
@@ -193,6 +193,7 @@ def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = Fal
 EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
+    (planned(32, 64, 4, 1, 2, 2)._replace(stages=5), 20, 100, 1100, 4, 128),
     (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
     (planned(16, 128, 2, 1, 8, 1), 17, 17, 1100, 8, 0),
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
@@ -260,7 +261,7 @@ def forced() -> list[tuple[int, Plan]]:
     ]:
         for beside, split, clusters in ((1, 1, 2), (1, 2, 50), (1, 4, 1), (2, 1, 50), (2, 4, 3), (1, 8, 16)):
             chosen = planned_deep(*tile, beside, split, clusters)
-            if chosen.stages >= 2:
+            if chosen.stages > tile.lanes and split <= tile.rows // 16:
                 found += [(group, chosen) for group in groups]
     return found
 
