@@ -27,14 +27,17 @@
 
 enum { BF16, FP16, FP32 };
 
-static constexpr int CHUNK = 128;                                     // of K, of a stage
-static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;           // of 64 rows, of a warpgroup
-static constexpr int LANES = GROUPS * SUBTILES * 64 / ROWS;           // warpgroups that take turns at chunks of the same rows
-static constexpr int CLUSTER = BESIDE * SPLIT;                        // blocks
-static constexpr int SOURCES = SPLIT * LANES;                         // of sums of a tile
-static constexpr int WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1);  // those that multiply, and the producer's
-static constexpr int PITCH = CHUNK * BITS / 8;                        // bytes of a row of codes in a stage
-static constexpr int CODE_BYTES = ROWS * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2, STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
+static constexpr int CHUNK = 128;                             // of K, of a stage
+static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
+static constexpr int LANES = GROUPS * SUBTILES * 64 / ROWS;   // warpgroups that take turns at a tile's chunks
+static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
+static constexpr int SOURCES = SPLIT * LANES;                 // of sums of a tile
+static constexpr int WARPS = 4 * GROUPS;                      // that multiply
+static constexpr int THREADS = 128 * (GROUPS + 1);            // theirs and the producer's
+static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
+static constexpr int CODE_BYTES = ROWS * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
+static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
+static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
 static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // sums of a group are scaled and added to others
 static constexpr int RUN = GROUP % 128 == 0 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K that lie in one group
@@ -176,7 +179,8 @@ DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &
 // Beyond the last group x is zero, whatever the codes are.
 DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
     Group group;
-    group.scale = SCALE == FP32 ? bits_float(from.scale) : SCALE == FP16 ? from_half(from.scale) : bits_float(from.scale << 16);
+    const uint32 bits = from.scale;
+    group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
     if (GROUP % CHUNK != 0 && group_of(run) >= shape.groups) group.scale = 0.0f;
     // what a code is or-ed into, plus the zero point: exact
     if constexpr (!ZERO) group.zero = DTYPE == FP16 ? (BITS == 4 ? 0x64086408 : 0x64806480) : 0x43084308;
@@ -461,7 +465,8 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float *two = &sums[j * 8 + i * 2];
-            result[i] = packed(fmaf(two[0], rows.scale[i % 2], rows.bias[i % 2]), fmaf(two[1], rows.scale[i % 2], rows.bias[i % 2]));
+            const float scale = rows.scale[i % 2], bias = rows.bias[i % 2];
+            result[i] = packed(fmaf(two[0], scale, bias), fmaf(two[1], scale, bias));
         }
         store_matrices_turned(matrix, result);
         __syncwarp();
@@ -542,7 +547,8 @@ DEVICE void finish_own(Shared &shared, const Epilogue &epilogue, const Shape &sh
     if (lane < SPLIT) barrier_arrive_after(shared_address(&shared.gone), lane * BESIDE + schedule.rank % BESIDE);
 }
 
-DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape, uint32 rank) {
+DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
+                    uint32 rank) {
     const int warp = threadIdx.x / 32, below = warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16;
     Consumer consumer(shared, epilogue.scale, zero, shape, rank);
     uint32 parity = 0;

@@ -32,7 +32,9 @@ class Plan(NamedTuple):
     tokens: int  # of a tile
     rows: int  # of the weight, of a block's tile
     groups: int  # warpgroups that multiply
-    beside: int  # blocks of a cluster, on rows beside each other, to which tokens are copied together
+    beside: (
+        int  # blocks of a cluster, on rows beside each other, to which tokens are copied together
+    )
     split: int  # blocks of a cluster that share a tile's K
     rounded: bool  # scales are multiplied into the weights
     stages: int
@@ -47,7 +49,6 @@ class Tile(NamedTuple):
     tokens: int
     rows: int
     groups: int
-
 
     @property
     def lanes(self) -> int:
@@ -93,9 +94,7 @@ def plan(
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
 
 
-def _clusters(
-    m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int
-) -> int:
+def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
     """As many as the GPU holds at a time, or as there are tiles. A larger cluster has to lie in one part of the GPU: an
     H200 of 132 multiprocessors holds 30 of 4 blocks and 15 of 8."""
     size = beside * split
@@ -107,7 +106,7 @@ def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     """What a cluster needs from beginning to end: the slowest of tensor cores (a clock for 2,048 products), unpacking,
     shared memory (128 bytes a clock), L2 cache (24) and memory (18), for each of its chunks; and to exchange sums and
     write results."""
-    chunks = -(-(-(-k // CHUNK)) // plan.split)
+    chunks = -(-k // (CHUNK * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * CHUNK * bits // 8, plan.tokens * CHUNK * 2
@@ -238,7 +237,15 @@ def _planned(
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
         share = plan.tokens // plan.beside
         maps = (
-            _map(codes.data_ptr(), 1, n, codes.shape[1], pitch, min(plan.rows, 128), CHUNK * bits // 8),
+            _map(
+                codes.data_ptr(),
+                1,
+                n,
+                codes.shape[1],
+                pitch,
+                min(plan.rows, 128),
+                CHUNK * bits // 8,
+            ),
             _map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
         )
         product(

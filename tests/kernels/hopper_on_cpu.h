@@ -149,7 +149,6 @@ static inline void cluster_meet() { emulation::meet(1, emulation::threads * emul
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}
 static inline void __trap() { emulation::fail("trap"); }
-static inline void __threadfence() {}
 static inline void __syncwarp() { emulation::meet_warp(); }
 static inline uint32 exchanged(uint32 x, uint32 lane) {
     const unsigned int me = emulation::current;
@@ -160,7 +159,6 @@ static inline uint32 exchanged(uint32 x, uint32 lane) {
     return result;
 }
 static inline uint32 __shfl_sync(uint32, uint32 x, uint32 lane) { return exchanged(x, lane); }
-static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) { return exchanged(x, threadIdx.x % 32 ^ lanes); }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 

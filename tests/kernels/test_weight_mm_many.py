@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import BAND, CHUNK, SHARED_LIMIT, Plan, many_tokens_mm, plan, stages
+from lowbit_kernels.weight_mm_many import (
+    BAND,
+    CHUNK,
+    SHARED_LIMIT,
+    Plan,
+    many_tokens_mm,
+    plan,
+    stages,
+)
 from tests.kernels import hopper_emulator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -259,7 +267,14 @@ def forced() -> list[tuple[int, Plan]]:
         *((t, (0, 32, 64, 128)) for t in weight_mm_many.MIDDLE),
         *((t, (0,)) for t in weight_mm_many.LARGE),
     ]:
-        for beside, split, clusters in ((1, 1, 2), (1, 2, 50), (1, 4, 1), (2, 1, 50), (2, 4, 3), (1, 8, 16)):
+        for beside, split, clusters in (
+            (1, 1, 2),
+            (1, 2, 50),
+            (1, 4, 1),
+            (2, 1, 50),
+            (2, 4, 3),
+            (1, 8, 16),
+        ):
             chosen = planned_deep(*tile, beside, split, clusters)
             if chosen.stages > tile.lanes and split <= tile.rows // 16:
                 found += [(group, chosen) for group in groups]
