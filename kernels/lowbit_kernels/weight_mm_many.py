@@ -103,27 +103,21 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
-    """What a cluster needs from beginning to end: the slowest of tensor cores (a clock for 2,048 products), unpacking,
-    shared memory (128 bytes a clock), L2 cache (24) and memory (18), for each of its chunks; and to exchange sums and
-    write results."""
+    """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
+    unpacking and products, L2 cache (34 bytes a clock) and memory (18); and to exchange sums and write results."""
     chunks = -(-k // (CHUNK * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * CHUNK * bits // 8, plan.tokens * CHUNK * 2
-    units = plan.rows // 64
-    lanes = Tile(*plan[:3]).lanes
     chunk = max(
-        1.08 * 4 * plan.tokens * units,
-        (260 + plan.tokens) * units,
-        (700 + 3 * plan.tokens) / lanes * max(units // plan.groups, 1),
-        (codes + tokens + units * (tokens + 16384)) / 128,
-        (codes + tokens / plan.beside) / 24,
+        100 + plan.rows // 64 * (300 + 2.75 * plan.tokens),
+        (codes + tokens / plan.beside) / 34,
         codes / 18 / min(columns, BAND),
     )
-    sources = plan.split * lanes
+    sources = plan.split * Tile(*plan[:3]).lanes
     end = 500 + plan.rows * plan.tokens / 16
     if sources > 1:
-        end = 1000 + plan.rows * plan.tokens * 4 * lanes / 24
+        end = 500 + _fixed(*plan[:3], plan.split) / plan.groups / 8
     return -(-tiles // plan.clusters) * (chunks * chunk + end)
 
 
