@@ -36,6 +36,7 @@ static constexpr int WARPS = 4 * GROUPS;                      // that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);            // theirs and the producer's
 static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
 static constexpr int CODE_BYTES = ROWS * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
+static constexpr int BOXES = CHUNK / 64;                     // of tokens, of 128 bytes a row
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
@@ -44,8 +45,8 @@ static constexpr int RUN = GROUP % 128 == 0 ? 128 : GROUP % 64 == 0 ? 64 : 32;  
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
 static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk that are summed apart
 // Instructions of a piece, of 16 K each: with four warpgroups there are registers for 112 of a thread.
-static constexpr int STEPS = SUMMED == 4 || FLUSH && GROUPS == 4 && TOKENS == 64 ? 2 : 4;
-static constexpr int PIECES = 8 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
+static constexpr int STEPS = RUN == 32 && SUMMED > 1 || FLUSH && GROUPS == 4 && TOKENS == 64 ? 2 : 4;
+static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
 static constexpr int UNITS = ROWS / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
@@ -120,9 +121,9 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             for (int i = 0; i < (ROWS + 127) / 128; ++i)
                 load_box(codes, chunk * PITCH, schedule.row + i * 128, to + i * 128 * PITCH, full);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32 there = to + CODE_BYTES + half * (TOKEN_BYTES / 2) + share * 128;
-                const int k = chunk * CHUNK + half * (CHUNK / 2);
+            for (int box = 0; box < BOXES; ++box) {
+                const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
+                const int k = chunk * CHUNK + box * 64;
                 if constexpr (BESIDE == 1) load_box(x, k, schedule.token, there, full);
                 else load_box(x, k, schedule.token + share, there, full, all);
             }
@@ -324,7 +325,7 @@ struct Consumer {
     // Pieces of four products or two: while the tensor cores have one, the next is unpacked, in other registers.
     MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
-        const int swizzle = BITS == 4 ? lane / 8 % 4 : lane / 4;  // of the row
+        const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
         uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
         uint32 selector = BITS == 4 ? 0x4440 + lane % 4 : 0x0100 + lane % 4 * 0x0202;
@@ -356,7 +357,7 @@ struct Consumer {
                 else product_wait<1>();
                 keep(own);
                 if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank);
-                const int step = part * (8 / SUMMED) + half * STEPS;
+                const int step = part * (CHUNK / 16 / SUMMED) + half * STEPS;
                 const uint32 at = stage + codes + subtile * 64 * PITCH;
                 unpack(own, at, step, selector, group[subtile][0], group[subtile][1]);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
@@ -371,7 +372,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     const int k = step + i;
-                    const uint32 b = tokens + k / 4 * (TOKEN_BYTES / 32) + k % 4 * 2;
+                    const uint32 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
                 product_commit();
