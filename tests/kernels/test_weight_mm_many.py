@@ -75,8 +75,10 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> 
 def test_plan_of_the_shapes_that_matter() -> None:
     assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
     assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
-    small = plan(32, 4096, 4096, 4, 128, 132)  # 32 tiles of 128 rows
-    assert small.cluster * small.clusters >= 120
+    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
+    for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
+        small = plan(m, 4096, 4096, 4, 128, 132)
+        assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
 
 
 # ---- source, operands ------------------------------------------------------------------------------------------------
@@ -190,7 +192,9 @@ class Operands:
     def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
         assert out.shape == exact.shape and out.dtype == self.x.dtype and out.is_contiguous()
-        assert (out.double() - exact).norm() <= factor * ERROR[self.x.dtype] * exact.norm()
+        # of few results the roundings may be larger than most
+        limit = factor * ERROR[self.x.dtype] * (2 if exact.numel() < 1000 else 1)
+        assert (out.double() - exact).norm() <= limit * exact.norm()
 
 
 def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
