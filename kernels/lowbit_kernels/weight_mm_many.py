@@ -58,6 +58,7 @@ class Tile(NamedTuple):
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
 MIDDLE = (Tile(128, 128, 2),)
+SPILLS = Tile(64, 256, 4)  # where groups are summed apart, a few registers
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
 
 
@@ -78,7 +79,8 @@ def plan(
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
-    tiles = [(tile, False) for tile in (*SMALL, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
+    small = [tile for tile in SMALL if group_size == 0 or tile != SPILLS]
+    tiles = [(tile, False) for tile in (*small, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
     if rounded or (group_size == 0 and m > 64):
         tiles += [(tile, rounded) for tile in (*MIDDLE, *LARGE)]
     candidates = [
@@ -88,7 +90,7 @@ def plan(
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= min(-(-k // CHUNK), tile.rows // 16)
         for depth in [stages(*tile, split, bits)]
-        if depth > tile.lanes
+        if depth >= 2 * tile.lanes
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
