@@ -14,6 +14,7 @@
 //   GROUPS             warpgroups that multiply: 2 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on rows beside each other, which load half of the tokens each for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
+//   CHUNK              of K, of a stage: 128, or 256
 //   STAGES             chunks in the ring
 // and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
 //
@@ -27,7 +28,6 @@
 
 enum { BF16, FP16, FP32 };
 
-static constexpr int CHUNK = 128;                             // of K, of a stage
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
 static constexpr int LANES = GROUPS * SUBTILES * 64 / ROWS;   // warpgroups that take turns at a tile's chunks
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks

@@ -19,7 +19,6 @@ from torch import Tensor
 from lowbit_kernels import nvrtc
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-CHUNK = 128
 BOX = 16 * 48  # bytes of shared memory of a warp
 SHARED_LIMIT = 227 * 1024
 MAX_STAGES = 12
@@ -37,6 +36,7 @@ class Plan(NamedTuple):
     )
     split: int  # blocks of a cluster that share a tile's K
     rounded: bool  # scales are multiplied into the weights
+    chunk: int  # of K, that is copied at a time
     stages: int
     clusters: int
 
@@ -82,14 +82,15 @@ def plan(
     small = [tile for tile in SMALL if group_size == 0 or tile != SPILLS]
     tiles = [(tile, False) for tile in (*small, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
     if rounded or (group_size == 0 and m > 64):
-        tiles += [(tile, rounded) for tile in (*MIDDLE, *LARGE)]
+        tiles += [(tile, rounded) for tile in (*MIDDLE, *LARGE) if tile.rows == 128 or not rounded]
     candidates = [
-        Plan(*tile, beside, split, rounds, depth, clusters)
+        Plan(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in tiles
+        for chunk in [chunk_of(tile.tokens, bits, group_size)]
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
-        if beside * split <= 8 and split <= min(-(-k // CHUNK), tile.rows // 16)
-        for depth in [stages(*tile, split, bits)]
+        if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
+        for depth in [stages(*tile, split, bits, chunk)]
         if depth >= 2 * tile.lanes
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
@@ -106,31 +107,37 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
-    unpacking and products, L2 cache (34 bytes a clock) and memory (18); and to exchange sums and write results."""
-    chunks = -(-k // (CHUNK * plan.split))
+    unpacking and products, L2 cache (34 bytes a clock), memory (2,400 for all); and for the exchange of sums and
+    the results."""
+    chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
-    codes, tokens = plan.rows * CHUNK * bits // 8, plan.tokens * CHUNK * 2
+    codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
     chunk = max(
-        100 + plan.rows // 64 * (300 + 2.75 * plan.tokens),
+        160 + plan.rows // 64 * (260 + 2.75 * plan.tokens) * (plan.chunk / 128) ** 0.8,
         (codes + tokens / plan.beside) / 34,
-        codes / 18 / min(columns, BAND),
+        codes * plan.clusters * plan.cluster / 2400 / min(columns, BAND),
     )
     sources = plan.split * Tile(*plan[:3]).lanes
     end = 500 + plan.rows * plan.tokens / 16
     if sources > 1:
-        end = 500 + _fixed(*plan[:3], plan.split) / plan.groups / 8
+        end = 1500 + _fixed(*plan[:3], plan.split) / plan.groups / 8
     return -(-tiles // plan.clusters) * (chunks * chunk + end)
 
 
-def stages(tokens: int, rows: int, groups: int, split: int, bits: int) -> int:
+def chunk_of(tokens: int, bits: int, group_size: int) -> int:
+    """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64."""
+    return 256 if tokens <= 32 and bits == 4 and group_size % 128 == 0 else 128
+
+
+def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
     """Chunks that fit into shared memory."""
     fixed = _fixed(tokens, rows, groups, split) + 16 * MAX_STAGES
-    return min((SHARED_LIMIT - fixed) // _stage(tokens, rows, bits), MAX_STAGES)
+    return min((SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
 
 
-def _stage(tokens: int, rows: int, bits: int) -> int:
-    return rows * CHUNK * bits // 8 + tokens * CHUNK * 2
+def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
+    return rows * chunk * bits // 8 + tokens * chunk * 2
 
 
 def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
@@ -193,7 +200,7 @@ def many_tokens_mm(
         group_size: a multiple of 32; Kp for one scale a row.
 
     Returns:
-        [M, N] of x's dtype. Where x and scale are bfloat16 and there are 256 tokens or more, weights are rounded to
+        [M, N] of x's dtype. Where x and scale are bfloat16 and there are 256 tokens or more, weights may be rounded to
         bfloat16, as they are if they are dequantized first; else only the result is rounded.
     """
     may_round = x.dtype == scale.dtype == torch.bfloat16
@@ -228,7 +235,7 @@ def _planned(
     wide = n % 8 == 0 and address[2] % 16 == 0
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
-        macros = (x.dtype, scale.dtype, zero_point is not None, bits, group, plan[:7])
+        macros = (x.dtype, scale.dtype, zero_point is not None, bits, group, plan[:8])
         product = _kernel(*macros, torch.cuda.current_device())
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
         share = plan.tokens // plan.beside
@@ -240,7 +247,7 @@ def _planned(
                 codes.shape[1],
                 pitch,
                 min(plan.rows, 128),
-                CHUNK * bits // 8,
+                plan.chunk * bits // 8,
             ),
             _map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
         )
@@ -250,7 +257,7 @@ def _planned(
             128 * (plan.groups + 1),
             *(one.getPtr() for one in maps),
             *(scale.data_ptr(), *address, out.data_ptr()),
-            *(m, n, -(-k // CHUNK), scale.shape[1]),
+            *(m, n, -(-k // plan.chunk), scale.shape[1]),
             *(-(-n // (plan.rows * plan.beside)), -(-m // plan.tokens), BAND, int(wide)),
         )
     return out
@@ -270,7 +277,7 @@ def source(
     zero: bool,
     bits: int,
     group: int,
-    shape: tuple[int, int, int, int, int, bool, int],
+    shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
     """The CUDA C++ to compile; `shape` is a Plan without its clusters."""
     folder = Path(__file__).parent
@@ -278,7 +285,7 @@ def source(
         (folder / name).read_text(encoding="utf-8")
         for name in ("ptx.cuh", "hopper.cuh", "weight_mm_many.cu")
     )
-    tokens, rows, groups, beside, split, rounded, stages = shape
+    tokens, rows, groups, beside, split, rounded, chunk, stages = shape
     macros = {
         "DTYPE": DTYPES[dtype],
         "BITS": bits,
@@ -291,6 +298,7 @@ def source(
         "GROUPS": groups,
         "BESIDE": beside,
         "SPLIT": split,
+        "CHUNK": chunk,
         "STAGES": stages,
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
@@ -327,13 +335,13 @@ def _kernel(
     zero: bool,
     bits: int,
     group: int,
-    shape: tuple[int, int, int, int, int, bool, int],
+    shape: tuple[int, int, int, int, int, bool, int, int],
     device: int,
 ) -> nvrtc.Kernel:
     code = source(dtype, scale, zero, bits, group, shape)
     module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
-    tokens, rows, groups, _, split, _, stages = shape
-    shared = stages * (_stage(tokens, rows, bits) + 16) + _fixed(tokens, rows, groups, split)
+    tokens, rows, groups, _, split, _, chunk, stages = shape
+    shared = stages * (_stage(tokens, rows, bits, chunk) + 16) + _fixed(tokens, rows, groups, split)
     return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
 
 

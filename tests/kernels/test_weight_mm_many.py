@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lowbit_kernels import weight_mm_many
 from lowbit_kernels.weight_mm_many import (
     BAND,
-    CHUNK,
     SHARED_LIMIT,
     Plan,
+    chunk_of,
     many_tokens_mm,
     plan,
     stages,
@@ -30,7 +30,11 @@ ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
 
 def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
     """Of all blocks their row, token, first chunk and the one after the last, tile by tile. As `Schedule`."""
-    chunks, rows, columns = -(-k // CHUNK), -(-n // (plan.rows * plan.beside)), -(-m // plan.tokens)
+    chunks, rows, columns = (
+        -(-k // plan.chunk),
+        -(-n // (plan.rows * plan.beside)),
+        -(-m // plan.tokens),
+    )
     found = []
     for tile in range(rows * columns):
         above = tile // (BAND * rows) * BAND
@@ -58,8 +62,8 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> 
     summed_twice = group > 0 and not chosen.rounded
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
     assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
-    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits)
-    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits) + 16
+    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
+    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
     assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
@@ -68,7 +72,7 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> 
     covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
     assert covered <= set(parts)
     for shares in parts.values():
-        assert shares[0][0] == 0 and shares[-1][1] == -(-k // CHUNK)
+        assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
 
 
@@ -100,10 +104,18 @@ def test_differences_are_exact(dtype: torch.dtype, bits: int) -> None:
 
 
 def test_source_has_the_macros() -> None:
-    code = weight_mm_many.source(FP16, FP32, True, 8, 64, (64, 128, 4, 1, 2, False, 5))
+    code = weight_mm_many.source(FP16, FP32, True, 8, 64, (64, 128, 4, 1, 2, False, 128, 5))
     for macro in ("DTYPE FP16", "BITS 8", "GROUP 64", "SCALE FP32", "ZERO 1", "ROUNDED 0"):
         assert f"#define {macro}\n" in code
-    for macro in ("TOKENS 64", "ROWS 128", "GROUPS 4", "BESIDE 1", "SPLIT 2", "STAGES 5"):
+    for macro in (
+        "TOKENS 64",
+        "ROWS 128",
+        "GROUPS 4",
+        "BESIDE 1",
+        "SPLIT 2",
+        "CHUNK 128",
+        "STAGES 5",
+    ):
         assert f"#define {macro}\n" in code
     assert "m64n64k16.f32.f16.f16" in code
 
@@ -199,12 +211,14 @@ class Operands:
 
 def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
     beside, split, clusters = rest
-    return Plan(tokens, rows, groups, beside, split, rounded, 3, clusters)
+    return Plan(tokens, rows, groups, beside, split, rounded, 128, 3, clusters)
 
 
 EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
+    (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1100, 4, 128),
+    (planned(32, 64, 4, 1, 1, 1)._replace(chunk=256, stages=5), 20, 60, 600, 4, 0),
     (planned(32, 64, 4, 1, 2, 2)._replace(stages=5), 20, 100, 1100, 4, 128),
     (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
     (planned(16, 128, 2, 1, 8, 1), 17, 17, 1100, 8, 0),
@@ -258,9 +272,11 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
     Operands(40, 200, 1056, bits, group, **kinds).more().check()
 
 
-def planned_deep(tokens, rows, groups, beside, split, clusters, bits=4, rounded=False) -> Plan:
-    depth = stages(tokens, rows, groups, split, bits)
-    return Plan(tokens, rows, groups, beside, split, rounded, depth, clusters)
+def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
+    beside, split, clusters = rest
+    chunk = chunk_of(tokens, 4, group)
+    depth = stages(tokens, rows, groups, split, 4, chunk)
+    return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
 
 def forced() -> list[tuple[int, Plan]]:
@@ -279,9 +295,10 @@ def forced() -> list[tuple[int, Plan]]:
             (2, 4, 3),
             (1, 8, 16),
         ):
-            chosen = planned_deep(*tile, beside, split, clusters)
-            if chosen.stages > tile.lanes and split <= tile.rows // 16:
-                found += [(group, chosen) for group in groups]
+            for group in groups:
+                chosen = planned_deep(*tile, beside, split, clusters, group=group)
+                if chosen.stages > tile.lanes and split <= tile.rows // 16:
+                    found.append((group, chosen))
     return found
 
 
