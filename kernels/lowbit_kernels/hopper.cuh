@@ -54,6 +54,28 @@ DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
     } while (!over);
 }
 
+// The same two where what was written before an arrival, to any shared memory of the cluster, is read after the wait.
+DEVICE void barrier_arrive_after(uint32 barrier, uint32 rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
+    uint32 over;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(over)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!over);
+}
+
 // Meeting of `threads` of a block, whole warps, at barrier 1..15.
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -84,6 +106,16 @@ DEVICE void store_remote(uint32 address, uint32 barrier, uint32 rank, float4 x) 
 // Meeting of all threads of the cluster.
 DEVICE void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// To the same address in block `rank` of the cluster.
+DEVICE void store_remote(uint32 address, uint32 rank, float4 x) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
+        "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        : "memory");
 }
 
 // ---- launches that overlap -------------------------------------------------------------------------------------------
@@ -196,10 +228,13 @@ DEVICE void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
                  : "memory");
 }
 
-DEVICE uint32 shared_word(uint32 address) {
-    uint32 word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-    return word;
+DEVICE uint4 shared_vector(uint32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
 }
 DEVICE void store_pair(uint32 address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");

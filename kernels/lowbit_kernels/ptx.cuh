@@ -157,16 +157,6 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
 #endif
 }
 
-// A word that tells other blocks of the GPU that what this thread (warp, after __syncwarp) wrote before is there.
-DEVICE void store_release(unsigned int *p, unsigned int x) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
-}
-DEVICE unsigned int load_acquire(const unsigned int *p) {
-    unsigned int x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-    return x;
-}
-
 // A cache line into the L2.
 DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

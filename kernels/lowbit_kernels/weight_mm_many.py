@@ -3,8 +3,8 @@
     out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
                 + bias[n] + residual[m, n]
 
-Two kernels: the first puts x into the order of K in which weights are unpacked, the second, which begins while the
-first runs, multiplies. Sums are in float32 and their order depends on the shape only: results are the same each time.
+Blocks of a cluster may share a tile's sum over K; they exchange their sums through shared memory and add them in the
+order of K: results are the same each time. A launch's beginning overlaps with the end of the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from lowbit_kernels import nvrtc
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-CHUNK, WARPS, THREADS = 128, 8, 384
 BOX = 16 * 48  # bytes of shared memory of a warp
 SHARED_LIMIT = 227 * 1024
 MAX_STAGES = 12
@@ -30,16 +29,37 @@ class Plan(NamedTuple):
     """How a product is divided; the macros of ``weight_mm_many.cu`` and the number of clusters."""
 
     tokens: int  # of a tile
-    subtiles: int  # of 64 rows, of a warpgroup
-    cluster: int  # blocks
-    stages: int
+    rows: int  # of the weight, of a block's tile
+    groups: int  # warpgroups that multiply
+    beside: (
+        int  # blocks of a cluster, on rows beside each other, to which tokens are copied together
+    )
+    split: int  # blocks of a cluster that share a tile's K
     rounded: bool  # scales are multiplied into the weights
+    chunk: int  # of K, that is copied at a time
+    stages: int
     clusters: int
 
     @property
-    def rows(self) -> int:
-        """Of the weight, of a cluster's tile."""
-        return 128 * self.subtiles * self.cluster
+    def cluster(self) -> int:
+        return self.beside * self.split
+
+
+class Tile(NamedTuple):
+    tokens: int
+    rows: int
+    groups: int
+
+    @property
+    def lanes(self) -> int:
+        """Warpgroups that take turns at chunks of the same rows."""
+        return max(self.groups * 64 // self.rows, 1)
+
+
+SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
+MIDDLE = (Tile(128, 128, 2),)
+SPILLS = Tile(64, 256, 4)  # where groups are summed apart, a few registers
+LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,78 +75,76 @@ def plan(
     """The division that takes fewest clocks by the estimate of `_clocks`.
 
     `group_size` 0 stands for one scale a row. `may_round`: scales may be multiplied into the weights, which are rounded
-    to 8 bits as they are where weights are dequantized before a product: it is done from 512 tokens on, for groups of
+    to 8 bits as they are where weights are dequantized before a product: it is done from 256 tokens on, for groups of
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
-    whole = group_size % 128 == 0
-    rounded = may_round and group_size > 0 and whole and m >= 512
-    shapes = [(16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (128, 1)]
-    if rounded or group_size == 0:
-        shapes += [(128, 2), (256, 1)] if bits == 4 else [(128, 2)]
-    if not whole:
-        shapes.remove((64, 2))
-    # a tile of more tokens than there are is of use only if there is no smaller one
-    shapes = [s for s in shapes if s[0] < 2 * max(m, 16)] if not rounded else shapes[-2:]
+    rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
+    small = [tile for tile in SMALL if group_size == 0 or tile != SPILLS]
+    tiles = [(tile, False) for tile in (*small, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
+    if rounded or (group_size == 0 and m > 64):
+        tiles += [(tile, rounded) for tile in (*MIDDLE, *LARGE) if tile.rows == 128 or not rounded]
     candidates = [
-        candidate
-        for tokens, subtiles in shapes
-        for cluster in ((1, 2) if tokens >= 128 else (1,))
-        for candidate in _divisions(
-            m, n, k, bits, multiprocessors, tokens, subtiles, cluster, rounded
-        )
+        Plan(*tile, beside, split, rounds, chunk, depth, clusters)
+        for tile, rounds in tiles
+        for chunk in [chunk_of(tile.tokens, bits, group_size)]
+        for beside in (1, 2)
+        for split in (1, 2, 4, 8)
+        if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
+        for depth in [stages(*tile, split, bits, chunk)]
+        if depth >= 2 * tile.lanes
+        for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
 
 
-def _divisions(
-    m: int,
-    n: int,
-    k: int,
-    bits: int,
-    multiprocessors: int,
-    tokens: int,
-    subtiles: int,
-    cluster: int,
-    rounded: bool,
-) -> list[Plan]:
-    """Plans for all multiprocessors, and for fewer, where chunks then divide without remainder."""
-    one = Plan(tokens, subtiles, cluster, stages(tokens, subtiles, bits), rounded, 1)
-    units = -(-n // one.rows) * -(-m // tokens) * -(-k // CHUNK)
-    most = min(units, multiprocessors // cluster)
-    even = [c for c in range(most, 0, -1) if units % c == 0 and 10 * c >= 8 * most]
-    return [one._replace(clusters=c) for c in {most, *even}]
+def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
+    """As many as the GPU holds at a time, or as there are tiles. A larger cluster has to lie in one part of the GPU: an
+    H200 of 132 multiprocessors holds 30 of 4 blocks and 15 of 8."""
+    size = beside * split
+    most = (multiprocessors if size <= 2 else multiprocessors * 10 // 11) // size
+    return min(max(most, 1), -(-n // (tile.rows * beside)) * -(-m // tile.tokens))
 
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
-    """What a cluster needs from beginning to end: the slowest of tensor cores (8 clocks a token and 128 rows),
-    unpacking, L2 cache (24 bytes a clock) and memory (18), for each of its chunks; and to hand sums to another
-    cluster."""
-    chunks, rows = -(-k // CHUNK), 128 * plan.subtiles
+    """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
+    unpacking and products, L2 cache (34 bytes a clock), memory (2,400 for all); and for the exchange of sums and
+    the results."""
+    chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
-    units = -(-n // plan.rows) * columns * chunks
-    own = -(-units // plan.clusters)
-    codes, tokens = rows * CHUNK * bits // 8, plan.tokens * CHUNK * 2
+    tiles = -(-n // (plan.rows * plan.beside)) * columns
+    codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
     chunk = max(
-        1.08 * 8 * plan.tokens * plan.subtiles + 40,
-        (300 + plan.tokens) * plan.subtiles,
-        (codes + tokens / plan.cluster) / 24,
-        codes / 18 / min(columns, BAND),
+        160 + plan.rows // 64 * (260 + 2.75 * plan.tokens) * (plan.chunk / 128) ** 0.8,
+        (codes + tokens / plan.beside) / 34,
+        codes * plan.clusters * plan.cluster / 2400 / min(columns, BAND),
     )
-    clocks = own * chunk + 1500 * -(-own // chunks)
-    if units % plan.clusters or own % chunks:  # some tiles are divided
-        others = min(-(-chunks // own), chunks)
-        clocks += 1500 + (1 + others) * rows * plan.tokens * 4 / 40
-    return clocks
+    sources = plan.split * Tile(*plan[:3]).lanes
+    end = 500 + plan.rows * plan.tokens / 16
+    if sources > 1:
+        end = 1500 + _fixed(*plan[:3], plan.split) / plan.groups / 8
+    return -(-tiles // plan.clusters) * (chunks * chunk + end)
 
 
-def stages(tokens: int, subtiles: int, bits: int) -> int:
+def chunk_of(tokens: int, bits: int, group_size: int) -> int:
+    """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64."""
+    return 256 if tokens <= 32 and bits == 4 and group_size % 128 == 0 else 128
+
+
+def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
     """Chunks that fit into shared memory."""
-    fixed = WARPS * BOX + 16 * MAX_STAGES
-    return min((SHARED_LIMIT - fixed) // _stage(tokens, subtiles, bits), MAX_STAGES)
+    fixed = _fixed(tokens, rows, groups, split) + 16 * MAX_STAGES
+    return min((SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
 
 
-def _stage(tokens: int, subtiles: int, bits: int) -> int:
-    return 128 * subtiles * CHUNK * bits // 8 + tokens * CHUNK * 2
+def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
+    return rows * chunk * bits // 8 + tokens * chunk * 2
+
+
+def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
+    """Bytes of shared memory beside the stages and their barriers."""
+    lanes = Tile(tokens, rows, groups).lanes
+    exchanged = tokens * rows * 4 * lanes + BOX if split * lanes > 1 else 1024 + 4 * groups * BOX
+    return exchanged + 16
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -153,6 +171,7 @@ def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_s
         and codes.data_ptr() % 16 == 0
         and width % 32 == 0
         and group_size % 32 == 0
+        and scale.numel() < 2**32
         and min(*x.shape, *codes.shape) > 0
     )
 
@@ -181,7 +200,7 @@ def many_tokens_mm(
         group_size: a multiple of 32; Kp for one scale a row.
 
     Returns:
-        [M, N] of x's dtype. Where x and scale are bfloat16 and there are 512 tokens or more, weights are rounded to
+        [M, N] of x's dtype. Where x and scale are bfloat16 and there are 256 tokens or more, weights may be rounded to
         bfloat16, as they are if they are dequantized first; else only the result is rounded.
     """
     may_round = x.dtype == scale.dtype == torch.bfloat16
@@ -208,47 +227,48 @@ def _planned(
 ) -> Tensor:
     """The product, divided as `plan` says; `group` 0: one scale a row."""
     (m, k), n = x.shape, codes.shape[0]
-    scale = scale.contiguous()
+    x, scale = _readable(x), scale.contiguous()
     optional = (zero_point, bias, residual, token_scale)
     others = [None if t is None else t.contiguous() for t in optional]
     address = [0 if t is None else t.data_ptr() for t in others]
-    chunks, grid = -(-k // CHUNK), plan.clusters * plan.cluster
-    out, ordered = x.new_empty((m, n)), x.new_empty((m, chunks * CHUNK))
-    rows, columns = -(-n // plan.rows), -(-m // plan.tokens)
-    # sums that blocks leave for others, and a word of each warp that says that they are there
-    divided = (rows * columns * chunks) % (plan.clusters * chunks) != 0
-    words = 128 * plan.subtiles * plan.tokens * grid if divided else 0
-    zeros = WARPS * grid if divided else 0
-    partial = x.new_empty(words + zeros, dtype=torch.float32)
-    left = partial.data_ptr() + 4 * words
+    out = x.new_empty((m, n))
     wide = n % 8 == 0 and address[2] % 16 == 0
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
-        macros = (x.dtype, scale.dtype, zero_point is not None, bits, group, plan[:5])
-        reorder, product = _kernels(*macros, torch.cuda.current_device())
-        x_wide = x.data_ptr() % 16 == 0 and (m == 1 or x.stride(0) % 8 == 0)
-        reorder(
-            stream,
-            -(-max(ordered.numel() // 8, zeros) // 256),
-            256,
-            *(x.data_ptr(), ordered.data_ptr(), left, zeros, m, k),
-            *(x.stride(0), ordered.shape[1], int(x_wide)),
-        )
+        macros = (x.dtype, scale.dtype, zero_point is not None, bits, group, plan[:8])
+        product = _kernel(*macros, torch.cuda.current_device())
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
-        share = plan.tokens // plan.cluster
+        share = plan.tokens // plan.beside
         maps = (
-            _map(codes.data_ptr(), 1, n, codes.shape[1], pitch, 128, CHUNK * bits // 8),
-            _map(ordered.data_ptr(), 2, m, chunks * CHUNK, chunks * CHUNK, share, 64),
+            _map(
+                codes.data_ptr(),
+                1,
+                n,
+                codes.shape[1],
+                pitch,
+                min(plan.rows, 128),
+                plan.chunk * bits // 8,
+            ),
+            _map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
         )
         product(
             stream,
-            grid,
-            THREADS,
+            plan.clusters * plan.cluster,
+            128 * (plan.groups + 1),
             *(one.getPtr() for one in maps),
-            *(scale.data_ptr(), *address, out.data_ptr(), partial.data_ptr(), left),
-            *(m, n, chunks, scale.shape[1], rows, columns, BAND, int(wide)),
+            *(scale.data_ptr(), *address, out.data_ptr()),
+            *(m, n, -(-k // plan.chunk), scale.shape[1]),
+            *(-(-n // (plan.rows * plan.beside)), -(-m // plan.tokens), BAND, int(wide)),
         )
     return out
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy whose rows begin at multiples of 16 bytes, as the TMA reads them."""
+    if x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or x.stride(0) % 8 == 0):
+        return x
+    copy = x.new_empty((x.shape[0], -(-x.shape[1] // 8) * 8))[:, : x.shape[1]]
+    return copy.copy_(x)
 
 
 def source(
@@ -257,7 +277,7 @@ def source(
     zero: bool,
     bits: int,
     group: int,
-    shape: tuple[int, int, int, int, bool],
+    shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
     """The CUDA C++ to compile; `shape` is a Plan without its clusters."""
     folder = Path(__file__).parent
@@ -265,7 +285,7 @@ def source(
         (folder / name).read_text(encoding="utf-8")
         for name in ("ptx.cuh", "hopper.cuh", "weight_mm_many.cu")
     )
-    tokens, subtiles, cluster, stages, rounded = shape
+    tokens, rows, groups, beside, split, rounded, chunk, stages = shape
     macros = {
         "DTYPE": DTYPES[dtype],
         "BITS": bits,
@@ -274,8 +294,11 @@ def source(
         "ZERO": int(zero),
         "ROUNDED": int(rounded),
         "TOKENS": tokens,
-        "SUBTILES": subtiles,
-        "CLUSTER": cluster,
+        "ROWS": rows,
+        "GROUPS": groups,
+        "BESIDE": beside,
+        "SPLIT": split,
+        "CHUNK": chunk,
         "STAGES": stages,
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
@@ -306,21 +329,20 @@ DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint32 b, int add) 
 
 
 @functools.cache
-def _kernels(
+def _kernel(
     dtype: torch.dtype,
     scale: torch.dtype,
     zero: bool,
     bits: int,
     group: int,
-    shape: tuple[int, int, int, int, bool],
+    shape: tuple[int, int, int, int, int, bool, int, int],
     device: int,
-) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
+) -> nvrtc.Kernel:
     code = source(dtype, scale, zero, bits, group, shape)
     module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
-    tokens, subtiles, _, stages, _ = shape
-    shared = stages * (_stage(tokens, subtiles, bits) + 16) + WARPS * BOX
-    product = module.kernel("weight_mm", 18, structs=2, shared=shared, overlaps=True)
-    return module.kernel("reorder", 9), product
+    tokens, rows, groups, _, split, _, chunk, stages = shape
+    shared = stages * (_stage(tokens, rows, bits, chunk) + 16) + _fixed(tokens, rows, groups, split)
+    return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
 
 
 @functools.cache

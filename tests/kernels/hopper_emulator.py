@@ -22,17 +22,11 @@ FOOTER = """
 static TensorMap described(const uint64 *a) {
     return {(const unsigned char *)a[0], (long)a[2], (long)a[3], (long)a[4], (int)a[1], (int)a[5], (int)a[6]};
 }
-extern "C" void emulated_reorder(unsigned grid, const uint64 *a) {
-    emulation::launch(grid, 256, 1, [=] {
-        reorder((const unsigned short *)a[0], (unsigned short *)a[1], (unsigned int *)a[2], a[3], a[4], a[5], a[6],
-                a[7], a[8]);
-    });
-}
 extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
-                  (const void *)a[3], (const float *)a[4], (unsigned short *)a[5], (float4 *)a[6],
-                  (unsigned int *)a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]);
+                  (const void *)a[3], (const float *)a[4], (unsigned short *)a[5], a[6], a[7], a[8], a[9], a[10], a[11],
+                  a[12], a[13]);
     });
 }
 """
@@ -64,9 +58,7 @@ class _Map(tuple[int, ...]):
         return self
 
 
-def _kernels(
-    dtype: torch.dtype, *macros: object
-) -> tuple[Callable[..., None], Callable[..., None]]:
+def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     code = weight_mm_many.source(dtype, *macros[:-1])  # type: ignore[arg-type]
     folder = Path(weight_mm_many.__file__).parent
     ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_many.cu"))
@@ -79,21 +71,18 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
     defines = code[: code.index(ptx)]
     library = _library("\n".join([defines, HEADER.read_text(), multiply, kernel, FOOTER]))
 
-    def reorder(stream: int, grid: int, threads: int, *arguments: int) -> None:
-        library.emulated_reorder(grid, _words(arguments))
-
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
         codes, x, *rest = arguments
         library.emulated_product(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
 
-    return reorder, product
+    return product
 
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     """Within it ``weight_mm_many._planned`` takes tensors of the CPU."""
     with (
-        mock.patch.object(weight_mm_many, "_kernels", _kernels),
+        mock.patch.object(weight_mm_many, "_kernel", _kernel),
         mock.patch.object(weight_mm_many, "_map", lambda *a: _Map(a)),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),

@@ -139,12 +139,16 @@ static inline void barrier_arrive(uint32 at, uint32 rank) {
 static inline void barrier_wait(uint32 at, uint32 parity) {
     while (emulation::block().barriers.at(at).phase == parity) emulation::yield();
 }
+static inline void barrier_arrive_after(uint32 at, uint32 rank) { barrier_arrive(at, rank); }
+static inline void barrier_wait_after(uint32 at, uint32 parity) { barrier_wait(at, parity); }
+static inline void store_remote(uint32 address, uint32 rank, float4 x) {
+    memcpy(emulation::block(rank).memory + address, &x, 16);
+}
 static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
 static inline void cluster_meet() { emulation::meet(1, emulation::threads * emulation::cluster); }
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}
 static inline void __trap() { emulation::fail("trap"); }
-static inline void __threadfence() {}
 static inline void __syncwarp() { emulation::meet_warp(); }
 static inline uint32 exchanged(uint32 x, uint32 lane) {
     const unsigned int me = emulation::current;
@@ -155,7 +159,6 @@ static inline uint32 exchanged(uint32 x, uint32 lane) {
     return result;
 }
 static inline uint32 __shfl_sync(uint32, uint32 x, uint32 lane) { return exchanged(x, lane); }
-static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) { return exchanged(x, threadIdx.x % 32 ^ lanes); }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
@@ -189,17 +192,10 @@ static inline void load_box(const TensorMap &map, int x, int y, uint32 to, uint3
     for (uint32 rank = 0; rank < emulation::cluster; ++rank)
         if (ranks >> rank & 1) fill(map, x, y, to, emulation::block(rank), barrier);
 }
-static inline uint32 shared_word(uint32 at) {
-    uint32 word;
-    memcpy(&word, emulation::memory() + at, 4);
-    return word;
-}
-static inline void __stcg(float4 *p, float4 x) { *p = x; }
-static inline float4 __ldcg(const float4 *p) { return *p; }
-static inline void store_release(uint32 *p, uint32 x) { *p = x; }
-static inline uint32 load_acquire(const uint32 *p) {
-    if (*p == 0) emulation::yield();
-    return *(const volatile uint32 *)p;
+static inline uint4 shared_vector(uint32 at) {
+    uint4 x;
+    memcpy(&x, emulation::memory() + at, 16);
+    return x;
 }
 
 // Four matrices of 8 x 8, turned: of each a lane has two neighbouring elements of row lane / 4, which are in memory in

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import CHUNK, SHARED_LIMIT, Plan, many_tokens_mm, plan, stages
+from lowbit_kernels.weight_mm_many import (
+    BAND,
+    SHARED_LIMIT,
+    Plan,
+    chunk_of,
+    many_tokens_mm,
+    plan,
+    stages,
+)
 from tests.kernels import hopper_emulator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -20,20 +28,22 @@ ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
 # ---- the division of the work ----------------------------------------------------------------------------------------
 
 
-def runs(plan: Plan, m: int, n: int, k: int) -> list[list[tuple[int, int, int]]]:
-    """Of each cluster its segments, in order: the tile, its first chunk and the one after its last. As `Schedule`."""
-    chunks = -(-k // CHUNK)
-    units = -(-n // plan.rows) * -(-m // plan.tokens) * chunks
+def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
+    """Of all blocks their row, token, first chunk and the one after the last, tile by tile. As `Schedule`."""
+    chunks, rows, columns = (
+        -(-k // plan.chunk),
+        -(-n // (plan.rows * plan.beside)),
+        -(-m // plan.tokens),
+    )
     found = []
-    for cluster in range(plan.clusters):
-        begin, end = (units * c // plan.clusters for c in (cluster, cluster + 1))
-        segments = []
-        while end > begin:
-            tile = (end - 1) // chunks
-            first = max(begin - tile * chunks, 0)
-            segments.append((tile, first, end - tile * chunks))
-            end = tile * chunks + first
-        found.append(segments)
+    for tile in range(rows * columns):
+        above = tile // (BAND * rows) * BAND
+        within, width = tile - above * rows, min(BAND, columns - above)
+        for rank in range(plan.cluster):
+            row = (within // width * plan.beside + rank % plan.beside) * plan.rows
+            part = rank // plan.beside
+            share = (chunks * part // plan.split, chunks * (part + 1) // plan.split)
+            found.append((row, (above + within % width) * plan.tokens, *share))
     return found
 
 
@@ -45,92 +55,37 @@ SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
 def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
     k = 32 * k32
     chosen = plan(m, n, k, bits, group, 132, may_round)
-    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.subtiles in (1, 2)
-    assert chosen.cluster * chosen.clusters <= 132 and chosen.tokens % (8 * chosen.cluster) == 0
-    assert chosen.rounded <= (may_round and m >= 512 and group in (128, 256))
+    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 256)
+    assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
+    assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
+    assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
     summed_twice = group > 0 and not chosen.rounded
-    assert chosen.tokens * chosen.subtiles * (2 if summed_twice else 1) <= 256  # registers
-    assert 2 <= chosen.stages == stages(chosen.tokens, chosen.subtiles, bits)
-    stage = weight_mm_many._stage(chosen.tokens, chosen.subtiles, bits)
-    assert chosen.stages * (stage + 16) + 8 * 16 * 48 <= SHARED_LIMIT
-    chunks, seen, left = -(-k // CHUNK), {}, {}
-    for cluster, segments in enumerate(runs(chosen, m, n, k)):
-        assert segments, "no cluster is idle"
-        for i, (tile, first, last) in enumerate(segments):
-            assert 0 <= first < last <= chunks
-            seen.setdefault(tile, []).append((first, last))
-            if last < chunks:
-                assert i == 0, "sums are left by what a cluster does first: there is room for one"
-                left.setdefault(tile, []).append(cluster)
-            elif first > 0:  # waits for clusters before itself
-                assert left[tile] and max(left[tile]) < cluster
-                assert i == len(segments) - 1
-    assert len(seen) == -(-n // chosen.rows) * -(-m // chosen.tokens)
-    for parts in seen.values():
-        parts.sort()
-        assert parts[0][0] == 0 and parts[-1][1] == chunks
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+    registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
+    assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
+    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
+    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
+    assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
+    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for row, token, first, last in work(chosen, m, n, k):
+        assert first < last, "no block is idle"
+        parts.setdefault((row, token), []).append((first, last))
+    covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
+    assert covered <= set(parts)
+    for shares in parts.values():
+        assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
 
 
 def test_plan_of_the_shapes_that_matter() -> None:
-    assert plan(32, 28672, 8192, 4, 128, 132)[:3] == (32, 2, 1)
-    assert plan(128, 28672, 8192, 4, 128, 132)[:3] == (128, 1, 2)
     assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
     assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
-    small = plan(32, 4096, 4096, 4, 128, 132)  # 32 tiles, four clusters each
-    assert small.clusters >= 120
+    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
+    for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
+        small = plan(m, 4096, 4096, 4, 128, 132)
+        assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
 
 
-# ---- the order of K --------------------------------------------------------------------------------------------------
-
-
-def reordered(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x [M, K], K a multiple of 128, as the kernel `reorder` leaves it: its comment's formula."""
-    place = torch.arange(CHUNK)
-    s, h, t, b = place // 16, place // 8 % 2, place % 8 // 2, place % 2
-    k = 32 * (s // 2) + 8 * t + 2 * (s % 2) + h + 4 * b if bits == 4 else 16 * s + 4 * t + h + 2 * b
-    assert k.sort().values.equal(place)
-    return x.reshape(len(x), -1, CHUNK)[:, :, k].reshape(x.shape)
-
-
-def first_operand(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """A chunk's weights [16, 128] as `unpack` puts them into the registers of a warp: codes [16, bytes] by the lanes'
-    words, and those by the definition of the instruction's first operand."""
-    words = codes.view(torch.uint8).reshape(16, -1, 4).to(torch.int64)
-    words = (words << torch.tensor([0, 8, 16, 24])).sum(-1)
-    out = torch.zeros(16, CHUNK, dtype=torch.int64)
-    for lane, piece, pair, below in itertools.product(
-        range(32), range(bits), range(16 // bits), (0, 1)
-    ):
-        row, thread = lane // 4 + 8 * below, lane % 4
-        word = int(words[row, piece * 4 + thread])
-        if bits == 4:
-            two = [(word >> 4 * (pair + 4 * b) & 15) - 8 for b in (0, 1)]
-        else:
-            two = [(word >> 8 * (pair + 2 * b) & 255 ^ 128) - 128 for b in (0, 1)]
-        register = pair * 2 + below  # of the word's 4 or 8: a step has four
-        step = piece * (8 // bits) + register // 4
-        k = step * 16 + register % 4 // 2 * 8 + thread * 2
-        out[row, k], out[row, k + 1] = two
-    return out
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_both_operands_have_k_in_one_order(bits: int) -> None:
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    weight = torch.randint(low, high, (16, CHUNK))
-    x = torch.randint(-9, 9, (5, CHUNK))
-    codes = weight.to(torch.int8)
-    if bits == 4:
-        codes = ((weight[:, ::2] + 8) | (weight[:, 1::2] + 8) << 4).to(torch.uint8)
-    product = first_operand(codes, bits) @ reordered(x, bits).T
-    assert torch.equal(product, weight @ x.T)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_step_lies_in_one_group_of_32(bits: int) -> None:
-    k = reordered(torch.arange(CHUNK)[None], bits)[0].reshape(8, 16)
-    assert torch.equal(k // 32, (torch.arange(8) // 2)[:, None].expand(8, 16))
+# ---- source, operands ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -149,10 +104,18 @@ def test_differences_are_exact(dtype: torch.dtype, bits: int) -> None:
 
 
 def test_source_has_the_macros() -> None:
-    code = weight_mm_many.source(FP16, FP32, True, 8, 64, (64, 2, 1, 4, False))
+    code = weight_mm_many.source(FP16, FP32, True, 8, 64, (64, 128, 4, 1, 2, False, 128, 5))
     for macro in ("DTYPE FP16", "BITS 8", "GROUP 64", "SCALE FP32", "ZERO 1", "ROUNDED 0"):
         assert f"#define {macro}\n" in code
-    for macro in ("TOKENS 64", "SUBTILES 2", "CLUSTER 1", "STAGES 4"):
+    for macro in (
+        "TOKENS 64",
+        "ROWS 128",
+        "GROUPS 4",
+        "BESIDE 1",
+        "SPLIT 2",
+        "CHUNK 128",
+        "STAGES 5",
+    ):
         assert f"#define {macro}\n" in code
     assert "m64n64k16.f32.f16.f16" in code
 
@@ -241,24 +204,30 @@ class Operands:
     def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
         assert out.shape == exact.shape and out.dtype == self.x.dtype and out.is_contiguous()
-        assert (out.double() - exact).norm() <= factor * ERROR[self.x.dtype] * exact.norm()
+        # of few results the roundings may be larger than most
+        limit = factor * ERROR[self.x.dtype] * (2 if exact.numel() < 1000 else 1)
+        assert (out.double() - exact).norm() <= limit * exact.norm()
 
 
-def planned(tokens: int, subtiles: int, cluster: int, clusters: int, rounded=False) -> Plan:
-    return Plan(tokens, subtiles, cluster, 2, rounded, clusters)
+def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
+    beside, split, clusters = rest
+    return Plan(tokens, rows, groups, beside, split, rounded, 128, 3, clusters)
 
 
-EMULATED = [  # plan, m, n, k, bits, group; tiles divided among clusters, more chunks than stages, everything ragged
-    (planned(16, 1, 1, 3), 20, 200, 600, 4, 128),
-    (planned(16, 2, 1, 2), 17, 1, 700, 4, 64),
-    (planned(16, 1, 2, 2), 17, 270, 300, 4, 256),
-    (planned(16, 1, 1, 2), 17, 17, 700, 8, 0),
-    (planned(16, 1, 1, 2), 10, 129, 352, 4, 96),
-    (planned(32, 2, 1, 1), 30, 129, 96, 8, 32),
-    (planned(64, 2, 1, 1), 40, 200, 400, 4, 128),
-    (planned(128, 2, 1, 1), 100, 130, 270, 4, 0),
-    (planned(128, 1, 2, 1), 100, 100, 300, 4, 128),
-    (planned(256, 1, 1, 1, rounded=True), 100, 100, 200, 4, 128),
+EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
+    (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
+    (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
+    (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1100, 4, 128),
+    (planned(32, 64, 4, 1, 1, 1)._replace(chunk=256, stages=5), 20, 60, 600, 4, 0),
+    (planned(32, 64, 4, 1, 2, 2)._replace(stages=5), 20, 100, 1100, 4, 128),
+    (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
+    (planned(16, 128, 2, 1, 8, 1), 17, 17, 1100, 8, 0),
+    (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
+    (planned(32, 256, 2, 1, 1, 1), 30, 129, 96, 8, 32),
+    (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
+    (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
+    (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
+    (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
 ]
 
 
@@ -270,7 +239,10 @@ def test_emulated(chosen: Plan, m: int, n: int, k: int, bits: int, group: int) -
         kinds = {"device": "cpu"}
         if not chosen.rounded:
             kinds |= {"dtype": FP16, "scale": FP32, "zero": True, "pitch": 16}
-        Operands(m, n, k, bits, group, **kinds).more().check(chosen, 1.3 if chosen.rounded else 1.0)
+        operands = Operands(m, n, k, bits, group, **kinds)
+        if chosen.rounded:  # written in another way
+            operands.check(chosen, factor=1.3)
+        operands.more().check(chosen, 1.3 if chosen.rounded else 1.0)
 
 
 @pytest.mark.gpu
@@ -300,23 +272,33 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
     Operands(40, 200, 1056, bits, group, **kinds).more().check()
 
 
+def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
+    beside, split, clusters = rest
+    chunk = chunk_of(tokens, 4, group)
+    depth = stages(tokens, rows, groups, split, 4, chunk)
+    return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
+
+
 def forced() -> list[tuple[int, Plan]]:
-    """Plans of every shape of tile, with tiles divided among clusters and not, and their group."""
+    """Plans of every shape of tile and cluster, of many tiles a cluster and of one, and their group."""
     found = []
-    for tokens, subtiles, group in [
-        *(
-            (t, s, g)
-            for t in (16, 32, 64)
-            for s in (1, 2)
-            for g in (0, 32, 64, 128)
-            if t * s < 128 or g in (0, 128)
-        ),
-        *((128, 1, g) for g in (0, 32, 64, 128)),
-        *((128, 2, 0), (256, 1, 0)),
+    for tile, groups in [
+        *((t, (0, 32, 64, 128)) for t in weight_mm_many.SMALL),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_many.MIDDLE),
+        *((t, (0,)) for t in weight_mm_many.LARGE),
     ]:
-        for cluster, clusters in ((1, 1), (1, 7), (1, 60), (2, 5), (2, 30)):
-            depth = stages(tokens, subtiles, 4)
-            found.append((group, Plan(tokens, subtiles, cluster, depth, False, clusters)))
+        for beside, split, clusters in (
+            (1, 1, 2),
+            (1, 2, 50),
+            (1, 4, 1),
+            (2, 1, 50),
+            (2, 4, 3),
+            (1, 8, 16),
+        ):
+            for group in groups:
+                chosen = planned_deep(*tile, beside, split, clusters, group=group)
+                if chosen.stages > tile.lanes and split <= tile.rows // 16:
+                    found.append((group, chosen))
     return found
 
 
@@ -330,10 +312,11 @@ def test_every_division(group: int, chosen: Plan) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [128, 256])
-@pytest.mark.parametrize(("tokens", "subtiles", "cluster"), [(128, 2, 1), (256, 1, 1), (256, 1, 2)])
-def test_rounded_weights(tokens: int, subtiles: int, cluster: int, group: int) -> None:
+@pytest.mark.parametrize("beside", [1, 2])
+@pytest.mark.parametrize("tile", weight_mm_many.LARGE, ids=str)
+def test_rounded_weights(tile: weight_mm_many.Tile, beside: int, group: int) -> None:
     """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
-    chosen = Plan(tokens, subtiles, cluster, stages(tokens, subtiles, 4), True, 20)
+    chosen = planned_deep(*tile, beside, 1, 20, rounded=True)
     operands = Operands(700, 520, 2048, 4, group, zero=True)
     out, rounded = operands.product(chosen), operands.weight().to(BF16).double()
     exact = operands.x.double() @ rounded.T
@@ -385,4 +368,4 @@ def test_cuda_graph(m: int, n: int, k: int) -> None:
     graph.replay()
     out = operands.product()
     assert torch.equal(first, out) and torch.equal(second, out)
-    operands.check(factor=1.3 if m >= 512 else 1.0)
+    operands.check(factor=1.3 if m >= 256 else 1.0)
