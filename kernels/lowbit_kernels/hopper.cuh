@@ -81,6 +81,19 @@ DEVICE void store_remote(uint32 address, uint32 barrier, uint32 rank, float4 x) 
         : "memory");
 }
 
+// Four floats of the shared memory of block `rank`, at the same address as here.
+DEVICE float4 load_remote(uint32 address, uint32 rank) {
+    float4 x;
+    asm volatile(
+        "{\n.reg .b32 from;\n"
+        "mapa.shared::cluster.u32 from, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [from];\n}"
+        : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return x;
+}
+
 // Meeting of all threads of the cluster.
 DEVICE void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -94,6 +107,21 @@ DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memor
 // The next launch that asks for it may take multiprocessors as they get free. Only after wait_for_previous: what comes
 // next may read what was written two launches before.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- copies of single lanes --------------------------------------------------------------------------------------------
+
+// 16 bytes of global memory to shared; both addresses are multiples of 16. Nothing of it goes to the L1 cache.
+DEVICE void copy_16(uint32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from))
+                 : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last `PENDING` committed groups of this thread's copies are there.
+template <int PENDING>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 // ---- TMA -------------------------------------------------------------------------------------------------------------
 

@@ -36,19 +36,23 @@ class Variant:
     zero: bool
     tokens: int
     chunks: int
+    height: int
+    depth: int
     split: int
-    parts: int
+    early: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, `split` blocks that share k, `parts`
-    of a tile waited for apart, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
+    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, tiles of `height` times 16 rows,
+    `depth` of them on their way, `split` blocks that share k, `grid` blocks, `stages` of the scales' ring, `shared`
+    bytes of shared memory."""
 
     tokens: int
     chunks: int
+    height: int
+    depth: int
     split: int
-    parts: int
     grid: int
     stages: int
     shared: int
@@ -63,24 +67,27 @@ def plan(
     *,
     scale_bytes: int = 0,
     splits: tuple[int, ...] = (1, 2, 4, 8),
-    parts: int = 2,
+    heights: tuple[int, ...] = (1, 2),
 ) -> Plan | None:
     """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
-    `scale_bytes` those of the scales and zero points of a row, `splits` the numbers of blocks to choose from."""
-    plans = [_divided(m, n, k, bits, multiprocessors, scale_bytes, s, parts) for s in splits]
+    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from."""
+    plans = [
+        _divided(m, n, k, bits, multiprocessors, scale_bytes, split, height)
+        for split in splits
+        for height in heights
+    ]
     possible = [one for one in plans if one is not None]
     if not possible:
         return None
-    chunks, tiles = -(-k * bits // (8 * CHUNK_BYTES)), -(-n // ROWS)
+    chunks = -(-k * bits // (8 * CHUNK_BYTES))
 
     def nanoseconds(one: Plan) -> float:
         """A multiprocessor gets 32 bytes a nanosecond of the weight, and 40 of x meanwhile."""
         slice_ = -(-chunks // one.split)
-        rounds = -(-tiles // (one.grid // one.split))
-        weight = rounds * slice_ * CHUNK_BYTES * ROWS / 32
+        rounds = -(-n * one.split // (ROWS * one.height * one.grid))
+        weight = rounds * one.height * slice_ * CHUNK_BYTES * ROWS / 32
         x = slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40
-        shallow = 1.3 if one.stages < min(3, rounds) else 1.0
-        return weight * shallow + x / 2 + (600 if one.split > 1 else 0)
+        return weight + x / 2 + (600 if one.split > 1 else 0)
 
     return min(possible, key=nanoseconds)
 
@@ -93,28 +100,31 @@ def _divided(
     multiprocessors: int,
     scale_bytes: int,
     split: int,
-    parts: int,
+    height: int,
 ) -> Plan | None:
-    """With `split` blocks a cluster; None if x does not fit the registers, or one tile not the shared memory."""
+    """With `split` blocks a cluster and tiles of `height`; None if x does not fit the registers, or tiles not the
+    shared memory."""
     tokens = 8 if m <= 8 else 16
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     if split > chunks:
         return None
-    slice_ = -(-chunks // split)
-    own = -(-slice_ // WARPS)
+    own = -(-chunks // (split * WARPS))  # of a warp
     if own * tokens * 8 // bits > X_REGISTERS:
         return None
     # Clusters of 4 and more lie within a part of the device of at least 16 multiprocessors.
     usable = multiprocessors if split <= 2 else multiprocessors // 16 * 16
-    tiles = -(-n // ROWS)
+    tiles, pieces = -(-n // (ROWS * height)), height * tokens // 8
     clusters = min(tiles, max(usable // split, 1))
-    stage = ROWS * (slice_ * CHUNK_BYTES + 112 + scale_bytes)  # at most, with any padding
+    rounds = -(-tiles // clusters)
     # 64 more: of a row's last chunk, places where no scale is are read, and not used.
-    fixed = 512 + 64 + 2 * (WARPS + max(split - 1, 1)) * tokens // 8 * 512
-    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES, -(-tiles // clusters))
-    if stages < 1:
+    fixed = 512 + 64 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
+    stage, step = ROWS * height * scale_bytes, WARPS * height * own * ROWS * CHUNK_BYTES
+    depth = min((SHARED_LIMIT - fixed - min(rounds, 2) * stage) // step, 12)
+    if depth < 2:
         return None
-    return Plan(tokens, own, split, parts, clusters * split, stages, fixed + stages * stage)
+    stages = min((SHARED_LIMIT - fixed - depth * step) // max(stage, 1), MAX_STAGES, rounds)
+    shared = fixed + depth * step + stages * stage
+    return Plan(tokens, own, height, depth, split, clusters * split, stages, shared)
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -190,7 +200,12 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | 
 
 
 def _launch(
-    operands: Operands, bits: int, group_size: int, chosen: Plan, overlaps: bool = True
+    operands: Operands,
+    bits: int,
+    group_size: int,
+    chosen: Plan,
+    overlaps: bool = True,
+    early: bool = False,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
     scale = _aligned(scale)
@@ -208,8 +223,10 @@ def _launch(
         zero_point is not None,
         chosen.tokens,
         chosen.chunks,
+        chosen.height,
+        chosen.depth,
         chosen.split,
-        chosen.parts,
+        early,
     )
     addresses = (
         0 if one is None else one.data_ptr()
