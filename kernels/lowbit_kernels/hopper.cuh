@@ -57,6 +57,9 @@ DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
 // Meeting of `threads` of a block, whole warps, at barrier 1..15.
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// The same, without waiting for the others.
+DEVICE void come(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
 DEVICE uint32 cluster_rank() {
@@ -107,21 +110,6 @@ DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memor
 // The next launch that asks for it may take multiprocessors as they get free. Only after wait_for_previous: what comes
 // next may read what was written two launches before.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// ---- copies of single lanes --------------------------------------------------------------------------------------------
-
-// 16 bytes of global memory to shared; both addresses are multiples of 16. Nothing of it goes to the L1 cache.
-DEVICE void copy_16(uint32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from))
-                 : "memory");
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the last `PENDING` committed groups of this thread's copies are there.
-template <int PENDING>
-DEVICE void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // ---- TMA -------------------------------------------------------------------------------------------------------------
 

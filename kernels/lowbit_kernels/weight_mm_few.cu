@@ -10,17 +10,17 @@
 //   TOKENS             8 or 16
 //   CHUNKS             of a row's slice that a warp has: each 64 bytes of codes
 //   HEIGHT             of a tile, in 16 rows
-//   DEPTH              tiles that are on their way to a warp
+//   FIRST              tiles that are fetched before x is there
 //   SPLIT              blocks of a cluster, which have a slice of k each
+//   WHOLE              whether codes have no gaps between rows and SPLIT is 1, so that one copy brings many rows
 //   EARLY              whether weights are read before the launches before this one are done
 // and puts ptx.cuh and hopper.cuh before it.
 //
-// A cluster takes every n-th tile of the weight. 16 warps share a block's slice of k. Each copies the codes that it
-// multiplies itself, through a ring of its own in shared memory, so that nobody waits for another: at the start
-// everything that fits is on its way. A warp holds the x of its chunks in registers all the time, as an operand of mma;
-// the codes become the other one, exactly. Sums of a unit, of one group, are scaled in float32. More warps add up the
-// sums of the 16 and store results, while the 16 go on with the next tile. Sums of the blocks of a cluster meet at the
-// end, all at once. All additions are in a fixed order.
+// A cluster takes every n-th tile of the weight. Two threads of a block have the bulk copies bring tiles, its slice of k
+// of them, into a ring that takes nearly all shared memory. 16 warps share the slice. A warp holds the x of its chunks
+// in registers all the time, as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group,
+// are scaled in float32. One more warp adds up the sums of the 16 and stores results, while the 16 go on with the next
+// tile. Sums of the blocks of a cluster meet at the end, all at once. All additions are in a fixed order.
 //
 // Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
 // sees that both sides of a step have the same k in the same place.
@@ -30,7 +30,7 @@
 #endif
 enum { BF16, FP16, FP32 };
 
-static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; one copies scales, one adds up
+static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; then: scales, adding up, codes, codes
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS / 8;  // of a tile of the weight; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                 // of a tile's sums: 16 rows, 8 tokens
 static constexpr int MAX_STAGES = 8;
@@ -46,12 +46,12 @@ static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
 static constexpr bool FOLD = BITS == 4 && X == BF16 && UNITS == 1;
 static_assert(SPAN % UNIT == 0, "");
 
-// What comes before the scales in shared memory. There are two of what the adding warps read: for even and odd tiles.
+// What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
 struct Shared {
-    uint64 full[MAX_STAGES], empty[MAX_STAGES];  // scales
-    uint64 summed[2], added[2];                  // the warps' sums are there; they have been read
+    uint64 full[MAX_STAGES], empty[MAX_STAGES];
+    uint64 loaded;               // x is in registers
+    uint64 summed[2], added[2];  // the warps' sums are there; they have been read
     alignas(512) float4 sums[2][WARPS][PIECES][32];
-    unsigned char codes[WARPS][DEPTH][HEIGHT][CHUNKS][ROWS / HEIGHT * CHUNK_BYTES];
 };
 
 struct Problem {
@@ -67,8 +67,14 @@ struct Problem {
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
     // The slice of block `rank`: its first chunk.
     MEMBER int slice(int rank) const { return (int)((long long)chunks() * rank / SPLIT); }
+    // Of a row in shared memory: so that the rows which lanes read at once lie in different banks, if rows come apart.
+    MEMBER int pitch() const {
+        if constexpr (WHOLE) return row_bytes;
+        const int bytes = (chunks() + SPLIT - 1) / SPLIT * CHUNK_BYTES;
+        return bytes + ((16 * VECTOR - bytes) & 127);
+    }
     MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // of a tile; a multiple of 16
-    MEMBER int stage_bytes() const { return scale_bytes() + (ZERO ? ROWS * groups : 0); }
+    MEMBER int stage_bytes() const { return ROWS * pitch() + scale_bytes() + (ZERO ? ROWS * groups : 0); }
 };
 
 struct Ring {
@@ -95,70 +101,43 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
     return whole;
 }
 
-// Scales and zero points of whole rows, which need not begin at multiples of 16 bytes, while tiles do.
-DEVICE void copy_scales(const Problem &p, Shared &shared, unsigned char *stages) {
+// Copying thread 0 brings scales and zero points, of whole rows, which need not begin at multiples of 16 bytes, while
+// tiles do; 1 and 2 half of the codes each. More than FIRST tiles only when x is there, which would have to wait for
+// them in the memory's queues.
+DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
+    const int start = p.slice(rank) * CHUNK_BYTES, pitch = p.pitch();
+    const int bytes = min((p.slice(rank + 1)) * CHUNK_BYTES, p.row_bytes) - start;
     Ring ring;
+    int count = 0;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
-        unsigned char *scale_to = stages + ring.slot * p.stage_bytes(), *zero_to = scale_to + p.scale_bytes();
-        const int values = min(ROWS, p.n - tile * ROWS) * p.groups;
-        const long long group = (long long)tile * ROWS * p.groups;
-        const unsigned char *scale = p.scale + group * SCALE_SIZE, *zero_point = p.zero_point + group;
+        if (own > 0 && count++ == FIRST) barrier_wait(shared_address(&shared.loaded), 0);
+        const int rows = min(ROWS, p.n - tile * ROWS);
+        const long long row = (long long)tile * ROWS;
+        unsigned char *stage = stages + ring.slot * p.stage_bytes();
         const uint32 full = shared_address(&shared.full[ring.slot]);
         barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-        const uint32 scales = bulk_part(scale_to, scale, values * SCALE_SIZE);
-        const uint32 zeros = ZERO ? bulk_part(zero_to, zero_point, values) : 0;
-        barrier_expect(full, scales + zeros);
-        if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
-        if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
-    }
-}
-
-// Where 16 bytes of a row lie in a chunk of 16 rows: so that lanes which read or write at once meet different banks.
-DEVICE int place(int chunk, int row, int piece) {
-    const int turn = VECTOR == 1 ? row >> 1 & 3 : VECTOR == 2 ? row & 2 : 0;
-    return (row ^ (chunk & 1)) * CHUNK_BYTES + (piece ^ turn) * 16;
-}
-
-// A warp's copies of codes: 16 bytes a lane, neighbouring lanes of two chunks, where there are as many.
-struct Copier {
-    static constexpr int WIDE = CHUNKS > 1 ? 2 : 1, LANES = 4 * WIDE, STEP = 32 / LANES;  // of a row; rows at a time
-    const unsigned char *from;  // of the next tile
-    long long stride;
-    uint32 to;
-    int row, chunk, piece, left, rows, tile, count;
-    int slot = 0;
-
-    MEMBER Copier(const Problem &p, Shared &shared, int warp, int start, int count_) {
-        const int lane = threadIdx.x % 32;
-        row = lane / LANES, chunk = lane % LANES / 4, piece = lane % 4, count = count_, tile = first_tile();
-        stride = p.code_stride, rows = p.n - tile * ROWS;
-        const int at = (start + chunk) * CHUNK_BYTES + piece * 16;
-        left = p.row_bytes - at;
-        from = p.codes + at + ((long long)tile * ROWS + row) * stride;
-        to = shared_address(shared.codes[warp]);
-    }
-
-    // The next tile to the next place.
-    MEMBER void next() {
-        const uint32 here = to + slot * (HEIGHT * CHUNKS * 16 * CHUNK_BYTES);
-#pragma unroll
-        for (int high = 0; high < HEIGHT; ++high)
-#pragma unroll
-            for (int i = 0; i < 16; i += STEP) {
-                const unsigned char *line = from + (high * 16 + i) * stride;
-                const bool exists = row + high * 16 + i < rows;
-#pragma unroll
-                for (int c = 0; c < CHUNKS; c += WIDE)
-                    if (exists && chunk + c < count && c * CHUNK_BYTES < left)
-                        copy_16(here + (high * CHUNKS + chunk + c) * (16 * CHUNK_BYTES) + place(chunk, row + i, piece),
-                                line + c * CHUNK_BYTES);
+        if (own == 0) {
+            unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
+            const unsigned char *scale = p.scale + row * p.groups * SCALE_SIZE;
+            const unsigned char *zero_point = p.zero_point + row * p.groups;
+            const uint32 scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
+            const uint32 zeros = ZERO ? bulk_part(zero_to, zero_point, rows * p.groups) : 0;
+            barrier_expect(full, scales + zeros);
+            if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
+            if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
+        } else {
+            const int from = own == 1 ? 0 : rows / 2, to = own == 1 ? rows / 2 : rows;
+            const unsigned char *codes = p.codes + (row + from) * p.code_stride + start;
+            uint32 at = shared_address(stage) + from * pitch;
+            barrier_expect(full, (to - from) * bytes);
+            if constexpr (WHOLE) {
+                if (to > from) load_bulk(at, codes, (to - from) * bytes, full);
+            } else {
+                for (int i = from; i < to; ++i, codes += p.code_stride, at += pitch) load_bulk(at, codes, bytes, full);
             }
-        copies_commit();
-        from += (long long)tile_step() * ROWS * stride;
-        rows -= tile_step() * ROWS;
-        if (++slot == DEPTH) slot = 0;
+        }
     }
-};
+}
 
 // ---- multiplying -------------------------------------------------------------------------------------------------------
 
@@ -252,13 +231,10 @@ DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a
     else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
 }
 
-// A lane's words of a chunk, from where row g of it begins, or row g + 8.
-DEVICE void read_words(uint32 (&words)[4], const unsigned char *from, int chunk) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+DEVICE void read_words(uint32 (&words)[4], const unsigned char *from) {
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
-        const int bytes = unit * 16 * VECTOR + t * VECTOR * 4;
-        const unsigned char *at = from + place(chunk, g, bytes / 16) + bytes % 16;
+        const unsigned char *at = from + unit * 16 * VECTOR;
         if constexpr (VECTOR == 4) {
             const uint4 all = *(const uint4 *)at;
             words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
@@ -299,15 +275,15 @@ DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
     }
 }
 
-// Adds the products of the warp's chunk `c` to `sums`. `codes` is the chunk; of the scales and zero points of row g and
-// of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k, `left` how many k
-// there are from that on.
+// Adds the products of the warp's chunk `c` to `sums`. `codes` is the lane's of row g; of the scales and zero points of
+// that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k,
+// `left` how many k there are from that on.
 DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float (&x_sums)[TILES][2],
-                           const unsigned char *codes, const unsigned char *scales, const signed char *zero_points,
-                           int rest, int first, int c, int left) {
+                           const unsigned char *codes, int pitch, const unsigned char *scales, 
+                           const signed char *zero_points, int rest, int first, int c, int left) {
     uint32 upper[4], lower[4];  // of rows g and g + 8
-    read_words(upper, codes, c);
-    read_words(lower, codes + 8 * CHUNK_BYTES, c);
+    read_words(upper, codes);
+    read_words(lower, codes + 8 * pitch);
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
         const int at = group_of(first, c, unit);
@@ -343,13 +319,8 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
 DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, int rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const int start = p.slice(rank), chunks = p.slice(rank + 1) - start;
-    const int first = share(chunks, warp), count = share(chunks, warp + 1) - first;
+    const int first = share(chunks, warp), count = share(chunks, warp + 1) - first, pitch = p.pitch();
     const int group = g * p.groups + (GROUP == 0 ? 0 : (start + first) * CHUNK / SPAN);
-    Copier copier(p, shared, warp, start + first, count);
-    // Some codes, x, which they all need, the other codes.
-    constexpr int SOME = EARLY ? DEPTH : (DEPTH + 1) / 2;
-#pragma unroll
-    for (int i = 0; i < SOME; ++i) copier.next();
     if constexpr (EARLY) {
         wait_for_previous();
         let_next_start();
@@ -359,8 +330,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         load_tokens<true>(x, p, start + first, count);
     else
         load_tokens<false>(x, p, start + first, count);
-#pragma unroll
-    for (int i = SOME; i < DEPTH; ++i) copier.next();
     meet(1, THREADS);
     MARK(1)
     float x_sums[CHUNKS][TILES][2];
@@ -372,19 +341,20 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
             for (int tile = 0; tile < TILES; ++tile) order_x(x[c][word][tile]);
         if constexpr (FOLD) sum_tokens(x_sums[c], x[c]);
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.loaded));
     MARK(2)
 
     Ring ring;
     const int left = p.row_bytes * (8 / BITS) - (start + first) * CHUNK;
     uint32 round = 0;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round, ring.advance(p.stages)) {
-        const unsigned char *scales = stages + ring.slot * p.stage_bytes();
+        const unsigned char *stage = stages + ring.slot * p.stage_bytes();
+        const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, lane % 4);
+        const unsigned char *scales = stage + ROWS * pitch;
         const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
-        const unsigned char *codes = shared.codes[warp][copier.slot][0][0];
-        copies_wait<DEPTH - 1>();
         MARK(round * 4 + 4)
         barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-        __syncwarp();
         MARK(round * 4 + 5)
         float sums[HEIGHT][TILES][4] = {};
 #pragma unroll
@@ -392,11 +362,10 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
             if (c < count)
 #pragma unroll
                 for (int high = 0; high < HEIGHT; ++high)
-                    multiply_chunk(sums[high], x[c], x_sums[c], codes + (high * CHUNKS + c) * (16 * CHUNK_BYTES),
+                    multiply_chunk(sums[high], x[c], x_sums[c], codes + high * 16 * pitch + c * CHUNK_BYTES, pitch,
                                    scales + (group + high * 16 * p.groups) * SCALE_SIZE,
                                    zero_points + high * 16 * p.groups, 8 * p.groups, start + first, c, left);
         __syncwarp();
-        copier.next();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
 
         const uint32 buffer = round & 1;
@@ -544,9 +513,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == WARPS * 32) {
 #pragma unroll
             for (int i = 0; i < MAX_STAGES; ++i) {
-                barrier_init(shared_address(&shared.full[i]), 1);
+                barrier_init(shared_address(&shared.full[i]), 3);
                 barrier_init(shared_address(&shared.empty[i]), WARPS);
             }
+            barrier_init(shared_address(&shared.loaded), WARPS);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 barrier_init(shared_address(&shared.summed[i]), WARPS);
@@ -554,10 +524,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         __syncwarp();
-        meet(1, THREADS);
-        if (threadIdx.x == WARPS * 32) copy_scales(p, shared, ring);
+        meet(2, THREADS - WARPS * 32);
+        come(1, THREADS);  // not to wait for them
+        const int role = warp - WARPS;
+        if (role != 1 && lane == 0) produce(p, shared, ring, rank, role == 0 ? 0 : role - 1);
+        __syncwarp();
         if constexpr (EARLY) wait_for_previous();
-        if (warp == WARPS + 1) finish(p, shared, kept);
+        if (role == 1) finish(p, shared, kept);
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();

@@ -22,6 +22,7 @@ MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 8
 THREADS = 32 * (WARPS + 4)
 CHUNK_BYTES = 64  # of codes of a row
 SHARED_LIMIT = 227 * 1024
+KEPT_LIMIT = 32 * 1024  # of shared memory, for sums that wait for those of other blocks
 X_REGISTERS = 64  # of a thread, for the x that it keeps
 
 
@@ -37,21 +38,20 @@ class Variant:
     tokens: int
     chunks: int
     height: int
-    depth: int
     split: int
+    first: int = 1
+    whole: bool = False
     early: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, tiles of `height` times 16 rows,
-    `depth` of them on their way, `split` blocks that share k, `grid` blocks, `stages` of the scales' ring, `shared`
-    bytes of shared memory."""
+    `split` blocks that share k, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
 
     tokens: int
     chunks: int
     height: int
-    depth: int
     split: int
     grid: int
     stages: int
@@ -111,20 +111,22 @@ def _divided(
     own = -(-chunks // (split * WARPS))  # of a warp
     if own * tokens * 8 // bits > X_REGISTERS:
         return None
-    # Clusters of 4 and more lie within a part of the device of at least 16 multiprocessors.
-    usable = multiprocessors if split <= 2 else multiprocessors // 16 * 16
+    # A cluster lies within a part of the device: of an H200's 132 multiprocessors, 30 clusters of 4 and 15 of 8 fit.
+    usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
     tiles, pieces = -(-n // (ROWS * height)), height * tokens // 8
     clusters = min(tiles, max(usable // split, 1))
+    if split > 1:  # not more tiles a cluster than can keep their sums: others come when it is done
+        clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
+        clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
     # 64 more: of a row's last chunk, places where no scale is are read, and not used.
     fixed = 512 + 64 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
-    stage, step = ROWS * height * scale_bytes, WARPS * height * own * ROWS * CHUNK_BYTES
-    depth = min((SHARED_LIMIT - fixed - min(rounds, 2) * stage) // step, 12)
-    if depth < 2:
+    stage = ROWS * height * (-(-chunks // split) * CHUNK_BYTES + 112 + scale_bytes)  # at most
+    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES, rounds)
+    if stages < min(2, rounds):
         return None
-    stages = min((SHARED_LIMIT - fixed - depth * step) // max(stage, 1), MAX_STAGES, rounds)
-    shared = fixed + depth * step + stages * stage
-    return Plan(tokens, own, height, depth, split, clusters * split, stages, shared)
+    shared = fixed + stages * stage
+    return Plan(tokens, own, height, split, clusters * split, stages, shared)
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -206,6 +208,8 @@ def _launch(
     chosen: Plan,
     overlaps: bool = True,
     early: bool = False,
+    first: int = 1,
+    whole: bool | None = None,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
     scale = _aligned(scale)
@@ -224,8 +228,9 @@ def _launch(
         chosen.tokens,
         chosen.chunks,
         chosen.height,
-        chosen.depth,
         chosen.split,
+        first,
+        whole if whole is not None else _is_whole(codes, groups, group_size, chosen.split),
         early,
     )
     addresses = (
@@ -248,6 +253,14 @@ def _launch(
             ),
         )
     return out
+
+
+def _is_whole(codes: Tensor, groups: int, group_size: int, split: int) -> bool:
+    """Whether rows have no gaps between them, and lanes read 16 bytes of a row at once: rows of a multiple of 128 bytes
+    share banks of shared memory, which costs little then."""
+    chunk = CHUNK_BYTES * (2 if codes.dtype == torch.uint8 else 1)
+    neighbours = groups == 1 or group_size % chunk == 0
+    return split == 1 and codes.stride(0) == codes.shape[1] and neighbours
 
 
 def source(variant: Variant) -> str:
