@@ -30,7 +30,7 @@
 #endif
 enum { BF16, FP16, FP32 };
 
-static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; then: scales, adding up, codes, codes
+static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, two copy
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS / 8;  // of a tile of the weight; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                 // of a tile's sums: 16 rows, 8 tokens
 static constexpr int MAX_STAGES = 8;
@@ -40,6 +40,8 @@ static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;     // of a scale
 static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // one group
 static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // neighbouring words that a lane has of a unit
 static constexpr int PAIRS = WORD / 2;                          // of x, in registers, for a word
+static constexpr bool MANY = CHUNKS * 4 * TILES * PAIRS > 32;  // registers of x
+static constexpr int REGISTERS[2] = {MANY ? 112 : 104, MANY ? 32 : 64};  // of warps that multiply; of the others
 static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
 // Whether products are of the codes + 136, and 136 + zero point times the sum of x comes off a unit's sum: exact in
 // float32 but for what 136 times larger sums lose. Otherwise codes lose it one by one.
@@ -101,8 +103,8 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
     return whole;
 }
 
-// Copying thread 0 brings scales and zero points, of whole rows, which need not begin at multiples of 16 bytes, while
-// tiles do; 1 and 2 half of the codes each. More than FIRST tiles only when x is there, which would have to wait for
+// Each of two threads copies half of a tile's rows; thread 0 also scales and zero points, of whole rows, which need not
+// begin at multiples of 16 bytes, while tiles do. More than FIRST tiles only when x is there, which would have to wait for
 // them in the memory's queues.
 DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
     const int start = p.slice(rank) * CHUNK_BYTES, pitch = p.pitch();
@@ -110,31 +112,29 @@ DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int
     Ring ring;
     int count = 0;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
-        if (own > 0 && count++ == FIRST) barrier_wait(shared_address(&shared.loaded), 0);
+        if (count++ == FIRST) barrier_wait(shared_address(&shared.loaded), 0);
         const int rows = min(ROWS, p.n - tile * ROWS);
         const long long row = (long long)tile * ROWS;
         unsigned char *stage = stages + ring.slot * p.stage_bytes();
         const uint32 full = shared_address(&shared.full[ring.slot]);
         barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+        const int from = own == 0 ? 0 : rows / 2, to = own == 0 ? rows / 2 : rows;
+        uint32 scales = 0, zeros = 0;
+        unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
+        const unsigned char *scale = p.scale + row * p.groups * SCALE_SIZE, *zero_point = p.zero_point + row * p.groups;
         if (own == 0) {
-            unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
-            const unsigned char *scale = p.scale + row * p.groups * SCALE_SIZE;
-            const unsigned char *zero_point = p.zero_point + row * p.groups;
-            const uint32 scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
-            const uint32 zeros = ZERO ? bulk_part(zero_to, zero_point, rows * p.groups) : 0;
-            barrier_expect(full, scales + zeros);
-            if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
-            if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
+            scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
+            if constexpr (ZERO) zeros = bulk_part(zero_to, zero_point, rows * p.groups);
+        }
+        barrier_expect(full, scales + zeros + (to - from) * bytes);
+        if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
+        if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
+        const unsigned char *codes = p.codes + (row + from) * p.code_stride + start;
+        uint32 at = shared_address(stage) + from * pitch;
+        if constexpr (WHOLE) {
+            if (to > from) load_bulk(at, codes, (to - from) * bytes, full);
         } else {
-            const int from = own == 1 ? 0 : rows / 2, to = own == 1 ? rows / 2 : rows;
-            const unsigned char *codes = p.codes + (row + from) * p.code_stride + start;
-            uint32 at = shared_address(stage) + from * pitch;
-            barrier_expect(full, (to - from) * bytes);
-            if constexpr (WHOLE) {
-                if (to > from) load_bulk(at, codes, (to - from) * bytes, full);
-            } else {
-                for (int i = from; i < to; ++i, codes += p.code_stride, at += pitch) load_bulk(at, codes, bytes, full);
-            }
+            for (int i = from; i < to; ++i, codes += p.code_stride, at += pitch) load_bulk(at, codes, bytes, full);
         }
     }
 }
@@ -431,17 +431,18 @@ struct Epilogue {
     }
 };
 
-// Adds up the warps' sums; `kept`, [tiles of the cluster][PIECES][32], is where they stay if the other blocks' are still
+// Adds up the warps' sums of even or odd tiles; `kept`, [tiles of the cluster][PIECES][32], is where they stay if the other blocks' are still
 // to be added.
-DEVICE void finish(const Problem &p, Shared &shared, float4 *kept) {
+DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
     const int lane = threadIdx.x % 32;
-    int buffer = 0;
     uint32 parity = 0;
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), kept += PIECES * 32) {
+    kept += buffer * PIECES * 32;
+    for (int tile = first_tile() + buffer * tile_step(); tile < p.tiles();
+         tile += 2 * tile_step(), kept += 2 * PIECES * 32, parity ^= 1) {
         const auto sum = [&](int i) {
             if (i == 0) barrier_wait(shared_address(&shared.summed[buffer]), parity);
             float4 sums = shared.sums[buffer][0][i][lane];
-#pragma unroll 5
+#pragma unroll (MANY ? 5 : 15)
             for (int warp = 1; warp < WARPS; ++warp) add(sums, shared.sums[buffer][warp][i][lane]);
             return sums;
         };
@@ -458,8 +459,6 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept) {
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.added[buffer]));
         MARK(80 + tile / tile_step())
-        buffer ^= 1;
-        parity ^= buffer == 0;
     }
 }
 
@@ -506,14 +505,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     MARK(3)
 
     if (warp < WARPS) {
-        take_registers<112>();
+        take_registers<REGISTERS[0]>();
         consume(p, shared, ring, rank);
     } else {
-        give_registers<32>();
+        give_registers<REGISTERS[1]>();
         if (threadIdx.x == WARPS * 32) {
 #pragma unroll
             for (int i = 0; i < MAX_STAGES; ++i) {
-                barrier_init(shared_address(&shared.full[i]), 3);
+                barrier_init(shared_address(&shared.full[i]), 2);
                 barrier_init(shared_address(&shared.empty[i]), WARPS);
             }
             barrier_init(shared_address(&shared.loaded), WARPS);
@@ -527,10 +526,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         meet(2, THREADS - WARPS * 32);
         come(1, THREADS);  // not to wait for them
         const int role = warp - WARPS;
-        if (role != 1 && lane == 0) produce(p, shared, ring, rank, role == 0 ? 0 : role - 1);
+        if (role >= 2 && lane == 0) produce(p, shared, ring, rank, role - 2);
         __syncwarp();
         if constexpr (EARLY) wait_for_previous();
-        if (role == 1) finish(p, shared, kept);
+        if (role < 2) finish(p, shared, kept, role);
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();

@@ -18,7 +18,7 @@ from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, plan, source
 
 KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 5, 1)
+VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 1)
 
 
 # ---- how it is divided ---------------------------------------------------------------------------
@@ -29,8 +29,8 @@ VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 5, 1)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: int) -> None:
     chosen = plan(m, n, k, bits, 132, scale_bytes=k // 128 * 2)
-    assert chosen is not None and chosen.grid >= 128
-    assert chosen.stages >= 2 and chosen.depth >= 2
+    assert chosen is not None and chosen.grid >= 120
+    assert chosen.stages >= 2
 
 
 @given(
@@ -59,14 +59,15 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         shares = [(end - start) * warp // 16 for warp in range(17)]
         assert shares[0] == 0 and shares[-1] == end - start > 0
         assert all(0 <= b - a <= chosen.chunks for a, b in itertools.pairwise(shares))
-    # Shared, as the kernel lays it out: the warps' sums twice, codes, scales, a cluster's sums.
+    # As the kernel lays it out: the warps' sums twice, the ring, whose rows lie apart by what keeps banks apart, and a
+    # cluster's sums.
     rows, pieces = 16 * chosen.height, chosen.height * chosen.tokens // 8
-    codes = 16 * chosen.depth * chosen.chunks * rows * CHUNK_BYTES
-    rounds = -(-n // rows) / (chosen.grid // chosen.split)
-    kept = math.ceil(rounds) * pieces * 512 if chosen.split > 1 else 0
-    scales = chosen.stages * rows * groups * element
-    assert 512 + 2 * 16 * pieces * 512 + codes + scales + 64 + kept <= chosen.shared
-    assert chosen.stages >= min(2, rounds) and chosen.depth >= 2
+    rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
+    kept = rounds * pieces * 512 if chosen.split > 1 else 0
+    pitch = -(-chunks // chosen.split) * CHUNK_BYTES + 112
+    ring = chosen.stages * rows * (pitch + groups * element)
+    assert 512 + 2 * 16 * pieces * 512 + ring + 64 + kept <= chosen.shared
+    assert chosen.stages >= min(2, rounds)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -75,7 +76,7 @@ def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
     """Of more tiles than a cluster can keep sums of."""
     for k in (8192, 16384):
         chosen = plan(m, 262_144, k, bits, 132, scale_bytes=k // 32 * 4)
-        assert chosen is not None and chosen.split > 1 and chosen.grid > 132
+        assert chosen is not None and (chosen.split == 1 or chosen.grid > 132)
 
 
 def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
@@ -113,52 +114,6 @@ def test_launcher_passes_every_argument() -> None:
     signature = re.search(r"few_tokens_mm\((const unsigned short \*x.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
     assert len(signature[1].split(",")) == 16
-
-
-# ---- where codes lie ------------------------------------------------------------------------------
-
-
-def place(chunk: int, row: int, piece: int, vector: int) -> int:
-    """As in the kernel: where 16 bytes of a row begin in a chunk of 16 rows."""
-    turn = {1: row >> 1 & 3, 2: row & 2, 4: 0}[vector]
-    return (row ^ (chunk & 1)) * CHUNK_BYTES + (piece ^ turn) * 16
-
-
-@pytest.mark.parametrize("vector", [1, 2, 4])
-def test_pieces_of_a_chunk_have_places_of_their_own(vector: int) -> None:
-    for chunk in range(2):
-        places = {place(chunk, row, piece, vector) for row in range(16) for piece in range(4)}
-        assert places == set(range(0, 1024, 16))
-        # Row g + 8 lies 8 rows further on than row g.
-        for row, piece in itertools.product(range(8), range(4)):
-            far = place(chunk, row + 8, piece, vector)
-            assert far == place(chunk, row, piece, vector) + 8 * CHUNK_BYTES
-
-
-@pytest.mark.parametrize("vector", [1, 2, 4])
-def test_lanes_that_read_at_once_meet_different_banks(vector: int) -> None:
-    at_once = 8 * 4 // vector  # lanes, each of 4 * vector bytes
-    for chunk, unit, half in itertools.product(range(2), range(4 // vector), range(2)):
-        banks: list[list[int]] = []
-        for lane in range(32):
-            g, t = lane // 4, lane % 4
-            at = unit * 16 * vector + t * vector * 4
-            start = place(chunk, g + 8 * half, at // 16, vector) + at % 16
-            banks.append([(start // 4 + i) % 32 for i in range(vector)])
-        for first in range(0, 32, at_once):
-            taken = sum(banks[first : first + at_once], [])
-            assert len(set(taken)) == len(taken)
-
-
-@pytest.mark.parametrize("vector", [1, 2, 4])
-def test_lanes_that_copy_at_once_meet_different_banks(vector: int) -> None:
-    """Eight lanes at a time: a row of two chunks, or two rows of one."""
-    for row in range(16):
-        two = [place(chunk, row, piece, vector) for chunk in range(2) for piece in range(4)]
-        assert len({at % 128 for at in two}) == 8
-    for row in range(0, 16, 2):
-        one = [place(0, row + i, piece, vector) for i in range(2) for piece in range(4)]
-        assert len({at % 128 for at in one}) == 8
 
 
 # ---- the order of k ------------------------------------------------------------------------------
