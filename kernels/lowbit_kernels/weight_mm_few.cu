@@ -10,14 +10,13 @@
 //   TOKENS             8 or 16
 //   CHUNKS             of a row's slice that a warp has: each 64 bytes of codes
 //   HEIGHT             of a tile, in 16 rows
-//   FIRST              tiles that are fetched before x is there
 //   SPLIT              blocks of a cluster, which have a slice of k each
 //   WHOLE              whether codes have no gaps between rows and SPLIT is 1, so that one copy brings many rows
 //   EARLY              whether weights are read before the launches before this one are done
 // and puts ptx.cuh and hopper.cuh before it.
 //
 // A cluster takes every n-th tile of the weight. Two threads of a block have the bulk copies bring tiles, its slice of k
-// of them, into a ring that takes nearly all shared memory. 16 warps share the slice. A warp holds the x of its chunks
+// of them, into a ring, no more at a time than keeps memory busy: of more, later tiles would delay earlier ones. 16 warps share the slice. A warp holds the x of its chunks
 // in registers all the time, as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group,
 // are scaled in float32. One more warp adds up the sums of the 16 and stores results, while the 16 go on with the next
 // tile. Sums of the blocks of a cluster meet at the end, all at once. All additions are in a fixed order.
@@ -25,9 +24,6 @@
 // Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
 // sees that both sides of a step have the same k in the same place.
 
-#ifndef MARK
-#define MARK(i)
-#endif
 enum { BF16, FP16, FP32 };
 
 static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, two copy
@@ -104,15 +100,16 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
 }
 
 // Each of two threads copies half of a tile's rows; thread 0 also scales and zero points, of whole rows, which need not
-// begin at multiples of 16 bytes, while tiles do. More than FIRST tiles only when x is there, which would have to wait for
-// them in the memory's queues.
+// begin at multiples of 16 bytes, while tiles do. The ring is filled only when x is there, which would have to wait in the
+// memory's queues.
 DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
     const int start = p.slice(rank) * CHUNK_BYTES, pitch = p.pitch();
     const int bytes = min((p.slice(rank + 1)) * CHUNK_BYTES, p.row_bytes) - start;
     Ring ring;
     int count = 0;
+    const int before_x = p.stages > 2 ? 2 : 1;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
-        if (count++ == FIRST) barrier_wait(shared_address(&shared.loaded), 0);
+        if (count++ == before_x) barrier_wait(shared_address(&shared.loaded), 0);
         const int rows = min(ROWS, p.n - tile * ROWS);
         const long long row = (long long)tile * ROWS;
         unsigned char *stage = stages + ring.slot * p.stage_bytes();
@@ -331,7 +328,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     else
         load_tokens<false>(x, p, start + first, count);
     meet(1, THREADS);
-    MARK(1)
     float x_sums[CHUNKS][TILES][2];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -343,7 +339,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.loaded));
-    MARK(2)
 
     Ring ring;
     const int left = p.row_bytes * (8 / BITS) - (start + first) * CHUNK;
@@ -353,9 +348,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, lane % 4);
         const unsigned char *scales = stage + ROWS * pitch;
         const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
-        MARK(round * 4 + 4)
         barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-        MARK(round * 4 + 5)
         float sums[HEIGHT][TILES][4] = {};
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
@@ -369,7 +362,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
 
         const uint32 buffer = round & 1;
-        MARK(round * 4 + 6)
         barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
@@ -378,7 +370,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.summed[buffer]));
-        MARK(round * 4 + 7)
     }
 }
 
@@ -458,7 +449,6 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.added[buffer]));
-        MARK(80 + tile / tile_step())
     }
 }
 
@@ -497,12 +487,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
     float4 *kept = (float4 *)(ring + stages * p.stage_bytes() + 64);  // sizes of stages are multiples of 16
-    MARK(0)
     if constexpr (!EARLY) {
         wait_for_previous();
         let_next_start();
     }
-    MARK(3)
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
@@ -534,9 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (SPLIT > 1) {
         __syncwarp();
         cluster_meet();
-        MARK(120)
         combine(p, kept, rank);
         cluster_meet();  // the others have read this block's sums
     }
-    MARK(121)
 }

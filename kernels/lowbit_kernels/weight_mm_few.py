@@ -22,6 +22,9 @@ MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 8
 THREADS = 32 * (WARPS + 4)
 CHUNK_BYTES = 64  # of codes of a row
 SHARED_LIMIT = 227 * 1024
+ON_THEIR_WAY = (
+    112 * 1024
+)  # bytes of a block's tiles; with more, they get there later and not in order
 KEPT_LIMIT = 32 * 1024  # of shared memory, for sums that wait for those of other blocks
 X_REGISTERS = 64  # of a thread, for the x that it keeps
 
@@ -39,8 +42,7 @@ class Variant:
     chunks: int
     height: int
     split: int
-    first: int = 1
-    whole: bool = False
+    whole: bool
     early: bool = False
 
 
@@ -67,10 +69,12 @@ def plan(
     *,
     scale_bytes: int = 0,
     splits: tuple[int, ...] = (1, 2, 4, 8),
-    heights: tuple[int, ...] = (1, 2),
+    heights: tuple[int, ...] | None = None,
 ) -> Plan | None:
     """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
-    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from."""
+    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from (by default no
+    higher tiles for at most 8 tokens: they were never faster)."""
+    heights = heights or ((1,) if m <= 8 else (1, 2))
     plans = [
         _divided(m, n, k, bits, multiprocessors, scale_bytes, split, height)
         for split in splits
@@ -82,14 +86,15 @@ def plan(
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
 
     def nanoseconds(one: Plan) -> float:
-        """A multiprocessor gets 28 bytes a nanosecond of the weight, but no tile in less time than its sums take; x
-        comes first; a cluster's meeting takes 600 ns."""
+        """As measured on an H200: a multiprocessor gets 28 bytes a nanosecond of the weight, and 40 of x, before the
+        first product; but no tile takes less time than its chunks one after the other, and adding up."""
         slice_ = -(-chunks // one.split)
         waves = -(-one.grid // multiprocessors)
         rounds = waves * -(-n * one.split // (ROWS * one.height * one.grid))
-        tile = max(one.height * slice_ * CHUNK_BYTES * ROWS / 28, 500 * one.height * one.tokens / 8)
-        x = slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40
-        return rounds * tile + waves * x + (600 if one.split > 1 else 0)
+        work = 600 + 230 * one.height * one.chunks * one.tokens // 8
+        tile = max(one.height * slice_ * CHUNK_BYTES * ROWS / 28, work)
+        x = max(slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40 - 700, 0)
+        return rounds * tile + waves * x + (300 if one.split > 1 else 0)
 
     return min(possible, key=nanoseconds)
 
@@ -124,7 +129,7 @@ def _divided(
     # 64 more: of a row's last chunk, places where no scale is are read, and not used.
     fixed = 512 + 64 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
     stage = ROWS * height * (-(-chunks // split) * CHUNK_BYTES + 112 + scale_bytes)  # at most
-    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES, rounds)
+    stages = min((SHARED_LIMIT - fixed) // stage, max(ON_THEIR_WAY // stage, 2), MAX_STAGES, rounds)
     if stages < min(2, rounds):
         return None
     shared = fixed + stages * stage
@@ -210,8 +215,6 @@ def _launch(
     chosen: Plan,
     overlaps: bool = True,
     early: bool = False,
-    first: int = 1,
-    whole: bool | None = None,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
     scale = _aligned(scale)
@@ -231,8 +234,7 @@ def _launch(
         chosen.chunks,
         chosen.height,
         chosen.split,
-        first,
-        whole if whole is not None else _is_whole(codes, groups, group_size, chosen.split),
+        _is_whole(codes, groups, group_size, chosen.split),
         early,
     )
     addresses = (

@@ -18,7 +18,7 @@ from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, plan, source
 
 KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 1)
+VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 1, True)
 
 
 # ---- how it is divided ---------------------------------------------------------------------------
@@ -79,6 +79,17 @@ def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
         assert chosen is not None and (chosen.split == 1 or chosen.grid > 132)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "split"),
+    [(1, 4096, 4096, 1), (8, 4096, 4096, 1), (16, 4096, 4096, 2), (8, 14336, 4096, 1)]
+    + [(1, 4096, 14336, 2), (8, 4096, 14336, 4), (1, 28672, 8192, 1), (8, 28672, 8192, 2)],
+)
+def test_the_fastest_division_is_chosen(m: int, n: int, k: int, split: int) -> None:
+    """As measured on an H200, int4 in groups of 128; benchmarks/LOG.md has the figures."""
+    chosen = plan(m, n, k, 4, 132, scale_bytes=k // 64)
+    assert chosen is not None and chosen.split == split
+
+
 def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
     assert plan(1, 4096, 1 << 20, 4, 132) is None
 
@@ -87,7 +98,10 @@ def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
 
 
 def test_source_defines_what_the_kernel_asks_for() -> None:
-    for variant in (VARIANT, replace(VARIANT, bits=8, group=0, zero=True, scale="FP32", split=4, early=True)):
+    for variant in (
+        VARIANT,
+        replace(VARIANT, bits=8, group=0, zero=True, scale="FP32", split=4, early=True),
+    ):
         text = source(variant)
         for name, value in vars(variant).items():
             written = value if isinstance(value, str) else int(value)
