@@ -79,6 +79,9 @@ DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
 // Meeting of `threads` of a block, whole warps, at barrier 1..15.
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// The same, without waiting for the others.
+DEVICE void come(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
 DEVICE uint32 cluster_rank() {
@@ -101,6 +104,19 @@ DEVICE void store_remote(uint32 address, uint32 barrier, uint32 rank, float4 x) 
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [full];\n}" ::"r"(address),
         "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
         : "memory");
+}
+
+// Four floats of the shared memory of block `rank`, at the same address as here.
+DEVICE float4 load_remote(uint32 address, uint32 rank) {
+    float4 x;
+    asm volatile(
+        "{\n.reg .b32 from;\n"
+        "mapa.shared::cluster.u32 from, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [from];\n}"
+        : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return x;
 }
 
 // Meeting of all threads of the cluster.

@@ -58,7 +58,10 @@ class Kernel:
         )
         if shared > STATIC_SHARED:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, attribute, shared)[0])
+            error, most = driver.cuFuncGetAttribute(attribute, function)
+            _check(error)
+            # Of the function: another Kernel of it, with more, must not lose it.
+            _check(driver.cuFuncSetAttribute(function, attribute, max(most, shared))[0])
         self._config = _config(shared, cluster, overlaps) if cluster > 1 or overlaps else None
 
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:

@@ -9,24 +9,26 @@
 //   ZERO               whether there are zero points: int8, for 4 bits -8 .. 7
 //   TOKENS             8 or 16
 //   CHUNKS             of a row's slice that a warp has: each 64 bytes of codes
+//   HEIGHT             of a tile, in 16 rows
 //   SPLIT              blocks of a cluster, which have a slice of k each
-//   PARTS              of a tile of codes that are waited for apart
+//   WHOLE              whether codes have no gaps between rows and SPLIT is 1, so that one copy brings many rows
+//   EARLY              whether weights are read before the launches before this one are done
 // and puts ptx.cuh and hopper.cuh before it.
 //
-// A cluster takes every n-th tile of 16 rows of the weight. One thread of a block has the bulk copies bring tiles, its
-// slice of k of them, into a ring that takes nearly all shared memory: at the start everything that fits is on its way.
-// 16 warps share the slice. A warp holds the x of its chunks in registers all the time, as an operand of mma; the codes
-// become the other one, exactly: a code minus its zero point has at most 8 bits and a sign, so that it is a bf16 as it
-// is. Sums of a unit, of one group, are scaled in float32. One more warp adds up the sums of the 16, those of the other
-// blocks too, and stores results, while the 16 go on with the next tile. All additions are in a fixed order.
+// A cluster takes every n-th tile of the weight. Two threads of a block have the bulk copies bring tiles, its slice of k
+// of them, into a ring, no more at a time than keeps memory busy: of more, later tiles would delay earlier ones. 16 warps share the slice. A warp holds the x of its chunks
+// in registers all the time, as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group,
+// are scaled in float32. One more warp adds up the sums of the 16 and stores results, while the 16 go on with the next
+// tile. Sums of the blocks of a cluster meet at the end, all at once. All additions are in a fixed order.
 //
 // Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
 // sees that both sides of a step have the same k in the same place.
 
 enum { BF16, FP16, FP32 };
 
-static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two copy, one adds up, one is idle
-static constexpr int ROWS = 16, TILES = TOKENS / 8;           // of a tile of the weight; mma takes 8 tokens
+static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, two copy
+static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS / 8;  // of a tile of the weight; mma takes 8 tokens
+static constexpr int PIECES = HEIGHT * TILES;                 // of a tile's sums: 16 rows, 8 tokens
 static constexpr int MAX_STAGES = 8;
 static constexpr int WORD = 32 / BITS;                        // codes of a word
 static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
@@ -34,16 +36,20 @@ static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;     // of a scale
 static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // one group
 static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // neighbouring words that a lane has of a unit
 static constexpr int PAIRS = WORD / 2;                          // of x, in registers, for a word
+static constexpr bool MANY = CHUNKS * 4 * TILES * PAIRS > 32;  // registers of x
+static constexpr int REGISTERS[2] = {MANY ? 112 : 104, MANY ? 32 : 64};  // of warps that multiply; of the others
 static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
-static_assert(SPAN % UNIT == 0 && WARPS % PARTS == 0, "");
+// Whether products are of the codes + 136, and 136 + zero point times the sum of x comes off a unit's sum: exact in
+// float32 but for what 136 times larger sums lose. Otherwise codes lose it one by one.
+static constexpr bool FOLD = BITS == 4 && X == BF16 && UNITS == 1;
+static_assert(SPAN % UNIT == 0, "");
 
-// What comes before the ring in shared memory. There are two of what the adding warp reads: for even and odd tiles.
+// What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
 struct Shared {
-    uint64 full[MAX_STAGES][PARTS], empty[MAX_STAGES];
-    uint64 summed[2], added[2];      // the warps' sums are there; they have been read
-    uint64 received[2], answered[2];  // the same of the other blocks' sums: in the first block; in the others
-    alignas(512) float4 sums[2][WARPS][TILES][32];
-    float4 inbox[2][SPLIT > 1 ? SPLIT - 1 : 1][TILES][32];
+    uint64 full[MAX_STAGES], empty[MAX_STAGES];
+    uint64 loaded;               // x is in registers
+    uint64 summed[2], added[2];  // the warps' sums are there; they have been read
+    alignas(512) float4 sums[2][WARPS][PIECES][32];
 };
 
 struct Problem {
@@ -59,8 +65,9 @@ struct Problem {
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
     // The slice of block `rank`: its first chunk.
     MEMBER int slice(int rank) const { return (int)((long long)chunks() * rank / SPLIT); }
-    // Of a row in shared memory: so that the rows which lanes read at once lie in different banks.
+    // Of a row in shared memory: so that the rows which lanes read at once lie in different banks, if rows come apart.
     MEMBER int pitch() const {
+        if constexpr (WHOLE) return row_bytes;
         const int bytes = (chunks() + SPLIT - 1) / SPLIT * CHUNK_BYTES;
         return bytes + ((16 * VECTOR - bytes) & 127);
     }
@@ -92,36 +99,39 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
     return whole;
 }
 
-// Every second part, from `own` on: one thread might issue copies of short rows more slowly than memory serves them.
+// Each of two threads copies half of a tile's rows; thread 0 also scales and zero points, of whole rows, which need not
+// begin at multiples of 16 bytes, while tiles do. The ring is filled only when x is there, which would have to wait in the
+// memory's queues.
 DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
-    const int start = p.slice(rank), chunks = p.slice(rank + 1) - start, pitch = p.pitch();
+    const int start = p.slice(rank) * CHUNK_BYTES, pitch = p.pitch();
+    const int bytes = min((p.slice(rank + 1)) * CHUNK_BYTES, p.row_bytes) - start;
     Ring ring;
+    int count = 0;
+    const int before_x = p.stages > 2 ? 2 : 1;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
-        unsigned char *stage = stages + ring.slot * p.stage_bytes();
+        if (count++ == before_x) barrier_wait(shared_address(&shared.loaded), 0);
         const int rows = min(ROWS, p.n - tile * ROWS);
-        const unsigned char *codes = p.codes + (long long)tile * ROWS * p.code_stride;
+        const long long row = (long long)tile * ROWS;
+        unsigned char *stage = stages + ring.slot * p.stage_bytes();
+        const uint32 full = shared_address(&shared.full[ring.slot]);
         barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-#pragma unroll 1
-        for (int part = own; part < PARTS; part += 2) {
-            const uint32 full = shared_address(&shared.full[ring.slot][part]);
-            const int from = share(chunks, part * (WARPS / PARTS)) * CHUNK_BYTES;
-            const int to = share(chunks, (part + 1) * (WARPS / PARTS)) * CHUNK_BYTES;
-            const int first = start * CHUNK_BYTES + from, bytes = min(to - from, p.row_bytes - first);
-            uint32 scales = 0, zeros = 0;
-            unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
-            const long long group = (long long)tile * ROWS * p.groups;
-            const unsigned char *scale = p.scale + group * SCALE_SIZE, *zero_point = p.zero_point + group;
-            if (part == 0) {
-                scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
-                if constexpr (ZERO) zeros = bulk_part(zero_to, zero_point, rows * p.groups);
-            }
-            barrier_expect(full, scales + zeros + max(bytes, 0) * rows);
-            if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
-            if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
-            const unsigned char *row = codes + first;
-            uint32 at = shared_address(stage) + from;
-            if (bytes > 0)
-                for (int i = 0; i < rows; ++i, row += p.code_stride, at += pitch) load_bulk(at, row, bytes, full);
+        const int from = own == 0 ? 0 : rows / 2, to = own == 0 ? rows / 2 : rows;
+        uint32 scales = 0, zeros = 0;
+        unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
+        const unsigned char *scale = p.scale + row * p.groups * SCALE_SIZE, *zero_point = p.zero_point + row * p.groups;
+        if (own == 0) {
+            scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
+            if constexpr (ZERO) zeros = bulk_part(zero_to, zero_point, rows * p.groups);
+        }
+        barrier_expect(full, scales + zeros + (to - from) * bytes);
+        if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
+        if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
+        const unsigned char *codes = p.codes + (row + from) * p.code_stride + start;
+        uint32 at = shared_address(stage) + from * pitch;
+        if constexpr (WHOLE) {
+            if (to > from) load_bulk(at, codes, (to - from) * bytes, full);
+        } else {
+            for (int i = from; i < to; ++i, codes += p.code_stride, at += pitch) load_bulk(at, codes, bytes, full);
         }
     }
 }
@@ -131,11 +141,11 @@ DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int
 // Where the codes of word `word` of a lane's four in a chunk begin, in bytes.
 DEVICE int word_at(int word, int t) { return word / VECTOR * (16 * VECTOR) + (t * VECTOR + word % VECTOR) * 4; }
 
-// The x that belongs to a word, of a token: 4 bits: k and k + 4, k + 1 and k + 5, ..; 8 bits: k and k + 2, k + 1 and
-// k + 3, of the word's first k; as codes come out of it. What lies beyond the last k is 0.
+// The x that belongs to a word, of a token, as it is in memory. What lies beyond the last k is 0.
 template <bool ALIGNED>
-DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, int k) {
-    uint32 two[PAIRS] = {};
+DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int k) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) two[i] = 0;
     if constexpr (ALIGNED) {
         if (first < k) {
             if constexpr (BITS == 4) {
@@ -151,6 +161,14 @@ DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, i
         for (int i = 0; i < WORD; ++i)
             if (first + i < k) two[i / 2] |= (uint32)x[first + i] << (i % 2 * 16);
     }
+}
+
+// 4 bits: k and k + 4, k + 1 and k + 5, ..; 8 bits: k and k + 2, k + 1 and k + 3, of the word's first k; as codes come
+// out of it.
+DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
+    uint32 two[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
 #pragma unroll
     for (int i = 0; i < PAIRS / 2; ++i) {
         pairs[2 * i] = permute(two[i], two[i + PAIRS / 2], 0x5410);
@@ -194,7 +212,8 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
     for (int i = 0; i < PAIRS; ++i) {
         const uint32 own = word >> (i * BITS);
         if constexpr (BITS == 4) {
-            pairs[i] = subtract(masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300), offset);
+            pairs[i] = masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300);
+            if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset);
         } else if constexpr (X == FP16) {
             pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
         } else {  // 128 + the low 7 bits - (128 + the sign's 128), the sign being the exponent's last bit
@@ -239,12 +258,26 @@ DEVICE int group_of(uint32 first, uint32 c, int unit) {
     else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
 }
 
+// Sums of x over a chunk, of the tokens whose sums a lane has: products with ones.
+DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        float own[4] = {};
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+#pragma unroll
+            for (int i = 0; i < PAIRS; i += 2)
+                multiply(own, 0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80, x[word][tile][i], x[word][tile][i + 1]);
+        sums[tile][0] = own[0], sums[tile][1] = own[1];
+    }
+}
+
 // Adds the products of the warp's chunk `c` to `sums`. `codes` is the lane's of row g; of the scales and zero points of
 // that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k,
 // `left` how many k there are from that on.
-DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const unsigned char *codes, int pitch,
-                           const unsigned char *scales, const signed char *zero_points, int rest, int first, int c,
-                           int left) {
+DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float (&x_sums)[TILES][2],
+                           const unsigned char *codes, int pitch, const unsigned char *scales, 
+                           const signed char *zero_points, int rest, int first, int c, int left) {
     uint32 upper[4], lower[4];  // of rows g and g + 8
     read_words(upper, codes);
     read_words(lower, codes + 8 * pitch);
@@ -253,8 +286,9 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const unsig
         const int at = group_of(first, c, unit);
         // Of a chunk's end that no row has, where codes are anything and x is 0, there is no scale either.
         const bool beyond = UNITS > 1 && c * CHUNK + unit * UNIT >= left;
-        uint32 offset[2] = {offset_of(0), offset_of(0)};
-        if constexpr (ZERO) offset[0] = offset_of(zero_points[at]), offset[1] = offset_of(zero_points[at + rest]);
+        int zero[2] = {0, 0};
+        if constexpr (ZERO) zero[0] = zero_points[at], zero[1] = zero_points[at + rest];
+        const uint32 offset[2] = {offset_of(zero[0]), offset_of(zero[1])};
         const float scale[2] = {beyond ? 0.0f : scale_at(scales, at), beyond ? 0.0f : scale_at(scales, at + rest)};
         float own[TILES][4] = {};
 #pragma unroll
@@ -271,46 +305,69 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const unsig
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (FOLD)
+                    own[tile][i] = fma_exactly(-136.0f - (float)zero[i / 2], x_sums[tile][i % 2], own[tile][i]);
+                sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
+            }
     }
 }
 
 DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, int rank) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const int start = p.slice(rank), chunks = p.slice(rank + 1) - start;
     const int first = share(chunks, warp), count = share(chunks, warp + 1) - first, pitch = p.pitch();
     const int group = g * p.groups + (GROUP == 0 ? 0 : (start + first) * CHUNK / SPAN);
+    if constexpr (EARLY) {
+        wait_for_previous();
+        let_next_start();
+    }
     Tokens x[CHUNKS];
     if (((unsigned long long)p.x & 15) == 0 && (p.x_stride & 7) == 0 && (p.k & 7) == 0)
         load_tokens<true>(x, p, start + first, count);
     else
         load_tokens<false>(x, p, start + first, count);
+    meet(1, THREADS);
+    float x_sums[CHUNKS][TILES][2];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) order_x(x[c][word][tile]);
+        if constexpr (FOLD) sum_tokens(x_sums[c], x[c]);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.loaded));
 
     Ring ring;
     const int left = p.row_bytes * (8 / BITS) - (start + first) * CHUNK;
     uint32 round = 0;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round, ring.advance(p.stages)) {
         const unsigned char *stage = stages + ring.slot * p.stage_bytes();
-        const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, t);
+        const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, lane % 4);
         const unsigned char *scales = stage + ROWS * pitch;
         const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
-        barrier_wait(shared_address(&shared.full[ring.slot][0]), ring.parity);
-        if constexpr (PARTS > 1)
-            barrier_wait(shared_address(&shared.full[ring.slot][warp / (WARPS / PARTS)]), ring.parity);
-        float sums[TILES][4] = {};
+        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        float sums[HEIGHT][TILES][4] = {};
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
             if (c < count)
-                multiply_chunk(sums, x[c], codes + c * CHUNK_BYTES, pitch, scales + group * SCALE_SIZE, zero_points,
-                               8 * p.groups, start + first, c, left);
+#pragma unroll
+                for (int high = 0; high < HEIGHT; ++high)
+                    multiply_chunk(sums[high], x[c], x_sums[c], codes + high * 16 * pitch + c * CHUNK_BYTES, pitch,
+                                   scales + (group + high * 16 * p.groups) * SCALE_SIZE,
+                                   zero_points + high * 16 * p.groups, 8 * p.groups, start + first, c, left);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
 
         const uint32 buffer = round & 1;
         barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
-            shared.sums[buffer][warp][i][lane] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+        for (int i = 0; i < PIECES; ++i) {
+            const float (&own)[4] = sums[i / TILES][i % TILES];
+            shared.sums[buffer][warp][i][lane] = make_float4(own[0], own[1], own[2], own[3]);
+        }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.summed[buffer]));
     }
@@ -333,84 +390,90 @@ DEVICE void add(float4 &to, const float4 &x) {
     to.z = fma_exactly(x.z, 1.0f, to.z), to.w = fma_exactly(x.w, 1.0f, to.w);
 }
 
-// This block's sums to the first one's, or, in that, the others' to its own.
-DEVICE void combine(float4 (&sums)[TILES], Shared &shared, int rank, int buffer, uint32 parity) {
-    const int lane = threadIdx.x % 32;
-    const uint32 received = shared_address(&shared.received[buffer]);
-    if (rank > 0) {
-        barrier_wait(shared_address(&shared.answered[buffer]), parity ^ 1);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-            store_remote(shared_address(&shared.inbox[buffer][rank - 1][i][lane]), received, 0, sums[i]);
-        return;
-    }
-    if (lane == 0) barrier_expect(received, (SPLIT - 1) * TILES * 512);
-    barrier_wait(received, parity);
-#pragma unroll
-    for (int other = 0; other < SPLIT - 1; ++other)
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) add(sums[i], shared.inbox[buffer][other][i][lane]);
-    __syncwarp();
-    if (lane > 0 && lane < SPLIT) barrier_arrive(shared_address(&shared.answered[buffer]), lane);
-}
+// What is added to a piece of a tile: 16 rows from `row`, 8 tokens from `token`.
+struct Epilogue {
+    float bias[2], residual[4], token_scale[2];
 
-DEVICE void finish(const Problem &p, Shared &shared, int rank) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float token_scale[2 * TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) {
-        const int token = i / 2 * 8 + 2 * t + i % 2;
-        token_scale[i] = p.token_scale && token < p.m ? p.token_scale[token] : 1.0f;
-    }
-    int buffer = 0;
-    uint32 parity = 0;
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
-        // Read now, used when the sums are there.
-        float bias[2], residual[TILES][4];
+    MEMBER Epilogue(const Problem &p, int row, int token) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = tile * ROWS + g + 8 * i;
-            bias[i] = p.bias && rank == 0 && row < p.n ? from_x(p.bias[row]) : 0.0f;
+            const int own = row + g + 8 * i, of = token + 2 * t + i;
+            bias[i] = p.bias && own < p.n ? from_x(p.bias[own]) : 0.0f;
+            token_scale[i] = p.token_scale && of < p.m ? p.token_scale[of] : 1.0f;
         }
 #pragma unroll
-        for (int i = 0; i < 4 * TILES; ++i) {
-            const int row = tile * ROWS + g + i % 4 / 2 * 8, token = i / 4 * 8 + 2 * t + i % 2;
-            const bool own = p.residual && rank == 0 && row < p.n && token < p.m;
-            residual[i / 4][i % 4] = own ? from_x(p.residual[(long long)token * p.n + row]) : 0.0f;
+        for (int i = 0; i < 4; ++i) {
+            const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
+            const bool exists = p.residual && own < p.n && of < p.m;
+            residual[i] = exists ? from_x(p.residual[(long long)of * p.n + own]) : 0.0f;
         }
+    }
 
-        barrier_wait(shared_address(&shared.summed[buffer]), parity);
-        float4 sums[TILES];
+    MEMBER void store(const Problem &p, int row, int token, const float4 &sums) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const float all[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            sums[i] = shared.sums[buffer][0][i][lane];
+        for (int i = 0; i < 4; ++i) {
+            const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
+            const float result = fma_exactly(all[i], token_scale[i % 2], bias[i / 2]) + residual[i];
+            if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_x(result);
+        }
+    }
+};
+
+// Adds up the warps' sums of even or odd tiles; `kept`, [tiles of the cluster][PIECES][32], is where they stay if the other blocks' are still
+// to be added.
+DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
+    const int lane = threadIdx.x % 32;
+    uint32 parity = 0;
+    kept += buffer * PIECES * 32;
+    for (int tile = first_tile() + buffer * tile_step(); tile < p.tiles();
+         tile += 2 * tile_step(), kept += 2 * PIECES * 32, parity ^= 1) {
+        const auto sum = [&](int i) {
+            if (i == 0) barrier_wait(shared_address(&shared.summed[buffer]), parity);
+            float4 sums = shared.sums[buffer][0][i][lane];
+#pragma unroll (MANY ? 5 : 15)
+            for (int warp = 1; warp < WARPS; ++warp) add(sums, shared.sums[buffer][warp][i][lane]);
+            return sums;
+        };
 #pragma unroll
-            for (int warp = 1; warp < WARPS; ++warp) add(sums[i], shared.sums[buffer][warp][i][lane]);
+        for (int i = 0; i < PIECES; ++i) {
+            const int row = tile * ROWS + i / TILES * 16, token = i % TILES * 8;
+            if constexpr (SPLIT == 1) {
+                const Epilogue epilogue(p, row, token);  // read before the wait
+                epilogue.store(p, row, token, sum(i));
+            } else {
+                kept[i * 32 + lane] = sum(i);
+            }
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.added[buffer]));
-        if constexpr (SPLIT > 1) combine(sums, shared, rank, buffer, parity);
-        buffer ^= 1;
-        parity ^= buffer == 0;
-        if (rank > 0) continue;
-
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            const float own[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int row = tile * ROWS + g + j / 2 * 8, token = i * 8 + 2 * t + j % 2;
-                const float result = fma_exactly(own[j], token_scale[2 * i + j % 2], bias[j / 2]) + residual[i][j];
-                if (row < p.n && token < p.m) p.out[(long long)token * p.n + row] = to_x(result);
-            }
-        }
     }
 }
 
-// Grid: a multiple of SPLIT blocks, clusters of SPLIT, all on the device at once. x [m, k], codes [n, row_bytes], scale
-// and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
-// null. codes, scale and zero_point begin at multiples of 16 bytes, rows of codes too. Shared memory: Shared, and
-// `stages` of Problem::stage_bytes().
+// Adds up the blocks' sums, each block those of some pieces.
+DEVICE void combine(const Problem &p, const float4 *kept, int rank) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tiles = (p.tiles() - first_tile() + tile_step() - 1) / tile_step();
+    for (int i = rank + SPLIT * warp; i < tiles * PIECES; i += SPLIT * (THREADS / 32)) {
+        const int row = (first_tile() + i / PIECES * tile_step()) * ROWS + i % PIECES / TILES * 16;
+        const int token = i % TILES * 8;
+        const Epilogue epilogue(p, row, token);
+        float4 all[SPLIT];
+#pragma unroll
+        for (int other = 0; other < SPLIT; ++other) all[other] = load_remote(shared_address(kept + i * 32 + lane), other);
+#pragma unroll
+        for (int other = 1; other < SPLIT; ++other) add(all[0], all[other]);
+        epilogue.store(p, row, token, all[0]);
+    }
+}
+
+// Grid: a multiple of SPLIT blocks, clusters of SPLIT. x [m, k], codes [n, row_bytes], scale and zero_point [n, groups],
+// bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be null. codes, scale and
+// zero_point begin at multiples of 16 bytes, rows of codes too. Shared memory: Shared, `stages` of
+// Problem::stage_bytes(), 64 bytes that may be read past them, and with SPLIT > 1 512 bytes for each of a cluster's
+// pieces of sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     few_tokens_mm(const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
                   const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
@@ -423,41 +486,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        m, n, k, row_bytes, groups, stages};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
-    if (threadIdx.x == WARPS * 32) {
-#pragma unroll
-        for (int i = 0; i < MAX_STAGES; ++i) {
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) barrier_init(shared_address(&shared.full[i][part]), 1);
-            barrier_init(shared_address(&shared.empty[i]), WARPS);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(shared_address(&shared.summed[i]), WARPS);
-            barrier_init(shared_address(&shared.added[i]), 1);
-            barrier_init(shared_address(&shared.received[i]), 1);
-            barrier_init(shared_address(&shared.answered[i]), 1);
-        }
-        barrier_init_fence();
+    float4 *kept = (float4 *)(ring + stages * p.stage_bytes() + 64);  // sizes of stages are multiples of 16
+    if constexpr (!EARLY) {
+        wait_for_previous();
+        let_next_start();
     }
-    __syncthreads();
-    if constexpr (SPLIT > 1) cluster_arrive();
-    wait_for_previous();
-    let_next_start();
 
     if (warp < WARPS) {
-        take_registers<104>();
+        take_registers<REGISTERS[0]>();
         consume(p, shared, ring, rank);
-        __syncwarp();
-        if constexpr (SPLIT > 1) cluster_wait();
     } else {
-        give_registers<64>();
+        give_registers<REGISTERS[1]>();
+        if (threadIdx.x == WARPS * 32) {
+#pragma unroll
+            for (int i = 0; i < MAX_STAGES; ++i) {
+                barrier_init(shared_address(&shared.full[i]), 2);
+                barrier_init(shared_address(&shared.empty[i]), WARPS);
+            }
+            barrier_init(shared_address(&shared.loaded), WARPS);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                barrier_init(shared_address(&shared.summed[i]), WARPS);
+                barrier_init(shared_address(&shared.added[i]), 1);
+            }
+        }
+        __syncwarp();
+        meet(2, THREADS - WARPS * 32);
+        come(1, THREADS);  // not to wait for them
         const int role = warp - WARPS;
-        if (role < (PARTS > 1 ? 2 : 1) && lane == 0) produce(p, shared, ring, rank, role);
+        if (role >= 2 && lane == 0) produce(p, shared, ring, rank, role - 2);
         __syncwarp();
-        if constexpr (SPLIT > 1) cluster_wait();  // the other blocks have their barriers
-        if (role == 2) finish(p, shared, rank);
-        __syncwarp();
+        if constexpr (EARLY) wait_for_previous();
+        if (role < 2) finish(p, shared, kept, role);
     }
-    // Another block may still write to this one's memory.
-    if constexpr (SPLIT > 1) cluster_meet();
+    if constexpr (SPLIT > 1) {
+        __syncwarp();
+        cluster_meet();
+        combine(p, kept, rank);
+        cluster_meet();  // the others have read this block's sums
+    }
 }

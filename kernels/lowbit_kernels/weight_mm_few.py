@@ -22,6 +22,10 @@ MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 8
 THREADS = 32 * (WARPS + 4)
 CHUNK_BYTES = 64  # of codes of a row
 SHARED_LIMIT = 227 * 1024
+ON_THEIR_WAY = (
+    112 * 1024
+)  # bytes of a block's tiles; with more, they get there later and not in order
+KEPT_LIMIT = 32 * 1024  # of shared memory, for sums that wait for those of other blocks
 X_REGISTERS = 64  # of a thread, for the x that it keeps
 
 
@@ -36,19 +40,21 @@ class Variant:
     zero: bool
     tokens: int
     chunks: int
+    height: int
     split: int
-    parts: int
+    whole: bool
+    early: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, `split` blocks that share k, `parts`
-    of a tile waited for apart, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
+    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, tiles of `height` times 16 rows,
+    `split` blocks that share k, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
 
     tokens: int
     chunks: int
+    height: int
     split: int
-    parts: int
     grid: int
     stages: int
     shared: int
@@ -63,24 +69,32 @@ def plan(
     *,
     scale_bytes: int = 0,
     splits: tuple[int, ...] = (1, 2, 4, 8),
-    parts: int = 2,
+    heights: tuple[int, ...] | None = None,
 ) -> Plan | None:
     """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
-    `scale_bytes` those of the scales and zero points of a row, `splits` the numbers of blocks to choose from."""
-    plans = [_divided(m, n, k, bits, multiprocessors, scale_bytes, s, parts) for s in splits]
+    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from (by default no
+    higher tiles for at most 8 tokens: they were never faster)."""
+    heights = heights or ((1,) if m <= 8 else (1, 2))
+    plans = [
+        _divided(m, n, k, bits, multiprocessors, scale_bytes, split, height)
+        for split in splits
+        for height in heights
+    ]
     possible = [one for one in plans if one is not None]
     if not possible:
         return None
-    chunks, tiles = -(-k * bits // (8 * CHUNK_BYTES)), -(-n // ROWS)
+    chunks = -(-k * bits // (8 * CHUNK_BYTES))
 
     def nanoseconds(one: Plan) -> float:
-        """A multiprocessor gets 32 bytes a nanosecond of the weight, and 40 of x meanwhile."""
+        """As measured on an H200: a multiprocessor gets 28 bytes a nanosecond of the weight, and 40 of x, before the
+        first product; but no tile takes less time than its chunks one after the other, and adding up."""
         slice_ = -(-chunks // one.split)
-        rounds = -(-tiles // (one.grid // one.split))
-        weight = rounds * slice_ * CHUNK_BYTES * ROWS / 32
-        x = slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40
-        shallow = 1.3 if one.stages < min(3, rounds) else 1.0
-        return weight * shallow + x / 2 + (600 if one.split > 1 else 0)
+        waves = -(-one.grid // multiprocessors)
+        rounds = waves * -(-n * one.split // (ROWS * one.height * one.grid))
+        work = 600 + 230 * one.height * one.chunks * one.tokens // 8
+        tile = max(one.height * slice_ * CHUNK_BYTES * ROWS / 28, work)
+        x = max(slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40 - 700, 0)
+        return rounds * tile + waves * x + (300 if one.split > 1 else 0)
 
     return min(possible, key=nanoseconds)
 
@@ -93,28 +107,33 @@ def _divided(
     multiprocessors: int,
     scale_bytes: int,
     split: int,
-    parts: int,
+    height: int,
 ) -> Plan | None:
-    """With `split` blocks a cluster; None if x does not fit the registers, or one tile not the shared memory."""
+    """With `split` blocks a cluster and tiles of `height`; None if x does not fit the registers, or tiles not the
+    shared memory."""
     tokens = 8 if m <= 8 else 16
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     if split > chunks:
         return None
-    slice_ = -(-chunks // split)
-    own = -(-slice_ // WARPS)
+    own = -(-chunks // (split * WARPS))  # of a warp
     if own * tokens * 8 // bits > X_REGISTERS:
         return None
-    # Clusters of 4 and more lie within a part of the device of at least 16 multiprocessors.
-    usable = multiprocessors if split <= 2 else multiprocessors // 16 * 16
-    tiles = -(-n // ROWS)
+    # A cluster lies within a part of the device: of an H200's 132 multiprocessors, 30 clusters of 4 and 15 of 8 fit.
+    usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
+    tiles, pieces = -(-n // (ROWS * height)), height * tokens // 8
     clusters = min(tiles, max(usable // split, 1))
-    stage = ROWS * (slice_ * CHUNK_BYTES + 112 + scale_bytes)  # at most, with any padding
+    if split > 1:  # not more tiles a cluster than can keep their sums: others come when it is done
+        clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
+        clusters = min(tiles, clusters)
+    rounds = -(-tiles // clusters)
     # 64 more: of a row's last chunk, places where no scale is are read, and not used.
-    fixed = 512 + 64 + 2 * (WARPS + max(split - 1, 1)) * tokens // 8 * 512
-    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES, -(-tiles // clusters))
-    if stages < 1:
+    fixed = 512 + 64 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
+    stage = ROWS * height * (-(-chunks // split) * CHUNK_BYTES + 112 + scale_bytes)  # at most
+    stages = min((SHARED_LIMIT - fixed) // stage, max(ON_THEIR_WAY // stage, 2), MAX_STAGES, rounds)
+    if stages < min(2, rounds):
         return None
-    return Plan(tokens, own, split, parts, clusters * split, stages, fixed + stages * stage)
+    shared = fixed + stages * stage
+    return Plan(tokens, own, height, split, clusters * split, stages, shared)
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -190,7 +209,12 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | 
 
 
 def _launch(
-    operands: Operands, bits: int, group_size: int, chosen: Plan, overlaps: bool = True
+    operands: Operands,
+    bits: int,
+    group_size: int,
+    chosen: Plan,
+    overlaps: bool = True,
+    early: bool = False,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
     scale = _aligned(scale)
@@ -208,8 +232,10 @@ def _launch(
         zero_point is not None,
         chosen.tokens,
         chosen.chunks,
+        chosen.height,
         chosen.split,
-        chosen.parts,
+        _is_whole(codes, groups, group_size, chosen.split),
+        early,
     )
     addresses = (
         0 if one is None else one.data_ptr()
@@ -231,6 +257,14 @@ def _launch(
             ),
         )
     return out
+
+
+def _is_whole(codes: Tensor, groups: int, group_size: int, split: int) -> bool:
+    """Whether rows have no gaps between them, and lanes read 16 bytes of a row at once: rows of a multiple of 128 bytes
+    share banks of shared memory, which costs little then."""
+    chunk = CHUNK_BYTES * (2 if codes.dtype == torch.uint8 else 1)
+    neighbours = groups == 1 or group_size % chunk == 0
+    return split == 1 and codes.stride(0) == codes.shape[1] and neighbours
 
 
 def source(variant: Variant) -> str:

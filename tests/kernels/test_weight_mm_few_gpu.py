@@ -84,7 +84,9 @@ def check(case: dict) -> None:
     assert out.dtype == case["x"].dtype and out.is_contiguous() and out.shape == expected.shape
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm() / expected.norm()
-    assert error <= BOUND[out.dtype], f"relative error {error:.2e}"
+    # Of few numbers the rounding of one may count alone: half of 2**-7, or 2**-10.
+    bound = BOUND[out.dtype] if out.numel() >= 64 else torch.finfo(out.dtype).eps / 2 * 1.03
+    assert error <= bound, f"relative error {error:.2e}"
 
 
 @pytest.mark.gpu
@@ -129,16 +131,19 @@ def test_dtypes_of_scales(scale_dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("height", [1, 2])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_divisions(bits: int, parts: int, split: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_divisions(bits: int, early: bool, height: int, split: int) -> None:
     """More tiles than clusters and stages, so that every barrier turns over."""
     case = operands(11, 12_000, 2048 + 128, bits, extras=True)
     run(case)
-    chosen = plan(11, 12_000, 2176, bits, 64, scale_bytes=34, splits=(split,), parts=parts)
-    assert chosen is not None
+    chosen = plan(11, 12_000, 2176, bits, 64, scale_bytes=34, splits=(split,), heights=(height,))
+    if chosen is None:
+        assert bits == 8 and split < 4 and height == 2  # too much for the shared memory
+        return
     arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
-    out = weight_mm_few._launch(tuple(arguments), bits, 128, chosen)
+    out = weight_mm_few._launch(tuple(arguments), bits, 128, chosen, early=early)
     expected = exact(**case)
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
 
@@ -199,6 +204,15 @@ def test_two_runs_are_equal(n: int, k: int) -> None:
     first = run(case)
     for _ in range(5):
         assert torch.equal(run(case), first)
+
+
+@pytest.mark.gpu
+def test_plans_of_one_variant_do_not_take_each_others_shared_memory() -> None:
+    """The limit is a function's: a launch with less must not lower it for the ones with more."""
+    long, short = operands(8, 14336, 4096), operands(8, 16, 4096)
+    expected = run(long)
+    assert run(short).shape == (8, 16)
+    assert torch.equal(run(long), expected)
 
 
 @pytest.mark.gpu
