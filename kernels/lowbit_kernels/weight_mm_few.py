@@ -72,8 +72,8 @@ def plan(
     heights: tuple[int, ...] | None = None,
 ) -> Plan | None:
     """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
-    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from (by default no
-    higher tiles for at most 8 tokens: they were never faster)."""
+    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from (by default
+    no higher tiles for at most 8 tokens: they were never faster)."""
     heights = heights or ((1,) if m <= 8 else (1, 2))
     plans = [
         _divided(m, n, k, bits, multiprocessors, scale_bytes, split, height)

@@ -35,6 +35,16 @@ def _turned(x, columns, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
+def _added(score, v, largest, total, mixed):
+    """Of an online softmax, with more scores and their values."""
+    new = tl.maximum(largest, tl.max(score, 1))
+    share = tl.exp(score - new[:, None])
+    kept = tl.exp(largest - new)
+    mixed = mixed * kept[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+    return new, total * kept + tl.sum(share, 1), mixed
+
+
+@triton.jit
 def _stretches(
     query,
     key,
@@ -66,24 +76,22 @@ def _stretches(
     last = tl.load(position).to(tl.int32)
     length = last + 1
     stretch = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
-    begin = split * stretch
-    end = tl.minimum(begin + stretch, length)
+    begin, end = split * stretch, tl.minimum((split + 1) * stretch, length)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     # rows beyond the group repeat its last one, and are not stored
     row = own_head * GROUP + tl.minimum(rows, GROUP - 1)
     of_query = query + batch * query_batch + row[:, None] * query_head
     q = _turned(of_query, columns[None, :], cos, sin, WIDTH // 2)
-    of_key = key + batch * key_batch + own_head * key_head
-    new_key = _turned(of_key, columns, cos, sin, WIDTH // 2)
+    new_key = key + batch * key_batch + own_head * key_head
+    new_key = _turned(new_key, columns, cos, sin, WIDTH // 2)
     new_value = tl.load(value + batch * value_batch + own_head * value_head + columns)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     cache = head * capacity * WIDTH
-    is_last = (last >= begin) & (last < end)
-    of_last = cache + last * WIDTH + columns
-    tl.store(keys + of_last, new_key, mask=(columns < WIDTH) & is_last)
-    tl.store(values + of_last, new_value, mask=(columns < WIDTH) & is_last)
+    is_last = (columns < WIDTH) & (last >= begin) & (last < end)
+    tl.store(keys + cache + last * WIDTH + columns, new_key, mask=is_last)
+    tl.store(values + cache + last * WIDTH + columns, new_value, mask=is_last)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         of_cache = cache + at[:, None] * WIDTH + columns[None, :]
@@ -97,17 +105,16 @@ def _stretches(
         v = tl.where(is_new, new_value[None, :], v)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1))
-        share = tl.exp(score - new[:, None])
-        kept = tl.exp(largest - new)
-        total = total * kept + tl.sum(share, 1)
-        mixed = mixed * kept[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
-        largest = new
-    of_part = (head * SPLITS + split) * GROUP + rows
-    real = rows < GROUP
-    tl.store(sums + of_part[:, None] * WIDTH + columns[None, :], mixed, mask=real[:, None])
-    tl.store(stats + of_part * 2, largest, mask=real)
-    tl.store(stats + of_part * 2 + 1, total, mask=real)
+        largest, total, mixed = _added(score, v, largest, total, mixed)
+    part = (head * SPLITS + split) * GROUP + rows
+    _leave(sums, stats, part, rows < GROUP, columns, mixed, largest, total, WIDTH)
+
+
+@triton.jit
+def _leave(sums, stats, part, real, columns, mixed, largest, total, WIDTH: tl.constexpr):
+    tl.store(sums + part[:, None] * WIDTH + columns[None, :], mixed, mask=real[:, None])
+    tl.store(stats + part * 2, largest, mask=real)
+    tl.store(stats + part * 2 + 1, total, mask=real)
 
 
 @triton.jit

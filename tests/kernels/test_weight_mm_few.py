@@ -81,8 +81,10 @@ def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "split"),
-    [(1, 4096, 4096, 1), (8, 4096, 4096, 1), (16, 4096, 4096, 2), (8, 14336, 4096, 1)]
-    + [(1, 4096, 14336, 2), (8, 4096, 14336, 4), (1, 28672, 8192, 1), (8, 28672, 8192, 2)],
+    [
+        *((1, 4096, 4096, 1), (8, 4096, 4096, 1), (16, 4096, 4096, 2), (8, 14336, 4096, 1)),
+        *((1, 4096, 14336, 2), (8, 4096, 14336, 4), (1, 28672, 8192, 1), (8, 28672, 8192, 2)),
+    ],
 )
 def test_the_fastest_division_is_chosen(m: int, n: int, k: int, split: int) -> None:
     """As measured on an H200, int4 in groups of 128; benchmarks/LOG.md has the figures."""
