@@ -12,9 +12,9 @@
 The sum is exact in int32; the rest is as in `lowbit_kernels.scaled_mm`, and equals it to the bit but for the bias,
 which either may add without a rounding before it.
 
-A Triton kernel reads the 2 bits where a product with few rows is bound by them (`MOST_ROWS`); it needs no element of
-a byte next to each other: lane j of every byte is a matrix of its own, multiplied by every fourth column of a. Any
-other product unpacks the codes and takes `int8_scaled_mm`.
+A Triton kernel reads the 2 bits where a product with few rows is bound by them (`MOST_ROWS`); it needs no elements of
+a byte next to each other: lane j of every byte is a matrix of its own, multiplied by every fourth column of a, which a
+is reordered for. Any other product unpacks the codes, in a kernel of its own, and takes `int8_scaled_mm`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,38 @@ def _unpacked(packed: Tensor, columns: int) -> Tensor:
 
 
 @jit
+def _unpacking(
+    packed,  # uint8 [n, width], row stride packed_stride
+    out,  # int8 [n, columns], contiguous
+    width,
+    columns,
+    packed_stride,
+    BLOCK: tl.constexpr,  # bytes of a row that a program has
+):
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(packed + row * packed_stride + byte, mask=byte < width, other=170)  # zeros
+    lane = tl.arange(0, 4)
+    values = ((codes.to(tl.int32)[:, None] >> (2 * lane)[None, :]) & 3) - 2
+    element = byte[:, None] * 4 + lane[None, :]
+    tl.store(out + row * columns + element, values.to(tl.int8), mask=element < columns)
+
+
+def _unpack_on_gpu(packed: Tensor, columns: int) -> Tensor:
+    """As `_unpacked`."""
+    packed = packed if packed.stride(1) == 1 else packed.contiguous()
+    out = packed.new_empty((packed.shape[0], columns), dtype=torch.int8)
+    block = min(1024, triton.next_power_of_2(triton.cdiv(columns, 4)))
+    with torch.cuda.device_of(packed):
+        _unpacking[(packed.shape[0], triton.cdiv(columns, 4 * block))](
+            packed, out, packed.shape[1], columns, packed.stride(0), BLOCK=block
+        )
+    return out
+
+
+@jit
 def _kernel(
-    a,  # int8 [m, k], row stride a_stride
+    a,  # int8 [4, m, width]: column 4 i + j is a[j, :, i]
     packed,  # uint8 [n, width], row stride packed_stride
     out,  # [m, n], contiguous
     a_scale,
@@ -80,9 +110,7 @@ def _kernel(
     bias,  # unused unless HAS_BIAS
     m,
     n,
-    k,
     width,
-    a_stride,
     packed_stride,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -92,7 +120,7 @@ def _kernel(
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside, column_inside = rows < m, columns < n
-    a_rows = a + rows.to(tl.int64)[:, None] * a_stride
+    a_rows = a + rows[:, None] * width
     packed_rows = packed + columns.to(tl.int64)[:, None] * packed_stride
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in tl.range(0, width, BLOCK_BYTES):
@@ -100,10 +128,9 @@ def _kernel(
         inside = column_inside[:, None] & (byte < width)[None, :]
         codes = tl.load(packed_rows + byte[None, :], mask=inside, other=0)
         for lane in tl.static_range(4):
-            # what is no code, beyond k, meets a zero of a
-            element = byte * 4 + lane
-            x_inside = row_inside[:, None] & (element < k)[None, :]
-            x = tl.load(a_rows + element[None, :], mask=x_inside, other=0)
+            # what is no code, beyond the last element, meets a zero of a
+            x_inside = row_inside[:, None] & (byte < width)[None, :]
+            x = tl.load(a_rows + lane * m * width + byte[None, :], mask=x_inside, other=0)
             weight = ((codes >> (2 * lane)) & 3).to(tl.int8) - 2
             sums = tl.dot(x, tl.trans(weight.to(tl.int8)), sums, out_dtype=tl.int32)
     row_scale = tl.load(a_scale + rows, mask=row_inside, other=0)
@@ -130,14 +157,18 @@ def _launch(
     m, n = a.shape[0], packed.shape[0]
     if m > MOST_ROWS or not runs_on(a.device) or 0 in (m, n, packed.shape[1]):
         columns = -(-a.shape[1] // 16) * 16
-        codes = _unpacked(packed, columns)
+        unpack = _unpack_on_gpu if runs_on(a.device) and packed.numel() else _unpacked
+        codes = unpack(packed, columns)
         return int8_scaled_mm(
             F.pad(a, (0, columns - a.shape[1])), codes, a_scale, b_scale, bias, out_dtype
         )
     calls["ternary_mm"] += 1
-    a, packed = (x if x.stride(1) == 1 else x.contiguous() for x in (a, packed))
+    packed = packed if packed.stride(1) == 1 else packed.contiguous()
+    width = packed.shape[1]
+    a = F.pad(a, (0, 4 * width - a.shape[1]))  # cut, where it is longer
+    a = a.reshape(m, width, 4).permute(2, 0, 1).contiguous()
     out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
-    block_m, block_n = max(16, triton.next_power_of_2(m)), 32
+    block_m, block_n = max(16, triton.next_power_of_2(m)), 32 if n >= 8192 else 16
     with torch.cuda.device_of(a):
         _kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
             a,
@@ -148,9 +179,7 @@ def _launch(
             a_scale if bias is None else bias.contiguous(),
             m,
             n,
-            a.shape[1],
-            packed.shape[1],
-            a.stride(0),
+            width,
             packed.stride(0),
             HAS_BIAS=bias is not None,
             BLOCK_M=block_m,

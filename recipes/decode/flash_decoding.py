@@ -74,14 +74,12 @@ def _stretches(
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, own_head = head // HEADS, head % HEADS
     last = tl.load(position).to(tl.int32)
-    length = last + 1
-    stretch = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
-    begin, end = split * stretch, tl.minimum((split + 1) * stretch, length)
+    stretch = tl.cdiv(tl.cdiv(last + 1, SPLITS), BLOCK) * BLOCK
+    begin, end = split * stretch, tl.minimum((split + 1) * stretch, last + 1)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    # rows beyond the group repeat its last one, and are not stored
-    row = own_head * GROUP + tl.minimum(rows, GROUP - 1)
-    of_query = query + batch * query_batch + row[:, None] * query_head
-    q = _turned(of_query, columns[None, :], cos, sin, WIDTH // 2)
+    row = own_head * GROUP + tl.minimum(rows, GROUP - 1)  # those beyond the group are not stored
+    q = query + batch * query_batch + row[:, None] * query_head
+    q = _turned(q, columns[None, :], cos, sin, WIDTH // 2)
     new_key = key + batch * key_batch + own_head * key_head
     new_key = _turned(new_key, columns, cos, sin, WIDTH // 2)
     new_value = tl.load(value + batch * value_batch + own_head * value_head + columns)
@@ -101,8 +99,7 @@ def _stretches(
         is_new = (at == last)[
             :, None
         ]  # what was read there may be from before or after it was written
-        k = tl.where(is_new, new_key[None, :], k)
-        v = tl.where(is_new, new_value[None, :], v)
+        k, v = tl.where(is_new, new_key[None, :], k), tl.where(is_new, new_value[None, :], v)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
         largest, total, mixed = _added(score, v, largest, total, mixed)
