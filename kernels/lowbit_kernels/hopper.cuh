@@ -94,18 +94,6 @@ DEVICE uint32 cluster_rank() {
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Four floats to the shared memory of block `rank`, at the same address as here; their bytes count for the barrier that
-// lies there at the same address as here.
-DEVICE void store_remote(uint32 address, uint32 barrier, uint32 rank, float4 x) {
-    asm volatile(
-        "{\n.reg .b32 to, full;\n"
-        "mapa.shared::cluster.u32 to, %0, %2;\n"
-        "mapa.shared::cluster.u32 full, %1, %2;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [full];\n}" ::"r"(address),
-        "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-        : "memory");
-}
-
 // Four floats of the shared memory of block `rank`, at the same address as here.
 DEVICE float4 load_remote(uint32 address, uint32 rank) {
     float4 x;

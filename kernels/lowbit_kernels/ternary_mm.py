@@ -168,7 +168,7 @@ def _launch(
     a = F.pad(a, (0, 4 * width - a.shape[1]))  # cut, where it is longer
     a = a.reshape(m, width, 4).permute(2, 0, 1).contiguous()
     out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
-    block_m, block_n = max(16, triton.next_power_of_2(m)), 32 if n >= 8192 else 16
+    block_m, block_n = max(16, triton.next_power_of_2(m)), 32
     with torch.cuda.device_of(a):
         _kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
             a,
