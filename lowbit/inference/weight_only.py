@@ -31,7 +31,7 @@ def is_served(weight: LowbitTensor, dtype: torch.dtype, bits: int) -> bool:
         return False
     if spec.mapping == "float_zero_point" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    if not codes.is_cuda and not (codes.is_cpu and kernels.has_op(f"int{bits}_linear")):
+    if not (codes.is_cuda or codes.is_cpu):
         return False
     if isinstance(granularity, PerGroup):
         return granularity.group_size % GROUP_STEP == 0

@@ -45,13 +45,6 @@ def round_rows(values: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return round_rows(values, **options)
 
 
-def has_op(name: str) -> bool:
-    """Whether `lowbit_kernels` has an op of this name."""
-    import lowbit_kernels
-
-    return hasattr(lowbit_kernels, name)
-
-
 def weight_linear(op: str, x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
     """`lowbit_kernels.int4_linear` and its siblings, by name: x [..., K] by codes [N, K] and what belongs to them."""
     import lowbit_kernels
