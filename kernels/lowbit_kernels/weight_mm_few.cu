@@ -12,7 +12,6 @@
 //   HEIGHT             of a tile, in 16 rows
 //   SPLIT              blocks of a cluster, which have a slice of k each
 //   WHOLE              whether codes have no gaps between rows and SPLIT is 1, so that one copy brings many rows
-//   EARLY              whether weights are read before the launches before this one are done
 // and puts ptx.cuh and hopper.cuh before it.
 //
 // A cluster takes every n-th tile of the weight. Two threads of a block have the bulk copies bring tiles, its slice of k
@@ -318,10 +317,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     const int start = p.slice(rank), chunks = p.slice(rank + 1) - start;
     const int first = share(chunks, warp), count = share(chunks, warp + 1) - first, pitch = p.pitch();
     const int group = g * p.groups + (GROUP == 0 ? 0 : (start + first) * CHUNK / SPAN);
-    if constexpr (EARLY) {
-        wait_for_previous();
-        let_next_start();
-    }
     Tokens x[CHUNKS];
     if (((unsigned long long)p.x & 15) == 0 && (p.x_stride & 7) == 0 && (p.k & 7) == 0)
         load_tokens<true>(x, p, start + first, count);
@@ -487,10 +482,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
     float4 *kept = (float4 *)(ring + stages * p.stage_bytes() + 64);  // sizes of stages are multiples of 16
-    if constexpr (!EARLY) {
-        wait_for_previous();
-        let_next_start();
-    }
+    wait_for_previous();
+    let_next_start();
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
@@ -516,7 +509,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int role = warp - WARPS;
         if (role >= 2 && lane == 0) produce(p, shared, ring, rank, role - 2);
         __syncwarp();
-        if constexpr (EARLY) wait_for_previous();
         if (role < 2) finish(p, shared, kept, role);
     }
     if constexpr (SPLIT > 1) {

@@ -43,7 +43,6 @@ class Variant:
     height: int
     split: int
     whole: bool
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,6 @@ def _launch(
     group_size: int,
     chosen: Plan,
     overlaps: bool = True,
-    early: bool = False,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
     scale = _aligned(scale)
@@ -235,7 +233,6 @@ def _launch(
         chosen.height,
         chosen.split,
         _is_whole(codes, groups, group_size, chosen.split),
-        early,
     )
     addresses = (
         0 if one is None else one.data_ptr()

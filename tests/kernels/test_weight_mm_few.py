@@ -102,7 +102,7 @@ def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
 def test_source_defines_what_the_kernel_asks_for() -> None:
     for variant in (
         VARIANT,
-        replace(VARIANT, bits=8, group=0, zero=True, scale="FP32", split=4, early=True),
+        replace(VARIANT, bits=8, group=0, zero=True, scale="FP32", split=4),
     ):
         text = source(variant)
         for name, value in vars(variant).items():
