@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.inference import fuse_linears_, trace_linears, unfuse_linears_
@@ -122,6 +123,56 @@ def test_a_part_that_is_called_with_another_input() -> None:
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
     assert torch.allclose(model.k_proj(x), expected[0], atol=1e-6), "and when called again"
+
+
+class InOrder(nn.Module):
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        for name in "qkv":
+            setattr(self, f"{name}_proj", nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = {name: getattr(self, f"{name}_proj")(x) for name in self.order}
+        return torch.cat([found[name] for name in sorted(found)], dim=-1)
+
+
+@over({"plain": None, "int4": SCHEMES["int4"]})
+@pytest.mark.parametrize("order", ["kqv", "vkq", "qk"])
+def test_outputs_of_another_state_are_not_taken(scheme, order: str) -> None:
+    plain, x = InOrder(order), torch.randn(3, 64)
+    if scheme is not None:
+        lb.quantize_(plain, scheme)
+    model = copy.deepcopy(plain)
+    fuse_linears_(model)
+    seen = plain.q_proj.weight.dequantize() if scheme else plain.q_proj.weight.detach().clone()
+
+    def check() -> None:
+        assert torch.allclose(model(x), plain(x), atol=1e-5)
+
+    with torch.no_grad():
+        check()
+        x.normal_()  # a static input
+        check()
+        for part in (plain.q_proj, plain.k_proj, plain.v_proj):
+            part.weight.copy_(seen.flip(0))
+        model.load_state_dict(plain.state_dict())
+        check()
+        model.order = plain.order = order[::-1]
+        model.q_proj.weight.copy_(torch.cat([seen.flip(0)] * 3))
+        check()
+    model.order = plain.order = order
+    leaves = [x, x.clone().requires_grad_()]
+    x.requires_grad_()
+    for leaf, linears in zip(leaves, (model, plain), strict=True):
+        checkpoint(linears, leaf, use_reentrant=False).square().sum().backward()
+    assert torch.allclose(leaves[0].grad, leaves[1].grad, atol=1e-4)
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), torch.randn(3, 64)
+    if len(order) == 3:
+        with torch.no_grad():
+            compiled(x)
+            assert torch.allclose(compiled(x.normal_()), plain(x), atol=1e-5)
 
 
 def test_gradients_reach_the_input() -> None:
