@@ -103,7 +103,7 @@ class FSDPHooks:
         inner = {**shard.inner_tensors(), **gathered}
         if out is None:
             return shard._with(inner, outer_size, param_dtype), owned
-        target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
+        target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in inner.items():
             if names is None or name not in names:  # what was gathered as it is lies in place
                 held = getattr(target, name)
