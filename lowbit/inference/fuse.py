@@ -29,9 +29,20 @@ GROUPS = (
 )
 """Names of siblings that read one input: Hugging Face's Llama-like models, and recipes/llama.py."""
 
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
 
 class FusedLinear(nn.Module):
     """The first linear of a group: holds the joint `weight` [sum of N, K] and `bias`, returns its own output."""
+
+    converted_as = (
+        "fused with its neighbours: convert first, or after lowbit.inference.unfuse_linears_"
+    )
+    """What reports of conversions say of it."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -147,7 +158,7 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
             return f"{name} is a {type(part).__name__}, not an nn.Linear"
         if "weight" not in part._parameters:
             return f"the weight of {name} is computed, not a parameter"
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
+        if any(getattr(part, kind) for kind in HOOKS):
             return f"{name} has hooks, which a fused module would not run"
         if uses[id(part.weight)] > 1:
             return f"the weight of {name} is tied to another one"

@@ -230,10 +230,23 @@ def spoiled(change) -> nn.Module:
         (lambda m: lb.quantize_(m.k_proj, SCHEMES["int4"]), r"1.k_proj has requires_grad False"),
         (lambda m: setattr(m.v_proj, "weight", m.k_proj.weight), r"1.k_proj is tied to another"),
         (lambda m: m.k_proj.register_forward_hook(print), r"1.k_proj has hooks"),
+        (lambda m: m.k_proj.register_full_backward_pre_hook(print), r"1.k_proj has hooks"),
+        (lambda m: m.k_proj.register_state_dict_post_hook(lambda *_: None), r"1.k_proj has hooks"),
         (lambda m: setattr(m, "k_proj", nn.Identity()), r"1.k_proj is a Identity, not an nn.L"),
         (lambda m: m.k_proj.train(), r"1.k_proj has mode \(train or eval\) True"),
     ],
-    ids=["K", "dtype", "bias", "trainable", "tied", "hooks", "class", "mode"],
+    ids=[
+        "K",
+        "dtype",
+        "bias",
+        "trainable",
+        "tied",
+        "hooks",
+        "grad hooks",
+        "save hooks",
+        "class",
+        "mode",
+    ],
 )
 def test_what_cannot_be_fused_is_named(change, match: str) -> None:
     model = spoiled(lambda m: (m.eval(), change(m)))
@@ -251,6 +264,19 @@ def test_schemes_that_differ_are_named() -> None:
     model = make(lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor())))
     with pytest.raises(ValueError, match=r"all rows of 0.q_proj share a scale"):
         fuse_linears_(model)
+
+
+def test_conversions_say_that_fused_linears_are_left_alone() -> None:
+    model = make(None)
+    fuse_linears_(model)
+    before = model[0].q_proj.weight
+    for choice in (None, lambda module, name: True):
+        report = lb.quantize_(copy.deepcopy(model), SCHEMES["int8"], choice)
+        assert "unfuse_linears_" in report.left["0.q_proj.weight"]
+        assert any(entry.fqn == "0.down_proj.weight" for entry in report.entries if entry.converted)
+    with pytest.raises(ValueError, match=r"0.q_proj.weight: fused with its neighbours"):
+        lb.quantize_(model, SCHEMES["int8"], lambda module, name: name == "0.q_proj")
+    assert model[0].q_proj.weight is before
 
 
 def test_nothing_to_fuse() -> None:
