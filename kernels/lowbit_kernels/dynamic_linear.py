@@ -24,6 +24,7 @@ weight at every call. `calls` counts "int8_dynamic_linear", "float8_linear", and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -142,8 +143,10 @@ def _fake(
     bias: Tensor | None,
     residual: Tensor | None,
     tensorwise: bool = False,
+    *,
+    of: torch.dtype,
 ) -> Tensor:
-    _check(x, codes, scale, bias, residual)
+    _check(_checked(x, codes, of), codes, scale, bias, residual)
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
@@ -198,9 +201,12 @@ def _checked(x: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 ARGUMENTS = "Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? residual"
 LIBRARY.define(f"int8_dynamic_linear({ARGUMENTS}) -> Tensor")
 LIBRARY.define(f"float8_linear({ARGUMENTS}, bool tensorwise) -> Tensor")
-for _name, _impl in (("int8_dynamic_linear", _int8), ("float8_linear", _float8)):
+for _name, _impl, _of in (
+    ("int8_dynamic_linear", _int8, torch.int8),
+    ("float8_linear", _float8, E4M3),
+):
     LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_fake(f"lowbit::{_name}", partial(_fake, of=_of), lib=LIBRARY)
 
 
 @dataclass(frozen=True)

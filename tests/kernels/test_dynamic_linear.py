@@ -147,8 +147,11 @@ def test_wrong_arguments(change: dict, raised: type[Exception], message: str) ->
         "scale": torch.ones(3),
     }
     assert int8_dynamic_linear(**arguments).shape == (2, 3)
+    wrong = {**arguments, **change}
     with pytest.raises(raised, match=message):
-        int8_dynamic_linear(**{**arguments, **change})
+        int8_dynamic_linear(**wrong)
+    with pytest.raises(raised, match=message):  # as torch.compile does
+        int8_dynamic_linear(**{name: part.to("meta") for name, part in wrong.items()})
 
 
 @pytest.mark.gpu
