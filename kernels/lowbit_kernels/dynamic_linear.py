@@ -10,7 +10,7 @@
     out        x's dtype [..., N], contiguous
 
 Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`quantize_tokens`), in one kernel; the
-product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products of extreme codes can't pass.
+product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products can't pass (a longer K raises).
 
 int8 of few tokens (`MOST_FEW_TOKENS`): the tiles of 128 tokens of the int8 product waste no time but their own latency,
 and the kernel for few tokens (``weight_mm_few``) is bound by the weight's bytes alone. It gets the codes as numbers of
@@ -24,6 +24,7 @@ weight at every call. `calls` counts "int8_dynamic_linear", "float8_linear", and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -38,6 +39,7 @@ from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
 
 MOST_FEW_TOKENS = 16
+MOST_K = (2**31 - 1) // 2**14  # of int8
 E4M3 = torch.float8_e4m3fn
 
 
@@ -142,8 +144,10 @@ def _fake(
     bias: Tensor | None,
     residual: Tensor | None,
     tensorwise: bool = False,
+    *,
+    of: torch.dtype,
 ) -> Tensor:
-    _check(x, codes, scale, bias, residual)
+    _check(_checked(x, codes, of), codes, scale, bias, residual)
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
@@ -158,6 +162,10 @@ def _check(
     if x.dim() < 1 or codes.dim() != 2 or x.shape[-1] != codes.shape[1]:
         raise ValueError(
             f"a linear takes x [..., K] and codes [N, K], got {tuple(x.shape)} and {tuple(codes.shape)}"
+        )
+    if codes.dtype == torch.int8 and codes.shape[1] > MOST_K:
+        raise ValueError(
+            f"int8 sums of more than {MOST_K} products may pass int32, got K = {codes.shape[1]}; split K"
         )
     n = codes.shape[0]
     shapes = [(n,), (n, 1)] + [(1,)] * (codes.dtype == E4M3)
@@ -198,9 +206,12 @@ def _checked(x: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 ARGUMENTS = "Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? residual"
 LIBRARY.define(f"int8_dynamic_linear({ARGUMENTS}) -> Tensor")
 LIBRARY.define(f"float8_linear({ARGUMENTS}, bool tensorwise) -> Tensor")
-for _name, _impl in (("int8_dynamic_linear", _int8), ("float8_linear", _float8)):
+for _name, _impl, _of in (
+    ("int8_dynamic_linear", _int8, torch.int8),
+    ("float8_linear", _float8, E4M3),
+):
     LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_fake(f"lowbit::{_name}", partial(_fake, of=_of), lib=LIBRARY)
 
 
 @dataclass(frozen=True)

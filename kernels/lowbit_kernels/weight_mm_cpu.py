@@ -1,9 +1,10 @@
 """Few bfloat16 tokens by a weight of 4 or 8 bits on a CPU, by torch's own kernels for packed weights.
 
 ``aten::_weight_int4pack_mm_for_cpu`` wants nibbles in an order of its own. A weight is packed at its first product
-(50 ms for 4096 x 4096), and the packed copy, as large as the weight, lives beside it as long as the weight does; it is
-never saved. Changing the codes or scales in place packs anew: torch's version counter says so (``.data`` hides it, as
-it does from autograd).
+(50 ms for 4096 x 4096), and the packed copy, as large as the weight, lives beside it as long as the weight's memory
+does; it is never saved. Changing the codes or scales in place packs anew: torch's version counter says so. ``.data``
+hides it, as it does from autograd, and so does the inside of a ``__torch_dispatch__``, where views have counters of
+their own: who writes there calls `forget`.
 ``aten::_weight_int8pack_mm`` reads the codes as they are.
 
 Both sum exact products in float32 and round once. They take scales of x's dtype only, so that other scales, and zero
@@ -96,9 +97,9 @@ def _pack(codes: Tensor, scale: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
         weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
         scales = scale.detach().t().repeat_interleave(repeats, 0)
         kept = (versions, weight, torch.stack([scales, torch.zeros_like(scales)], dim=-1))
-        _forget_the_dead()
         _packed[place] = kept
-        weakref.finalize(codes, _forget_the_dead).atexit = False
+        for part in (codes, scale):  # not the tensor, which may be a view that dies first
+            weakref.finalize(part.untyped_storage(), _packed.pop, place, None).atexit = False
     return kept[1], kept[2]
 
 
@@ -107,7 +108,9 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride()
 
 
-def _forget_the_dead() -> None:
+def forget(*written: Tensor) -> None:
+    """Pack weights anew whose codes or scales lie, in whole or in part, in the memory of these tensors."""
+    storages = {StorageWeakRef(t.untyped_storage()) for t in written} if _packed else set()
     for place in list(_packed):
-        if any(storage.expired() for storage, *_ in place):
+        if any(storage in storages for storage, *_ in place):
             _packed.pop(place, None)

@@ -168,6 +168,7 @@ def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_s
         and codes.stride(1) == 1
         and codes.dtype == (torch.uint8 if bits == 4 else torch.int8)
         and pitch % 16 == 0
+        and pitch >= codes.shape[1]
         and codes.data_ptr() % 16 == 0
         and width % 32 == 0
         and group_size % 32 == 0
@@ -264,8 +265,9 @@ def _planned(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, or a copy whose rows begin at multiples of 16 bytes, as the TMA reads them."""
-    if x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or x.stride(0) % 8 == 0):
+    """x, or a copy whose rows begin at multiples of 16 bytes and don't overlap, as the TMA reads them."""
+    apart = x.shape[0] == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1])
+    if x.data_ptr() % 16 == 0 and apart:
         return x
     copy = x.new_empty((x.shape[0], -(-x.shape[1] // 8) * 8))[:, : x.shape[1]]
     return copy.copy_(x)

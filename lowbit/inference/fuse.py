@@ -2,8 +2,8 @@
 
     q, k, v = q_proj(x), k_proj(x), v_proj(x)     one product with the rows of all three, in the first
 
-The first module of a group holds the joint weight and computes all outputs; each of the others takes its slice when
-called with the same input, and computes its own rows when called with another. The model's code stays as it is, and
+The first module of a group holds the joint weight. Whichever is called first computes all outputs; each of the others
+takes its slice, once, when called with the same input in the same state. The model's code stays as it is, and
 so do its state dicts: the joint weight is saved as, and loaded from, the parts' own names, so that checkpoints pass
 between fused and plain models in both directions. (Load first and fuse then, where memory is short: fusing holds one
 group twice, loading into a fused model the whole state dict and the joint weights.)
@@ -29,9 +29,20 @@ GROUPS = (
 )
 """Names of siblings that read one input: Hugging Face's Llama-like models, and recipes/llama.py."""
 
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
 
 class FusedLinear(nn.Module):
     """The first linear of a group: holds the joint `weight` [sum of N, K] and `bias`, returns its own output."""
+
+    converted_as = (
+        "fused with its neighbours: convert first, or after lowbit.inference.unfuse_linears_"
+    )
+    """What reports of conversions say of it."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -46,26 +57,33 @@ class FusedLinear(nn.Module):
         if parts[0].bias is not None:
             joint = torch.cat([p.bias.detach() for p in parts])
             self.bias = nn.Parameter(joint, requires_grad=parts[0].bias.requires_grad)
-        self._held: tuple[Tensor, tuple[Tensor | None, ...]] | None = None
+        self._held: tuple[Tensor, Any, tuple[Tensor | None, ...]] | None = None
         self.train(parts[0].training)
 
     def forward(self, x: Tensor) -> Tensor:
-        own, *others = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
-        self._held = (x, tuple(others))
-        return own
+        return self.take(0, x)
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """The output of part `index` > 0, once for each call of the first."""
-        held = self._held
-        if held is None or held[0] is not x or held[1][index - 1] is None:
-            weight, bias = self.part(index)
-            return F.linear(x, weight, bias)
-        outputs = held[1]
-        y = outputs[index - 1]
+        """The output of part `index`, each once for a product."""
+        held, state = self._held, self._state(x)
+        outputs: tuple[Tensor | None, ...]
+        if held is not None and held[0] is x and held[1] == state and held[2][index] is not None:
+            outputs = held[2]
+        else:
+            outputs = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        y = outputs[index]
         assert y is not None
-        left = tuple(None if i == index - 1 else t for i, t in enumerate(outputs))
-        self._held = (x, left) if any(t is not None for t in left) else None
+        left = tuple(None if i == index else t for i, t in enumerate(outputs))
+        self._held = (x, state, left) if any(t is not None for t in left) else None
         return y
+
+    def _state(self, x: Tensor) -> Any:
+        """What else the outputs depend on: they are held on where a part isn't called, until the next product."""
+        if torch.compiler.is_compiling():
+            return None
+        tensors = [t for t in (x, self.weight, self.bias) if t is not None and not t.is_inference()]
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        return [t._version for t in tensors], x.requires_grad, modes
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Views of the rows of part `index`."""
@@ -122,6 +140,7 @@ def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *a
     """Replace the entries of a group's parts by those of the joint tensors, where all parts have one."""
     leads = [m for m in parent._modules.values() if isinstance(m, FusedLinear)]
     for lead in leads:
+        lead._held = None
         for kind in ("weight", "bias"):
             keys = [f"{prefix}{name}.{kind}" for name in lead.names]
             found = [state_dict.pop(key) for key in keys if key in state_dict]
@@ -139,7 +158,7 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
             return f"{name} is a {type(part).__name__}, not an nn.Linear"
         if "weight" not in part._parameters:
             return f"the weight of {name} is computed, not a parameter"
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
+        if any(getattr(part, kind) for kind in HOOKS):
             return f"{name} has hooks, which a fused module would not run"
         if uses[id(part.weight)] > 1:
             return f"the weight of {name} is tied to another one"
@@ -182,7 +201,8 @@ def fuse_linears_(
         lowbit.inference.fuse_linears_(model)
 
     A decoded token then takes one launch for q, k and v, and one for gate and up. Their input must not be written to
-    between the calls. One thread at a time may call the model.
+    between the calls, where its version counter doesn't tell (compiled, or made in inference mode). One thread at a
+    time may call the model. Where parts read different inputs, as in cross attention, each computes all.
 
     Args:
         model: its weights quantized or plain.

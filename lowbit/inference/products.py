@@ -9,13 +9,14 @@ from torch.nn import functional as F
 from lowbit.inference.weight_only import group_size_of, is_served
 from lowbit.tensor import kernels
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.linear import quantized_linear
+from lowbit.tensor.linear import check_residual, quantized_linear
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """x [..., K] by weight [N, K] transposed, plus bias [N] and residual [..., N]: [..., N] in x's dtype.
+    """x [..., K] by weight [N, K] transposed, plus bias [N] and residual [..., N]: [..., N] in x's dtype, or in what a
+    residual of another dtype promotes it to.
 
     Of a plain weight the residual is a sum of its own; kernels of quantized weights add it before they round, so that
     it costs neither a launch nor a second rounding.
@@ -23,11 +24,12 @@ def linear(
         h = lowbit.inference.linear(attended, block.out.weight, residual=h)
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit; RuntimeError: those of a plain weight, as F.linear does.
     """
     if isinstance(weight, AffineTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return quantized_linear(x, weight, bias, residual)
+    check_residual(x, weight, residual)
     y = F.linear(x, weight, bias)
     return y if residual is None else y + residual
 

@@ -166,6 +166,8 @@ def _refusal(owners: Owners, weight: Tensor, trains: bool) -> str | None:
     if isinstance(weight, LowbitTensor):
         return weight.already or f"already a {type(weight).__name__}"
     for module, _, _ in owners:
+        if hasattr(module, "converted_as"):  # lowbit's own, which stands for others
+            return str(module.converted_as)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             return "its max_norm rewrites rows at every lookup"
         if isinstance(module, nn.Embedding) and module.sparse and trains:
@@ -213,7 +215,7 @@ def find_targets(
     chosen: dict[int, tuple[str, AnyScheme | None]] = {}
     left_by_rule = False
     for prefix, module in model.named_modules():
-        selected = filter_fn(module, prefix)
+        selected = filter_fn(module, prefix) or hasattr(module, "converted_as")
         if not selected and not isinstance(module, nn.Linear | nn.Embedding):
             continue
         weights = list(_weights_of(module))

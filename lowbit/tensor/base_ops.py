@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.kernels import forget_packed
 
 _like = LowbitTensor.implements
 
@@ -67,6 +68,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         )
     for name, t in dst.inner_tensors().items():
         t.copy_(cast(Tensor, source[name]))
+    forget_packed(*dst.inner_tensors().values())
     return dst
 
 
@@ -267,6 +269,8 @@ def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
             received = as_bytes(getattr(output, name))
             if received.data_ptr() != sent.data_ptr():  # it was not contiguous
                 received.copy_(sent)
+    for output in outputs:
+        forget_packed(*output.inner_tensors().values())
     return outputs, work
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowbit.tensor.kernels import forget_packed
+
 if TYPE_CHECKING:
     from lowbit.tensor.base import LowbitTensor
 
@@ -101,11 +103,12 @@ class FSDPHooks:
         inner = {**shard.inner_tensors(), **gathered}
         if out is None:
             return shard._with(inner, outer_size, param_dtype), owned
-        target = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
+        target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in inner.items():
             if names is None or name not in names:  # what was gathered as it is lies in place
                 held = getattr(target, name)
                 # the same values as in forward: what autograd saved of it is not stale
                 with torch.autograd._unsafe_preserve_version_counter(held):
                     held.copy_(t)
+        forget_packed(*target.inner_tensors().values())
         return None

@@ -1,7 +1,8 @@
-"""The kernels of low-bit training, imported at their first use: `import lowbit` imports neither them nor Triton."""
+"""lowbit's kernels, imported at their first use: `import lowbit` imports neither them nor Triton."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -57,3 +58,11 @@ def dequantize_int8(codes: Tensor, scale: Tensor, **options: Any) -> Tensor:
     from lowbit_kernels import dequantize_int8
 
     return dequantize_int8(codes, scale, **options)
+
+
+def forget_packed(*written: Tensor | None) -> None:
+    """`lowbit_kernels.weight_mm_cpu.forget`: to call once memory has been written that no version counter knows of."""
+    module = sys.modules.get("lowbit_kernels.weight_mm_cpu")  # else nothing is packed
+    on_cpu = [t for t in written if t is not None and t.is_cpu and type(t) is Tensor]
+    if module is not None and on_cpu:
+        module.forget(*on_cpu)

@@ -154,11 +154,7 @@ def quantized_linear(
             "lowbit.qat.prepare_ and convert afterwards"
         )
     check_linear(input, weight)
-    if residual is not None and residual.shape != (*input.shape[:-1], weight.shape[0]):
-        raise ValueError(
-            f"linear of input {tuple(input.shape)} with weight {tuple(weight.shape)} takes a residual of shape "
-            f"{(*input.shape[:-1], weight.shape[0])}, got {tuple(residual.shape)}"
-        )
+    check_residual(input, weight, residual)
     x, bias = autocast_inputs(input, weight, bias)
     if with_grad and any(t is not None and t.requires_grad for t in (x, bias, residual)):
         y = _Linear.apply(x, weight, bias)
@@ -185,6 +181,15 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise weight._unsupported(
             "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
+        )
+
+
+def check_residual(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """Raise ValueError where the residual isn't of the product's shape."""
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        raise ValueError(
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a residual of shape "
+            f"{(*x.shape[:-1], weight.shape[0])}, got {tuple(residual.shape)}"
         )
 
 

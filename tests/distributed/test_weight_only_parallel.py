@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -63,3 +66,33 @@ def test_local_shards_reach_the_kernels() -> None:
         for name in SCHEMES:
             op = name[:4] + "_linear"
             assert found[name] == [(op, 10, 96, 128), (op, 10, 64, 96)], name
+
+
+def check_writes(rank, world_size):
+    """FSDP2 gathers and collectives write where no version counter counts; a packed copy has to follow."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    old, new = Block(SCHEMES["int4-g32"]), Block(SCHEMES["int4-g32"])
+    x = torch.randn(2, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in (new.up, new.down):
+            layer.weight.codes.bitwise_not_()
+        sharded = Block(SCHEMES["int4-g32"])
+        for layer in (sharded.up, sharded.down):
+            fully_shard(layer)
+        fully_shard(sharded)
+        assert torch.equal(sharded(x), old(x))
+        for name in ("up", "down"):
+            held = getattr(sharded, name).weight
+            held.copy_(distribute_tensor(getattr(new, name).weight.detach(), mesh, held.placements))
+        after_copy = relative_error(sharded(x), new(x).double())
+        received = new if rank == 0 else old
+        received(x)  # packs
+        for part in received.parameters():
+            dist.broadcast(part.data, 0)
+        expected = nn.functional.linear(x, received.up.weight.dequantize(), received.up.bias)
+        return after_copy, relative_error(received.up(x), expected.double())
+
+
+def test_packed_copies_follow_gathers_and_broadcasts() -> None:
+    for after_copy, after_broadcast in launch(check_writes, 2):
+        assert after_copy < 1e-2 and after_broadcast < 1e-2

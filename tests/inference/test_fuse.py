@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.inference import fuse_linears_, trace_linears, unfuse_linears_
@@ -124,6 +125,56 @@ def test_a_part_that_is_called_with_another_input() -> None:
     assert torch.allclose(model.k_proj(x), expected[0], atol=1e-6), "and when called again"
 
 
+class InOrder(nn.Module):
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        for name in "qkv":
+            setattr(self, f"{name}_proj", nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = {name: getattr(self, f"{name}_proj")(x) for name in self.order}
+        return torch.cat([found[name] for name in sorted(found)], dim=-1)
+
+
+@over({"plain": None, "int4": SCHEMES["int4"]})
+@pytest.mark.parametrize("order", ["kqv", "vkq", "qk"])
+def test_outputs_of_another_state_are_not_taken(scheme, order: str) -> None:
+    plain, x = InOrder(order), torch.randn(3, 64)
+    if scheme is not None:
+        lb.quantize_(plain, scheme)
+    model = copy.deepcopy(plain)
+    fuse_linears_(model)
+    seen = plain.q_proj.weight.dequantize() if scheme else plain.q_proj.weight.detach().clone()
+
+    def check() -> None:
+        assert torch.allclose(model(x), plain(x), atol=1e-5)
+
+    with torch.no_grad():
+        check()
+        x.normal_()  # a static input
+        check()
+        for part in (plain.q_proj, plain.k_proj, plain.v_proj):
+            part.weight.copy_(seen.flip(0))
+        model.load_state_dict(plain.state_dict())
+        check()
+        model.order = plain.order = order[::-1]
+        model.q_proj.weight.copy_(torch.cat([seen.flip(0)] * 3))
+        check()
+    model.order = plain.order = order
+    leaves = [x, x.clone().requires_grad_()]
+    x.requires_grad_()
+    for leaf, linears in zip(leaves, (model, plain), strict=True):
+        checkpoint(linears, leaf, use_reentrant=False).square().sum().backward()
+    assert torch.allclose(leaves[0].grad, leaves[1].grad, atol=1e-4)
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), torch.randn(3, 64)
+    if len(order) == 3:
+        with torch.no_grad():
+            compiled(x)
+            assert torch.allclose(compiled(x.normal_()), plain(x), atol=1e-5)
+
+
 def test_gradients_reach_the_input() -> None:
     model, x = make(SCHEMES["int4"]), torch.randn(3, 64)
     grads = []
@@ -179,10 +230,23 @@ def spoiled(change) -> nn.Module:
         (lambda m: lb.quantize_(m.k_proj, SCHEMES["int4"]), r"1.k_proj has requires_grad False"),
         (lambda m: setattr(m.v_proj, "weight", m.k_proj.weight), r"1.k_proj is tied to another"),
         (lambda m: m.k_proj.register_forward_hook(print), r"1.k_proj has hooks"),
+        (lambda m: m.k_proj.register_full_backward_pre_hook(print), r"1.k_proj has hooks"),
+        (lambda m: m.k_proj.register_state_dict_post_hook(lambda *_: None), r"1.k_proj has hooks"),
         (lambda m: setattr(m, "k_proj", nn.Identity()), r"1.k_proj is a Identity, not an nn.L"),
         (lambda m: m.k_proj.train(), r"1.k_proj has mode \(train or eval\) True"),
     ],
-    ids=["K", "dtype", "bias", "trainable", "tied", "hooks", "class", "mode"],
+    ids=[
+        "K",
+        "dtype",
+        "bias",
+        "trainable",
+        "tied",
+        "hooks",
+        "grad hooks",
+        "save hooks",
+        "class",
+        "mode",
+    ],
 )
 def test_what_cannot_be_fused_is_named(change, match: str) -> None:
     model = spoiled(lambda m: (m.eval(), change(m)))
@@ -200,6 +264,19 @@ def test_schemes_that_differ_are_named() -> None:
     model = make(lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor())))
     with pytest.raises(ValueError, match=r"all rows of 0.q_proj share a scale"):
         fuse_linears_(model)
+
+
+def test_conversions_say_that_fused_linears_are_left_alone() -> None:
+    model = make(None)
+    fuse_linears_(model)
+    before = model[0].q_proj.weight
+    for choice in (None, lambda module, name: True):
+        report = lb.quantize_(copy.deepcopy(model), SCHEMES["int8"], choice)
+        assert "unfuse_linears_" in report.left["0.q_proj.weight"]
+        assert any(entry.fqn == "0.down_proj.weight" for entry in report.entries if entry.converted)
+    with pytest.raises(ValueError, match=r"0.q_proj.weight: fused with its neighbours"):
+        lb.quantize_(model, SCHEMES["int8"], lambda module, name: name == "0.q_proj")
+    assert model[0].q_proj.weight is before
 
 
 def test_nothing_to_fuse() -> None:

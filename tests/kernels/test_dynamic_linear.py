@@ -134,6 +134,10 @@ def test_compiles_without_a_break() -> None:
         ({"codes": torch.zeros(3, 16, dtype=torch.uint8)}, TypeError, r"got torch\.uint8"),
         ({"codes": torch.zeros(3, 16).to(E4M3)}, TypeError, r"got torch\.float8_e4m3fn"),
         ({"codes": torch.zeros(3, 32, dtype=torch.int8)}, ValueError, r"\(2, 16\) and \(3, 32\)"),
+        (
+            {"x": torch.zeros(1, 131_072), "codes": torch.zeros(3, 131_072, dtype=torch.int8)},
+            *(ValueError, r"131071 products .*K = 131072"),
+        ),
         ({"x": torch.zeros(2, 16).double()}, TypeError, r"x .*got torch\.float64"),
         ({"scale": torch.ones(1)}, ValueError, r"\(3,\) or \(3, 1\), got \(1,\)"),
         ({"bias": torch.ones(2)}, ValueError, r"bias .*\(3,\), got \(2,\)"),
@@ -147,8 +151,11 @@ def test_wrong_arguments(change: dict, raised: type[Exception], message: str) ->
         "scale": torch.ones(3),
     }
     assert int8_dynamic_linear(**arguments).shape == (2, 3)
+    wrong = {**arguments, **change}
     with pytest.raises(raised, match=message):
-        int8_dynamic_linear(**{**arguments, **change})
+        int8_dynamic_linear(**wrong)
+    with pytest.raises(raised, match=message):  # as torch.compile does
+        int8_dynamic_linear(**{name: part.to("meta") for name, part in wrong.items()})
 
 
 @pytest.mark.gpu

@@ -36,7 +36,6 @@ def test_packed_groups(group: int) -> None:
 
 def test_packed_weights_follow_changes_and_die_with_the_weight() -> None:
     gc.collect()
-    weight_mm_cpu._forget_the_dead()
     before = len(weight_mm_cpu._packed)
     x, codes, scale, *rest = Case("", 2, 16, 64, 32).arguments()
     arguments = (x, codes, scale, *rest)
@@ -53,8 +52,28 @@ def test_packed_weights_follow_changes_and_die_with_the_weight() -> None:
     assert error(torch.ops.lowbit.int4_linear(*half), half) <= 2.0**-8
     del codes, scale, arguments, half, part
     gc.collect()
-    weight_mm_cpu._forget_the_dead()
     assert len(weight_mm_cpu._packed) == before
+
+
+def test_what_was_packed_of_a_view_dies_with_the_whole() -> None:
+    gc.collect()
+    before = len(weight_mm_cpu._packed)
+    x, codes, scale, *rest = Case("", 2, 32, 64, 32).arguments()
+    for _ in range(2):
+        torch.ops.lowbit.int4_linear(x, codes[16:], scale[16:], *rest)
+        assert len(weight_mm_cpu._packed) == before + 1
+    del codes
+    assert len(weight_mm_cpu._packed) == before
+
+
+def test_writers_without_a_version_say_so() -> None:
+    x, codes, scale, *rest = Case("", 2, 32, 64, 32).arguments()
+    half = (x, codes[16:], scale[16:], *rest)
+    for part in (codes, scale):
+        torch.ops.lowbit.int4_linear(*half)
+        part.data.add_(part)
+        weight_mm_cpu.forget(part)
+        assert error(torch.ops.lowbit.int4_linear(*half), half) <= 2.0**-8
 
 
 def test_inference_tensors_are_not_packed() -> None:

@@ -133,6 +133,18 @@ def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
     assert not takes(torch.zeros(8, 40, dtype=torch.uint8)[:, :32])
     assert not takes(codes, x=torch.zeros(3, 128))
     assert not takes(codes, x=torch.zeros(128, 3, dtype=BF16).T)
+    assert not takes(codes[:1].expand(8, 64))
+
+
+def test_tokens_that_the_tma_cannot_read_are_copied() -> None:
+    x = torch.randn(6, 128).to(BF16)
+    for fine in (x, x[::2], x[:, :40], x[:1], x[0].expand(1, 128)):
+        assert weight_mm_many._readable(fine) is fine
+    for other in (x[0].expand(6, 128), x.view(-1).unfold(0, 64, 8), x[:, 1:], x[:, :41].clone()):
+        copy = weight_mm_many._readable(other)
+        assert (
+            torch.equal(copy, other) and copy.stride(0) % 8 == 0 <= copy.stride(0) - other.shape[1]
+        )
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
