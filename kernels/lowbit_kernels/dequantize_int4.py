@@ -26,6 +26,7 @@ core of an EPYC, where unpacking and looking up a scale for every element took 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -151,15 +152,7 @@ def _launch(
     has_words = 2 * packed.shape[1] == scale.shape[1] * group_size > 0
     if packed.device.type == "cpu" and has_words:
         out = packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
-        for first in range(0, out.shape[0], step := rows_in_cache(out)):
-            rows = slice(first, first + step)
-            fill_on_cpu(
-                out[rows],
-                packed[rows],
-                scale[rows],
-                None if zero_point is None else zero_point[rows],
-                group_size,
-            )
+        fill_by_rows(fill_on_cpu, out, packed, scale, zero_point, group_size)
         return out if out.shape[1] == size else out[:, :size].contiguous()
     return reference(packed, scale, zero_point, group_size, size, dtype)
 
@@ -167,6 +160,32 @@ def _launch(
 def rows_in_cache(out: Tensor) -> int:
     """Rows of a dequantized weight that a CPU works on at a time."""
     return max(1, BYTES_IN_CACHE // max(out.shape[1] * out.itemsize, 1))
+
+
+def fill_by_rows(
+    fill: Callable[..., None],
+    out: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+) -> None:
+    """`fill_on_cpu` of either width, a cache's worth of rows at a time."""
+    for first in range(0, out.shape[0], step := rows_in_cache(out)):
+        rows = slice(first, first + step)
+        zero = None if zero_point is None else zero_point[rows]
+        fill(out[rows], codes[rows], scale[rows], zero, group_size)
+
+
+def apply_groups(out: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int) -> None:
+    """Subtract zero points from the codes in `out` [N, Kp], contiguous, and multiply by the scales, in place."""
+    groups = out.view(len(out), scale.shape[1], group_size)
+    if zero_point is not None:
+        groups.sub_(zero_point.unsqueeze(-1))
+    if out.dtype in (scale.dtype, torch.float32):
+        groups.mul_(scale.unsqueeze(-1))
+    else:
+        groups.copy_(groups.float() * scale.float().unsqueeze(-1))
 
 
 def fill_on_cpu(
@@ -183,14 +202,8 @@ def fill_on_cpu(
     words.copy_(packed).mul_(1 + (1 << distance)).bitwise_and_(15 << step | 15)
     magic = torch.tensor(unit, dtype=out.dtype).view(torch.int32 if step == 32 else torch.int16)
     words.bitwise_or_(int(magic) << step | int(magic))
-    groups = out.view(len(out), scale.shape[1], group_size)
-    groups.sub_(unit + 8)
-    if zero_point is not None:
-        groups.sub_(zero_point.unsqueeze(-1))
-    if out.dtype in (scale.dtype, torch.float32):
-        groups.mul_(scale.unsqueeze(-1))
-    else:
-        groups.copy_(groups.float() * scale.float().unsqueeze(-1))
+    out.sub_(unit + 8)
+    apply_groups(out, scale, zero_point, group_size)
 
 
 def fill(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels.dequantize_int4 import FLOATS, rows_in_cache
+from lowbit_kernels.dequantize_int4 import FLOATS, apply_groups, fill_by_rows
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
@@ -120,10 +120,7 @@ def _launch(
         return out.to(dtype)
     if codes.device.type == "cpu" and codes.numel():
         out = codes.new_empty(codes.shape, dtype=dtype)
-        for first in range(0, len(out), step := rows_in_cache(out)):
-            rows = slice(first, first + step)
-            zero = None if zero_point is None else zero_point[rows]
-            fill_on_cpu(out[rows], codes[rows], scale[rows], zero, group_size)
+        fill_by_rows(fill_on_cpu, out, codes, scale, zero_point, group_size)
         return out if out.shape[1] == size else out[:, :size].contiguous()
     return reference(codes, scale, zero_point, group_size, size, dtype)
 
@@ -132,13 +129,7 @@ def fill_on_cpu(
     out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int
 ) -> None:
     """The op's result into `out` [N, Kp], contiguous, by PyTorch ops."""
-    groups = out.copy_(codes).view(len(out), scale.shape[1], group_size)
-    if zero_point is not None:
-        groups.sub_(zero_point.unsqueeze(-1))
-    if out.dtype in (scale.dtype, torch.float32):
-        groups.mul_(scale.unsqueeze(-1))
-    else:
-        groups.copy_(groups.float() * scale.float().unsqueeze(-1))
+    apply_groups(out.copy_(codes), scale, zero_point, group_size)
 
 
 def fill(

@@ -90,10 +90,6 @@ DEVICE uint32 cluster_rank() {
     return rank;
 }
 
-// The two halves of cluster_meet, with work of one's own between them.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // Four floats of the shared memory of block `rank`, at the same address as here.
 DEVICE float4 load_remote(uint32 address, uint32 rank) {
     float4 x;

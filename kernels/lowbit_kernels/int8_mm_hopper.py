@@ -42,11 +42,7 @@ def plan(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
 
 def is_available(device: torch.device) -> bool:
     """Whether `int8_mm` runs on this device."""
-    return (
-        device.type == "cuda"
-        and nvrtc.is_available()
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    return nvrtc.runs_on_hopper(device)
 
 
 def int8_mm(
@@ -69,12 +65,13 @@ def int8_mm(
     out = a.new_empty((m, width), dtype=out_dtype)
     with torch.cuda.device_of(a):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-        multiprocessors = _multiprocessors(a.device)
+        multiprocessors = nvrtc.multiprocessors(a.device)
         group, slices = plan(m, n, k, multiprocessors)
         scales = (a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr())
         shape = (int(a_scale.numel() > 1), int(b_scale.numel() > 1), m, n)
         bias_dtype, to = None if bias is None else bias.dtype, out
-        tall, tiles = -(-m // CLUSTER_ROWS), -(-m // CLUSTER_ROWS) * -(-n // TILE_N) * slices
+        tall = -(-m // CLUSTER_ROWS)
+        tiles = tall * -(-n // TILE_N) * slices
         if slices > 1:
             to = a.new_empty((slices * tall * CLUSTER_ROWS, -(-n // 4) * 4), dtype=torch.int32)
         maps = (
@@ -148,11 +145,6 @@ def _product(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.K
 @functools.cache
 def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
     return _module(out, bias, device).kernel("combine", 13)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=4096)

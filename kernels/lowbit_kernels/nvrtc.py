@@ -29,6 +29,21 @@ def is_available() -> bool:
     return importlib.util.find_spec("cuda.bindings") is not None
 
 
+def runs_on_hopper(device: torch.device) -> bool:
+    """Whether this device runs kernels compiled for sm_90a here."""
+    return (
+        device.type == "cuda"
+        and is_available()
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Kernel:
     """A kernel on one device. Calls take device pointers and integers, each passed in 64 bits; of the first
     `structs` parameters, which are structs passed by value, the addresses in the host's memory. Blocks come in clusters

@@ -35,6 +35,7 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,28 +171,18 @@ def _linear(
         residual = residual.reshape(-1, n).contiguous()
     regime = regime or regime_of(x, codes, scale, zero_point, bits, group_size)
     calls[f"int{bits}_linear {regime}"] += 1
-    if regime == "few":
-        few = weight_mm_few.few_tokens_mm
-        out = few(
-            x, codes, scale, zero_point, bias, residual, None, bits=bits, group_size=group_size
-        )
-    elif regime == "many":
-        many = weight_mm_many.many_tokens_mm
-        out = many(
-            x, codes, scale, zero_point, bias, residual, None, bits=bits, group_size=group_size
-        )
-    elif regime == "triton":
-        mm = weight_mm_triton.weight_mm
-        out = mm(
-            x, codes, scale, zero_point, bias, residual, None, bits=bits, group_size=group_size
-        )
-    elif regime == "packed":
-        packed = weight_mm_cpu.weight_mm
-        out = packed(x, codes, scale, bias, residual, bits=bits, group_size=group_size)
-    else:
-        chunks = weight_mm_dequantized.weight_mm
-        out = chunks(x, codes, scale, zero_point, bias, residual, bits=bits, group_size=group_size)
-    return out.view(shape)
+    width: dict[str, Any] = {"bits": bits, "group_size": group_size}
+    if regime == "packed":
+        return weight_mm_cpu.weight_mm(x, codes, scale, bias, residual, **width).view(shape)
+    operands = (x, codes, scale, zero_point, bias, residual)
+    if regime == "dequantize":
+        return weight_mm_dequantized.weight_mm(*operands, **width).view(shape)
+    in_registers = {
+        "few": weight_mm_few.few_tokens_mm,
+        "many": weight_mm_many.many_tokens_mm,
+        "triton": weight_mm_triton.weight_mm,
+    }
+    return in_registers[regime](*operands, None, **width).view(shape)
 
 
 def _fake(

@@ -138,14 +138,10 @@ def _divided(
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
     """Whether `few_tokens_mm` takes these: a device of compute capability 9.0, 1..16 tokens, and codes whose rows are
     whole groups and begin at multiples of 16 bytes."""
-    if not (
-        x.device.type == "cuda"
-        and nvrtc.is_available()
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-    ):
-        return False
-    return _fits(x, codes, scale, bits, group_size) and (
-        _plan(x.shape[0], codes, scale, True, bits, x.device) is not None
+    return (
+        nvrtc.runs_on_hopper(x.device)
+        and _fits(x, codes, scale, bits, group_size)
+        and _plan(x.shape[0], codes, scale, True, bits, x.device) is not None
     )
 
 
@@ -284,7 +280,7 @@ def _plan(
 ) -> Plan | None:
     scale_bytes = scale.shape[1] * (scale.element_size() + zero)
     k = codes.shape[1] * 8 // bits
-    return _planned(m, codes.shape[0], k, bits, _multiprocessors(device), scale_bytes)
+    return _planned(m, codes.shape[0], k, bits, nvrtc.multiprocessors(device), scale_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -308,8 +304,3 @@ def _kernel(variant: Variant, shared: int, overlaps: bool, device: int) -> nvrtc
 @functools.cache
 def _module(variant: Variant, device: int) -> nvrtc.Module:
     return nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -150,11 +150,8 @@ def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
     """Whether `many_tokens_mm` takes these: on a GPU of compute capability 9.0, dtypes as it says, and codes that the
     TMA reads, whose rows begin at multiples of 16 bytes."""
-    if x.device.type != "cuda" or not nvrtc.is_available():
-        return False
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
-        return False
-    return _is_supported(x, codes, scale, bits=bits, group_size=group_size)
+    supported = {"bits": bits, "group_size": group_size}
+    return nvrtc.runs_on_hopper(x.device) and _is_supported(x, codes, scale, **supported)
 
 
 def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -206,8 +203,8 @@ def many_tokens_mm(
     """
     may_round = x.dtype == scale.dtype == torch.bfloat16
     group = 0 if scale.shape[1] == 1 else group_size
-    properties = _multiprocessors(x.device)
-    chosen = plan(x.shape[0], codes.shape[0], x.shape[1], bits, group, properties, may_round)
+    processors = nvrtc.multiprocessors(x.device)
+    chosen = plan(x.shape[0], codes.shape[0], x.shape[1], bits, group, processors, may_round)
     return _planned(
         chosen, x, codes, scale, zero_point, bias, residual, token_scale, bits=bits, group=group
     )
@@ -345,11 +342,6 @@ def _kernel(
     tokens, rows, groups, _, split, _, chunk, stages = shape
     shared = stages * (_stage(tokens, rows, bits, chunk) + 16) + _fixed(tokens, rows, groups, split)
     return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=4096)
