@@ -30,10 +30,14 @@ LEAST_ROWS = 16
 
 @triton.jit
 def _after_previous(OVERLAPS: tl.constexpr):
-    """Until the launch before is done and its results are seen; lets the next one begin."""
+    """Lets the next launch begin, then waits until the one before is done and its results are seen.
+
+    So the next one may begin before the one before is done: it must read nothing that either writes until it has
+    waited itself, as the linears and the kernels here do.
+    """
     if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -95,6 +99,8 @@ def _stretches(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Position and cache are read before the wait: older than the launch before, a linear, which lets this one begin
+    after its own wait."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, own_head = head // HEADS, head % HEADS
     last = tl.load(position).to(tl.int32)
@@ -104,7 +110,7 @@ def _stretches(
     cache = head * capacity * WIDTH
     old = tl.minimum(end, last)
     k, v = _of_cache(keys, values, cache, begin, old, columns, WIDTH, BLOCK)
-    _after_previous(OVERLAPS)  # what is read above was written at least two launches before
+    _after_previous(OVERLAPS)
     row = own_head * GROUP + tl.minimum(rows, GROUP - 1)  # those beyond the group are not stored
     q = query + batch * query_batch + row[:, None] * query_head
     q = _turned(q, columns[None, :], cos, sin, WIDTH // 2)
