@@ -139,12 +139,14 @@ def _module(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Mo
 
 @functools.cache
 def _product(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
-    return _module(out, bias, device).kernel("int8_mm", 13, structs=3, shared=SHARED)
+    return _module(out, bias, device).kernel(
+        "int8_mm", 13, structs=3, shared=SHARED, overlaps=True
+    )
 
 
 @functools.cache
 def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
-    return _module(out, bias, device).kernel("combine", 13)
+    return _module(out, bias, device).kernel("combine", 13, overlaps=True)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -231,15 +231,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.empty[i]), GROUPS * 4 * CLUSTER);
         }
         barrier_init_fence();
+        prefetch(a), prefetch(b), prefetch(out);
     }
     cluster_meet();
+    wait_for_previous();
+    let_next_start();
 
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<40>();
-        if (threadIdx.x == GROUPS * 128) {
-            prefetch(a), prefetch(b), prefetch(out);
-            produce(shared, a, b, shape, rank);
-        }
+        if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, rank);
         __syncwarp();
     } else {
         take_registers<232>();
@@ -257,6 +257,8 @@ extern "C" __global__ void __launch_bounds__(256)
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
     const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
     const int row = at / width, column = at % width;
+    wait_for_previous();
+    let_next_start();
     if (row >= m || column >= n) return;
     int sum[4] = {};
     for (int slice = 0; slice < slices; ++slice) {
