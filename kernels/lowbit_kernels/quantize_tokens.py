@@ -18,11 +18,11 @@ codes stand for nothing.
 
 Where each runs:
 
-    compute capability 9.0          quantize_tokens.cu, compiled at first use: rows of bfloat16 and float16 of a multiple
-                                    of 16 elements, up to 65,536, which are read once and kept in registers
-    otherwise, and one scale        Triton, a program a row: up to 8,192 elements read once, longer ones twice; one scale
-                                    for all takes another launch before
-    CPU                             PyTorch
+    compute capability 9.0      quantize_tokens.cu, compiled at first use: rows of bfloat16 and float16 of a multiple
+                                of 16 elements, up to 65,536, which are read once and kept in registers
+    otherwise, and one scale    Triton, a program a row: up to 8,192 elements read once, longer ones twice; one scale
+                                for all takes another launch before
+    CPU                         PyTorch
 """
 
 from __future__ import annotations

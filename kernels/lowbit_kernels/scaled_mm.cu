@@ -3,26 +3,30 @@
 // int8_mm_hopper.py compiles this once for each combination of
 //   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds up and scales
 //   BIAS               NONE, BF16, FP16 or FP32
+//   TILE_N             columns of a tile: 256; or 128, 64 or 32 for few rows
+//   STAGES             of the ring
 // and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
 //
 // A block stays on its multiprocessor and takes every n-th tile of the result, or of its slices where there are fewer
-// tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other; each loads half of b's rows for
-// both. A block's third warpgroup is the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into
+// tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other, and each loads half of b's rows for
+// both; or, where tiles are narrow, on tiles beside each other, and each loads half of a's. A block's third warpgroup is the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into
 // a ring in shared memory. Each of the other two multiplies 64 rows of the tile, int32 sums in registers (half of those
 // that a thread can have), scales them, and stores them through shared memory by the TMA. The producer runs ahead into
 // the next tile meanwhile.
 
 enum { NONE, BF16, FP16, FP32, INT32 };
 
-static constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
-static constexpr int STAGES = 4;                                // tiles of K in the ring
+static constexpr int TILE_M = 128, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
 static constexpr int CLUSTER = 2;
+static constexpr int BESIDE = TILE_N < 256 ? CLUSTER : 1, UNDER = CLUSTER / BESIDE;  // blocks of a cluster
 static constexpr int GROUPS = 2;                  // warpgroups that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
 static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
-static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // of the result, stored at once
-static constexpr int SUMS = TILE_N / 2;                                    // of a thread
+static constexpr int BOX_ROW = TILE_N * OUT_SIZE < 128 ? TILE_N * OUT_SIZE : 128;          // bytes; and columns:
+static constexpr int BOX_COLUMNS = BOX_ROW / OUT_SIZE, BOX_BYTES = 64 * BOX_ROW;  // of the result, stored at once
+static constexpr int SUMS = TILE_N / 2;                                           // of a thread
+static constexpr int COLUMN_SCALES = (TILE_N + 127) / 128;                        // that a thread reads
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -36,8 +40,8 @@ struct Shared {
 struct Shape {
     int m, n, steps, group, slices;
 
-    MEMBER int rows() const { return (m + CLUSTER * TILE_M - 1) / (CLUSTER * TILE_M); }
-    MEMBER int columns() const { return (n + TILE_N - 1) / TILE_N; }
+    MEMBER int rows() const { return (m + UNDER * TILE_M - 1) / (UNDER * TILE_M); }
+    MEMBER int columns() const { return (n + BESIDE * TILE_N - 1) / (BESIDE * TILE_N); }
 };
 
 // Which tiles a block works on: those of its cluster, in the order that keeps few rows of a and b in use.
@@ -55,9 +59,9 @@ struct Schedule {
         if (slice >= shape.slices) return false;
         const int tile = next % (rows * columns), above = tile / (shape.group * columns) * shape.group;
         const int height = min(shape.group, rows - above), within = tile - above * columns;
-        row = ((above + within % height) * CLUSTER + rank) * TILE_M;
-        column = within / height * TILE_N;
-        out_row = row + slice * rows * CLUSTER * TILE_M;
+        row = ((above + within % height) * UNDER + rank % UNDER) * TILE_M;
+        column = (within / height * BESIDE + rank / UNDER) * TILE_N;
+        out_row = row + slice * rows * UNDER * TILE_M;
         first = (long long)shape.steps * slice / shape.slices;
         end = (long long)shape.steps * (slice + 1) / shape.slices;
         next += gridDim.x / CLUSTER;
@@ -82,11 +86,28 @@ DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, cons
             const uint32 to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
             barrier_expect(full, STAGE_BYTES);
-            load_box(a, step * TILE_K, schedule.row, to, full);
-            const int half = rank * (TILE_N / CLUSTER);
-            load_box(b, step * TILE_K, schedule.column + half, to + A_BYTES + half * TILE_K, full, (1 << CLUSTER) - 1);
+            const int half = rank * ((BESIDE > 1 ? TILE_M : TILE_N) / CLUSTER);
+            const int own_a = BESIDE > 1 ? half : 0, own_b = BESIDE > 1 ? 0 : half;
+            const uint32 to_a = to + own_a * TILE_K, to_b = to + A_BYTES + own_b * TILE_K;
+            const unsigned short both = (1 << CLUSTER) - 1;
+            if constexpr (BESIDE > 1) {
+                load_box(a, step * TILE_K, schedule.row + own_a, to_a, full, both);
+                load_box(b, step * TILE_K, schedule.column, to_b, full);
+            } else {
+                load_box(a, step * TILE_K, schedule.row, to_a, full);
+                load_box(b, step * TILE_K, schedule.column + own_b, to_b, full, both);
+            }
         }
     }
+}
+
+// What the ring will hold of b, into the L2 cache while the launch before, which quantizes a, still runs.
+DEVICE void prefetch_first(const TensorMap &b, const Shape &shape, uint32 rank) {
+    Schedule schedule(shape);
+    if (!schedule.take(rank)) return;
+    const int own = BESIDE > 1 ? 0 : rank * (TILE_N / CLUSTER);
+    for (int step = schedule.first; step < min(schedule.end, schedule.first + STAGES); ++step)
+        prefetch_box(b, step * TILE_K, schedule.column + own);
 }
 
 // A warp has read all it needs of a slot: says so to every block that writes to it.
@@ -111,6 +132,9 @@ DEVICE void scaled(const int *sums, float row_scale, float2 column_scale, float2
     y = (float)sums[1] * row_scale * column_scale.y;
     if constexpr (BIAS != NONE) x += bias.x, y += bias.y;
 }
+
+// Where the TMA reads 16 bytes of a row of a box: bits 4 on of the address or-ed exclusively with bits 7 on.
+DEVICE uint32 swizzled(uint32 at) { return at ^ (at >> 7 & (BOX_ROW / 16 - 1)) << 4; }
 
 DEVICE uint32 packed(float x, float y) {
     if constexpr (OUT == FP16) return to_half2(x, y);
@@ -141,17 +165,17 @@ DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const 
             scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
         }
         if constexpr (OUT_SIZE == 4) {
-            const uint32 own = warp * 16 + lane / 4;  // the row below has the same remainder by 8
+            const uint32 own = warp * 16 + lane / 4;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32 chunk = (j + half) * 2 + lane % 4 / 2;
-                const uint32 to = box + own * 128 + (chunk ^ own % 8) * 16 + lane % 2 * 8;
-                store_pair(to, x[half * 4], x[half * 4 + 1]);
-                store_pair(to + 8 * 128, x[half * 4 + 2], x[half * 4 + 3]);
+                const uint32 to = swizzled(own * BOX_ROW + chunk * 16) + lane % 2 * 8;
+                store_pair(box + to, x[half * 4], x[half * 4 + 1]);
+                store_pair(box + to + 8 * BOX_ROW, x[half * 4 + 2], x[half * 4 + 3]);
             }
         } else {
             const uint32 chunk = j + matrix / 2;
-            store_matrices(box + row * 128 + (chunk ^ row % 8) * 16, packed(x[0], x[1]), packed(x[2], x[3]),
+            store_matrices(box + swizzled(row * BOX_ROW + chunk * 16), packed(x[0], x[1]), packed(x[2], x[3]),
                            packed(x[4], x[5]), packed(x[6], x[7]));
         }
     }
@@ -165,11 +189,11 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
     while (schedule.take(rank)) {
         const int column = schedule.column, row = schedule.row + group * 64, first = row + thread / 32 * 16 + lane / 4;
         // Read now, used when the product is done.
-        float row_scale[2], column_scale[TILE_N / 128];
+        float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_scale[i] = first + i * 8 < shape.m ? a_scale[a_scales ? first + i * 8 : 0] : 0.0f;
 #pragma unroll
-        for (int i = 0; i < TILE_N / 128; ++i) {
+        for (int i = 0; i < COLUMN_SCALES; ++i) {
             const int at = column + i * 128 + thread;
             column_scale[i] = at < shape.n ? b_scale[b_scales ? at : 0] : 0.0f;
         }
@@ -193,7 +217,9 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         release(shared, before);
 
 #pragma unroll
-        for (int i = 0; i < TILE_N / 128; ++i) shared.scale[group][i * 128 + thread] = column_scale[i];
+        for (int i = 0; i < COLUMN_SCALES; ++i) {
+            if (TILE_N % 128 == 0 || thread < TILE_N) shared.scale[group][i * 128 + thread] = column_scale[i];
+        }
 #pragma unroll
         for (int i = 0; i < TILE_N / BOX_COLUMNS; ++i) {
             const uint32 box = shared_address(shared.box[group][i % 2]);
@@ -203,7 +229,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
                      column + i * BOX_COLUMNS, shape.n);
             fence_for_tma();
             meet(1 + group, 128);
-            if (thread == 0) {
+            if (thread == 0 && row < shape.m) {  // of sums the place is not outside
                 store_box(out, column + i * BOX_COLUMNS, schedule.out_row + group * 64, box);
                 store_commit();
             }
@@ -213,7 +239,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 }
 
 // Grid: a multiple of CLUSTER blocks, at most as many as there are multiprocessors. a [m, k] and b [n, k] by boxes of
-// 128 x 128 and TILE_N / CLUSTER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
+// TILE_M / BESIDE x 128 and TILE_N / UNDER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
 // clusters, n]. `steps` is k / 128, rounded up, at least `slices`. There is one scale for all rows (columns) if a_scales
 // (b_scales) is 0.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -233,6 +259,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         barrier_init_fence();
         prefetch(a), prefetch(b), prefetch(out);
     }
+    if (threadIdx.x == GROUPS * 128) prefetch_first(b, shape, rank);
     cluster_meet();
     wait_for_previous();
     let_next_start();

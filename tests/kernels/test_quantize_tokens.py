@@ -128,7 +128,7 @@ def emulated(
 @pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
-@pytest.mark.parametrize(("m", "k"), [(3, 16), (2, 272), (530, 48), (1, 8208), (2, 33_024)])
+@pytest.mark.parametrize(("m", "k"), [(3, 16), (2, 272), (40, 48), (1, 8208), (2, 33_024)])
 def test_cuda_kernel_on_a_cpu(m: int, k: int, format: str, dtype: torch.dtype) -> None:
     x = (torch.randn(m, k) * torch.rand(m, 1)).to(dtype)
     x[0, -1], x[-1, 0] = -9.0, 8.0  # the ends are in the first and in the last place
@@ -155,11 +155,10 @@ def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
     assert codes.dtype == dtype and same((codes.to(torch.int8), scale), reference(x[6:], "int8"))
 
 
-@pytest.mark.parametrize("m", [1, 528, 529, 100_000])
 @pytest.mark.parametrize("k", [16, 4096, 14336, 65536])
-def test_cuda_blocks_hold_their_row(m: int, k: int) -> None:
-    own, threads = quantize_tokens_cuda.plan(m, k)
-    assert threads % 32 == 0 and 32 <= threads <= 1024 and own in (1, 2, 4, 8)
+def test_cuda_blocks_hold_their_row(k: int) -> None:
+    own, threads = quantize_tokens_cuda.plan(k)
+    assert threads % 32 == 0 and 32 <= threads <= 1024 and own in (4, 8)
     assert own * threads * 8 >= k
 
 
