@@ -40,6 +40,12 @@ class Plan(NamedTuple):
     def beside(self) -> int:
         return CLUSTER // self.under
 
+    def a_rows(self, m: int) -> int:
+        """Rows of a that are copied at once: few outside of it, and eight lie together in shared memory."""
+        if m <= TILE_M:
+            return -(-m // (8 * self.beside)) * 8
+        return TILE_M if self.under > 1 else 64 if -m % 64 < 16 else 32
+
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         """Rows and columns of clusters."""
         return -(-m // (TILE_M * self.under)), -(-n // (self.width * self.beside))
@@ -107,7 +113,7 @@ def int8_mm(
             to = a.new_empty((slices * tall, -(-n // 4) * 4), dtype=torch.int32)
         box = min(128 // to.itemsize, width)
         maps = (
-            _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), TILE_M // chosen.beside, 128),
+            _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), chosen.a_rows(m), 128),
             _map(b.data_ptr(), torch.int8, n, k, _row_stride(b), width // chosen.under, 128),
             _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, box),
         )
@@ -117,7 +123,7 @@ def int8_mm(
             min(rows * columns * slices, multiprocessors // CLUSTER) * CLUSTER,
             THREADS,
             *(one.getPtr() for one in maps),
-            *(*scales, *shape, -(-k // TILE_K), group, slices),
+            *(*scales, *shape, -(-k // TILE_K), group, slices, chosen.a_rows(m)),
         )
         if slices > 1:
             step = tall * to.shape[1]
@@ -183,7 +189,7 @@ def _module(out: torch.dtype, bias: torch.dtype | None, width: int, device: int)
 def _product(out: torch.dtype, bias: torch.dtype | None, width: int, device: int) -> nvrtc.Kernel:
     shared = _ring(out, width)[1]
     return _module(out, bias, width, device).kernel(
-        "int8_mm", 13, structs=3, shared=shared, overlaps=True
+        "int8_mm", 14, structs=3, shared=shared, overlaps=True
     )
 
 

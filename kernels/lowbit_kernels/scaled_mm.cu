@@ -77,25 +77,28 @@ struct Ring {
     }
 };
 
-DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Shape &shape, uint32 rank) {
+// a comes in boxes of `a_rows`, those alone that have rows within it: the TMA takes longer for rows outside than for
+// others. Sums of rows that aren't there are of whatever the ring holds, and nobody reads them.
+DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Shape &shape, int a_rows, uint32 rank) {
     Schedule schedule(shape);
     Ring ring;
     while (schedule.take(rank)) {
+        const int height = min(shape.m - schedule.row, TILE_M), boxes = height > 0 ? (height + a_rows - 1) / a_rows : 0;
+        const int own_b = BESIDE > 1 ? 0 : rank * (TILE_N / CLUSTER);
+        const unsigned short both = (1 << CLUSTER) - 1;
         for (int step = schedule.first; step < schedule.end; ++step, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]);
-            const uint32 to = shared_address(shared.stage[ring.slot]);
+            const uint32 to = shared_address(shared.stage[ring.slot]), to_b = to + A_BYTES + own_b * TILE_K;
+            const int k = step * TILE_K;
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-            barrier_expect(full, STAGE_BYTES);
-            const int half = rank * ((BESIDE > 1 ? TILE_M : TILE_N) / CLUSTER);
-            const int own_a = BESIDE > 1 ? half : 0, own_b = BESIDE > 1 ? 0 : half;
-            const uint32 to_a = to + own_a * TILE_K, to_b = to + A_BYTES + own_b * TILE_K;
-            const unsigned short both = (1 << CLUSTER) - 1;
+            barrier_expect(full, boxes * a_rows * TILE_K + B_BYTES);
             if constexpr (BESIDE > 1) {
-                load_box(a, step * TILE_K, schedule.row + own_a, to_a, full, both);
-                load_box(b, step * TILE_K, schedule.column, to_b, full);
+                for (int y = rank * a_rows; y < boxes * a_rows; y += BESIDE * a_rows)
+                    load_box(a, k, schedule.row + y, to + y * TILE_K, full, both);
+                load_box(b, k, schedule.column, to_b, full);
             } else {
-                load_box(a, step * TILE_K, schedule.row, to_a, full);
-                load_box(b, step * TILE_K, schedule.column + own_b, to_b, full, both);
+                if (boxes > 0) load_box(a, k, schedule.row, to, full);
+                load_box(b, k, schedule.column + own_b, to_b, full, both);
             }
         }
     }
@@ -239,13 +242,13 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 }
 
 // Grid: a multiple of CLUSTER blocks, at most as many as there are multiprocessors. a [m, k] and b [n, k] by boxes of
-// TILE_M / BESIDE x 128 and TILE_N / UNDER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
+// a_rows x 128 and TILE_N / UNDER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
 // clusters, n]. `steps` is k / 128, rounded up, at least `slices`. There is one scale for all rows (columns) if a_scales
 // (b_scales) is 0.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
-            int a_scales, int b_scales, int m, int n, int steps, int group, int slices) {
+            int a_scales, int b_scales, int m, int n, int steps, int group, int slices, int a_rows) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const Shape shape = {m, n, steps, group, slices};
@@ -266,7 +269,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<40>();
-        if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, rank);
+        if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, a_rows, rank);
         __syncwarp();
     } else {
         take_registers<232>();

@@ -225,7 +225,11 @@ def test_hopper_slices_k_where_tiles_are_few() -> None:
         (8192, 4096, 4096): (256, 4, 1),
         (2048, 2048, 8192): (256, 4, 1),  # 64 clusters of 66
         (512, 2048, 16384): (256, 4, 4),
-        (16, 4096, 4096): (32, 8, 1),  # few rows: narrow tiles, as many as there are multiprocessors
+        (16, 4096, 4096): (
+            32,
+            8,
+            1,
+        ),  # few rows: narrow tiles, as many as there are multiprocessors
         (256, 4096, 4096): (64, 8, 1),
     }
     assert {shape: int8_mm_hopper.plan(*shape, 132) for shape in plans} == plans
