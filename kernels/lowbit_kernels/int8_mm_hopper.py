@@ -18,7 +18,7 @@ DTYPES = {
     torch.int32: "INT32",
 }
 TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
-WIDTHS = (256, 128, 64, 32)  # of a tile
+WIDTHS = (256, 128, 64)  # of a tile
 SHARED_LIMIT = 227 * 1024
 MAX_SLICES, MAX_STAGES = 16, 10
 
@@ -54,17 +54,15 @@ class Plan(NamedTuple):
 def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
     """The division for which the longest-working cluster is expected to be done first.
 
-    In microseconds, as an H200 was measured to: a step of 128 along K takes what its products or its bytes take, the
-    latter at 58 a nanosecond, those that a cluster shares counted half; then a tile is stored. Slices, where tiles are
-    few, take a second launch, and what it takes to write and read their sums.
+    In microseconds, as an H200 was measured to: the steps of 128 along K of a cluster's tiles; what storing one takes;
+    and for slices, where tiles are few, a second launch, and writing and reading their sums.
     """
     steps = -(-k // TILE_K)
 
     def cost(one: Plan) -> float:
         rows, columns = one.tiles(m, n)
         rounds = -(-rows * columns * one.slices // (multiprocessors // CLUSTER))
-        bytes_ = (TILE_M / one.beside + one.width / one.under) * TILE_K
-        step = max(0.6 * one.width / 256, bytes_ / 58_000)
+        step = 0.22 + 0.38 * one.width / 256
         second = 6 + m * n * one.slices / 750_000 if one.slices > 1 else 0
         return rounds * (-(-steps // one.slices) * step + 0.4 + one.width / 128) + second
 
@@ -111,7 +109,7 @@ def int8_mm(
         tall = rows * chosen.under * TILE_M
         if slices > 1:
             to = a.new_empty((slices * tall, -(-n // 4) * 4), dtype=torch.int32)
-        box = min(128 // to.itemsize, width)
+        box = 128 // to.itemsize
         maps = (
             _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), chosen.a_rows(m), 128),
             _map(b.data_ptr(), torch.int8, n, k, _row_stride(b), width // chosen.under, 128),
@@ -145,15 +143,15 @@ def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -
         for name in ("ptx.cuh", "hopper.cuh", "scaled_mm.cu")
     )
     macros = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE", "TILE_N": width}
-    macros["STAGES"] = _ring(out, width)[0]
+    macros["STAGES"] = _ring(width)[0]
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     return "\n".join([defines, ptx, hopper, _multiply(width), mm])
 
 
-def _ring(out: torch.dtype, width: int) -> tuple[int, int]:
+def _ring(width: int) -> tuple[int, int]:
     """Stages of the ring, and bytes of shared memory with it."""
     stage = (TILE_M + width) * TILE_K
-    fixed = 4 * 64 * min(128, width * out.itemsize) + 2 * 4 * width + 2 * 8 * MAX_STAGES
+    fixed = 4 * 64 * 128 + 2 * 4 * width + 2 * 8 * MAX_STAGES
     stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES)
     return stages, fixed + stages * stage
 
@@ -187,7 +185,7 @@ def _module(out: torch.dtype, bias: torch.dtype | None, width: int, device: int)
 
 @functools.cache
 def _product(out: torch.dtype, bias: torch.dtype | None, width: int, device: int) -> nvrtc.Kernel:
-    shared = _ring(out, width)[1]
+    shared = _ring(width)[1]
     return _module(out, bias, width, device).kernel(
         "int8_mm", 14, structs=3, shared=shared, overlaps=True
     )
@@ -202,8 +200,8 @@ def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.K
 def _map(
     address: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box: int, width: int
 ) -> Any:
-    """A tensor map of `rows` x `columns` elements at `address`, copied in boxes of `box` rows of `width` elements (64
-    or 128 bytes), swizzled. It holds no memory and depends on nothing else, so that it may be kept."""
+    """A tensor map of `rows` x `columns` elements at `address`, copied in boxes of `box` rows of `width` elements (128
+    bytes), swizzled. It holds no memory and depends on nothing else, so that it may be kept."""
     from cuda.bindings import driver
 
     types = {
@@ -212,10 +210,6 @@ def _map(
         torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         torch.int32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT32,
-    }
-    swizzles = {
-        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-        128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
     }
     error, encoded = driver.cuTensorMapEncodeTiled(
         types[dtype],
@@ -226,7 +220,7 @@ def _map(
         [driver.cuuint32_t(width), driver.cuuint32_t(box)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles[width * dtype.itemsize],
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

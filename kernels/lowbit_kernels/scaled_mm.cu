@@ -3,7 +3,7 @@
 // int8_mm_hopper.py compiles this once for each combination of
 //   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds up and scales
 //   BIAS               NONE, BF16, FP16 or FP32
-//   TILE_N             columns of a tile: 256; or 128, 64 or 32 for few rows
+//   TILE_N             columns of a tile: 256; or 128 or 64 for few rows
 //   STAGES             of the ring
 // and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
 //
@@ -23,10 +23,8 @@ static constexpr int GROUPS = 2;                  // warpgroups that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
 static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
-static constexpr int BOX_ROW = TILE_N * OUT_SIZE < 128 ? TILE_N * OUT_SIZE : 128;          // bytes; and columns:
-static constexpr int BOX_COLUMNS = BOX_ROW / OUT_SIZE, BOX_BYTES = 64 * BOX_ROW;  // of the result, stored at once
-static constexpr int SUMS = TILE_N / 2;                                           // of a thread
-static constexpr int COLUMN_SCALES = (TILE_N + 127) / 128;                        // that a thread reads
+static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // of the result, stored at once
+static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // of a thread
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -136,9 +134,6 @@ DEVICE void scaled(const int *sums, float row_scale, float2 column_scale, float2
     if constexpr (BIAS != NONE) x += bias.x, y += bias.y;
 }
 
-// Where the TMA reads 16 bytes of a row of a box: bits 4 on of the address or-ed exclusively with bits 7 on.
-DEVICE uint32 swizzled(uint32 at) { return at ^ (at >> 7 & (BOX_ROW / 16 - 1)) << 4; }
-
 DEVICE uint32 packed(float x, float y) {
     if constexpr (OUT == FP16) return to_half2(x, y);
     else return to_bf16x2(x, y);
@@ -168,17 +163,17 @@ DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const 
             scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
         }
         if constexpr (OUT_SIZE == 4) {
-            const uint32 own = warp * 16 + lane / 4;
+            const uint32 own = warp * 16 + lane / 4;  // the row below has the same remainder by 8
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32 chunk = (j + half) * 2 + lane % 4 / 2;
-                const uint32 to = swizzled(own * BOX_ROW + chunk * 16) + lane % 2 * 8;
-                store_pair(box + to, x[half * 4], x[half * 4 + 1]);
-                store_pair(box + to + 8 * BOX_ROW, x[half * 4 + 2], x[half * 4 + 3]);
+                const uint32 to = box + own * 128 + (chunk ^ own % 8) * 16 + lane % 2 * 8;
+                store_pair(to, x[half * 4], x[half * 4 + 1]);
+                store_pair(to + 8 * 128, x[half * 4 + 2], x[half * 4 + 3]);
             }
         } else {
             const uint32 chunk = j + matrix / 2;
-            store_matrices(box + swizzled(row * BOX_ROW + chunk * 16), packed(x[0], x[1]), packed(x[2], x[3]),
+            store_matrices(box + row * 128 + (chunk ^ row % 8) * 16, packed(x[0], x[1]), packed(x[2], x[3]),
                            packed(x[4], x[5]), packed(x[6], x[7]));
         }
     }

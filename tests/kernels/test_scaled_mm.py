@@ -225,12 +225,10 @@ def test_hopper_slices_k_where_tiles_are_few() -> None:
         (8192, 4096, 4096): (256, 4, 1),
         (2048, 2048, 8192): (256, 4, 1),  # 64 clusters of 66
         (512, 2048, 16384): (256, 4, 4),
-        (16, 4096, 4096): (
-            32,
-            8,
-            1,
-        ),  # few rows: narrow tiles, as many as there are multiprocessors
-        (256, 4096, 4096): (64, 8, 1),
+        (16, 4096, 4096): (64, 8, 1),  # few rows: narrow tiles
+        (256, 4096, 4096): (64, 8, 1),  # 64 clusters
+        (64, 14336, 4096): (128, 8, 1),
+        (64, 4096, 14336): (256, 4, 4),
     }
     assert {shape: int8_mm_hopper.plan(*shape, 132) for shape in plans} == plans
 
@@ -242,12 +240,24 @@ def test_no_slice_is_empty(m: int, n: int, k16: int, multiprocessors: int) -> No
     assert slices == 1 or width == 256
 
 
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", int8_mm_hopper.WIDTHS)
-def test_hopper_ring_fits_shared_memory(width: int, out: torch.dtype) -> None:
-    stages, shared = int8_mm_hopper._ring(out, width)
+def test_hopper_ring_fits_shared_memory(width: int) -> None:
+    stages, shared = int8_mm_hopper._ring(width)
     assert 4 <= stages <= int8_mm_hopper.MAX_STAGES and shared <= 227 * 1024
-    assert f"#define STAGES {stages}\n" in int8_mm_hopper.source(out, None, width)
+    source = int8_mm_hopper.source(torch.bfloat16, None, width)
+    assert f"#define STAGES {stages}\n" in source and f"#define TILE_N {width}\n" in source
+
+
+@given(st.integers(1, 2000), st.sampled_from(int8_mm_hopper.WIDTHS))
+def test_hopper_copies_all_rows_and_few_others(m: int, width: int) -> None:
+    plan = int8_mm_hopper.Plan(width, 8, 1)
+    rows = plan.a_rows(m)
+    assert rows % 8 == 0 and rows <= 128 // plan.beside
+    for first in range(0, m, 128):
+        height = min(m - first, 128)
+        copied = -(-height // rows) * rows
+        assert height <= copied <= 128
+        assert copied - height < 32 or width == 256
 
 
 def test_a_single_row_has_a_stride_that_the_tma_takes() -> None:
@@ -309,9 +319,7 @@ def test_cuda(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("width", "slices"), [(256, 1), (256, 2), (256, 5), (128, 1), (64, 1), (32, 1)]
-)
+@pytest.mark.parametrize(("width", "slices"), [(256, 1), (256, 2), (256, 5), (128, 1), (64, 1)])
 @pytest.mark.parametrize("case", INT8, ids=lambda c: c.name)
 def test_hopper(case: Case, width: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = -(-case.k // int8_mm_hopper.TILE_K)
