@@ -160,11 +160,6 @@ DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barri
         : "memory");
 }
 
-// The box into the L2 cache. It changes nothing that is seen: even of what is still written to.
-DEVICE void prefetch_box(const TensorMap &map, int x, int y) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
-}
-
 // Shared memory to the box of `map` at column x, row y; what lies outside of the matrix isn't written.
 DEVICE void store_box(const TensorMap &map, int x, int y, uint32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),

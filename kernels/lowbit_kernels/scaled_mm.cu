@@ -102,15 +102,6 @@ DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, cons
     }
 }
 
-// What the ring will hold of b, into the L2 cache while the launch before, which quantizes a, still runs.
-DEVICE void prefetch_first(const TensorMap &b, const Shape &shape, uint32 rank) {
-    Schedule schedule(shape);
-    if (!schedule.take(rank)) return;
-    const int own = BESIDE > 1 ? 0 : rank * (TILE_N / CLUSTER);
-    for (int step = schedule.first; step < min(schedule.end, schedule.first + STAGES); ++step)
-        prefetch_box(b, step * TILE_K, schedule.column + own);
-}
-
 // A warp has read all it needs of a slot: says so to every block that writes to it.
 DEVICE void release(Shared &shared, int slot) {
     const uint32 lane = threadIdx.x % 32;
@@ -257,7 +248,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         barrier_init_fence();
         prefetch(a), prefetch(b), prefetch(out);
     }
-    if (threadIdx.x == GROUPS * 128) prefetch_first(b, shape, rank);
     cluster_meet();
     wait_for_previous();
     let_next_start();
