@@ -9,10 +9,10 @@
 //
 // A block stays on its multiprocessor and takes every n-th tile of the result, or of its slices where there are fewer
 // tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other, and each loads half of b's rows for
-// both; or, where tiles are narrow, on tiles beside each other, and each loads half of a's. A block's third warpgroup is the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into
-// a ring in shared memory. Each of the other two multiplies 64 rows of the tile, int32 sums in registers (half of those
-// that a thread can have), scales them, and stores them through shared memory by the TMA. The producer runs ahead into
-// the next tile meanwhile.
+// both; or, where tiles are narrow, on tiles beside each other, and each loads half of a's. A block's third warpgroup is
+// the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into a ring in shared memory. Each of
+// the other two multiplies 64 rows of the tile, int32 sums in registers (half of those that a thread can have), scales
+// them, and stores them through shared memory by the TMA. The producer runs ahead into the next tile meanwhile.
 
 enum { NONE, BF16, FP16, FP32, INT32 };
 
