@@ -149,7 +149,9 @@ def _divided(
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
     # 128 more: of a row's last chunk, places where no scale is are read, and not used.
-    fixed = 512 + 128 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
+    fixed = 512 + 128 + 2 * WARPS * pieces * 512
+    if split > 1:
+        fixed += -(-rounds // split) * split * pieces * 512
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
         fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
