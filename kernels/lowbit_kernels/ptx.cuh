@@ -71,6 +71,18 @@ DEVICE unsigned int multiply_half2(unsigned int a, unsigned int b) {
     return result;
 }
 
+// a * b + c of two neighbours, rounded once; numbers below the least normal one included.
+DEVICE unsigned int fma_bf16x2(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+DEVICE unsigned int fma_half2(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int result;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
 // The largest `x` of the warp, in one instruction (sm_80 and newer).
 DEVICE unsigned int warp_max(unsigned int x) {
     unsigned int result;

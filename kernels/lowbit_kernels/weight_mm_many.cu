@@ -41,12 +41,16 @@ static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
 static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // sums of a group are scaled and added to others
-static constexpr int RUN = GROUP % 128 == 0 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K that lie in one group
+static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K, in one group
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
 static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk that are summed apart
-// Instructions of a piece, of 16 K each: with four warpgroups there are registers for 112 of a thread.
-static constexpr int STEPS = RUN == 32 && SUMMED > 1 || FLUSH && GROUPS == 4 && TOKENS == 64 ? 2 : 4;
+// Instructions of a piece, of 16 K each: with four warpgroups a thread has 112 registers.
+static constexpr int STEPS = RUN == 32 && SUMMED > 1 || GROUPS == 4 || CHUNK == 64 ? 2 : 4;
+static constexpr int VECTORS = STEPS * BITS / 8;  // of 16 bytes, of a piece's codes of a row
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
+static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
+// Whether a piece's codes are read while the products of the one before are issued, where there are registers for it.
+static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
 static constexpr int UNITS = ROWS / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
@@ -149,9 +153,10 @@ DEVICE float number_at(const void *p, long long i, int type) {
     return type == FP16 ? from_half(bits) : bits_float(bits << 16);
 }
 
-DEVICE uint32 difference(uint32 a, uint32 b) {
-    if constexpr (DTYPE == FP16) return subtract_half2(a, b);
-    else return subtract_bf16x2(a, b);
+// a * b + c of two neighbours, rounded once
+DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
+    if constexpr (DTYPE == FP16) return fma_half2(a, b, c);
+    else return fma_bf16x2(a, b, c);
 }
 
 // A group's scale and zero point as they lie in memory: on their way while others are in use.
@@ -160,10 +165,10 @@ struct Fetched {
     int zero;
 };
 
-// A group's scale and what is to be taken off its codes as they are unpacked, in both halves of a word.
+// A group's scale and what is added to its codes as they are unpacked, to two neighbours.
 struct Group {
     float scale;
-    uint32 zero;
+    uint32 offset;
 };
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
@@ -183,63 +188,61 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
     const uint32 bits = from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
     if (GROUP % CHUNK != 0 && group_of(run) >= shape.groups) group.scale = 0.0f;
-    // what a code is or-ed into, plus the zero point: exact
-    if constexpr (!ZERO) group.zero = DTYPE == FP16 ? (BITS == 4 ? 0x64086408 : 0x64806480) : 0x43084308;
-    else {
-        const float off = (float)(from.zero + (DTYPE == FP16 ? (BITS == 4 ? 1032 : 1152) : BITS == 4 ? 136 : 0));
-        group.zero = packed(off, off);
-    }
+    // less what a code's bits are more than the code, times UNIT, and less the zero point: exact
+    if constexpr (!ZERO) group.offset = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480) : BITS == 4 ? 0xbe00be00 : 0xc000c000;
+    else if constexpr (DTYPE == FP16) group.offset = packed(-(from.zero + (BITS == 4 ? 1032.0f : 1152.0f)), -(from.zero + (BITS == 4 ? 72.0f : 1152.0f)));
+    else group.offset = packed(-UNIT * (from.zero + (1 << BITS - 1)), -UNIT * (from.zero + (1 << BITS - 1)));
     return group;
 }
 
-// Neighbours of eight codes along K, those of the thread's place in its four: 4 bits, byte `t` of a word; 8 bits, bytes
-// 2 t and 2 t + 1 of two. Less the zero point: or-ed into the lowest bits of 128 (in fp16 1024) a code is that number
-// more; differences of at most 256 are exact.
-DEVICE uint32 two_of(uint32 low, uint32 high, uint32 selector, const Group &group, uint32 scale) {
-    constexpr uint32 BASE = DTYPE == FP16 ? 0x64006400 : 0x43004300;
-    uint32 x;
-    if constexpr (BITS == 4) {
-        // multiplied, for the pipe of products has room: the upper nibble comes 12 bits higher as well
-        x = difference(masked_or(permute(low, 0, selector) * 0x1001, 0x000f000f, BASE), group.zero);
-    } else if constexpr (DTYPE == FP16) {
-        x = difference(masked_or(permute(low, high, selector) ^ 0x00800080, 0x00ff00ff, BASE), group.zero);
-    } else {
-        // bf16 has 7 bits below 128: the sign's weight, -128, comes by the other term
-        x = permute(low, high, selector);
-        x = difference(masked_or(x, 0x007f007f, BASE), masked_or(x, 0x00800080, BASE));
-        if constexpr (ZERO) x = difference(x, group.zero);
+// What a thread takes of eight codes, and what that is multiplied by: of 4 bits the upper one comes 16 times as large.
+struct Place {
+    uint32 selector, factor;
+    MEMBER Place(int t, const Shape &shape) {
+        selector = t * (BITS == 4 ? 0x0101 : 0x0202) + (BITS == 4 ? 0 : 0x0100);
+        const uint32 constant = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00) : BITS == 4 ? 0x7d007f00 : 0x7f007f00;
+        factor = shape.m > 0 ? constant : 0;  // what the compiler knew it would move to a register for each use
+        in_use(selector);
     }
+};
+
+// Neighbours of eight codes along K, those of the thread's place in its four, times UNIT: 4 bits, byte `t` of a word; 8
+// bits, bytes 2 t and 2 t + 1 of two. Less the zero point. A number's lowest 8 bits alone are a multiple of bf16's least,
+// 2**-133, as a number; in fp16, below those of 1024, added to it.
+DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
+    uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
+    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
+    else x = masked_xor(x, 0x00ff00ff, DTYPE == FP16 ? 0x64806480 : 0x00800080);
+    x = fused(x, place.factor, group.offset);
     if constexpr (ROUNDED) x = DTYPE == FP16 ? multiply_half2(x, scale) : multiply_bf16x2(x, scale);
     return x;
 }
 
-// The first operand of `STEPS` products from step `first` of a chunk on, of rows lane / 4 and 8 below of a warp's 16:
-// k = 2 t, 2 t + 1 of each eight. The four threads of a row read the same 16 bytes; `at` is the address of the upper
-// row, whose pieces of 16 bytes the TMA has permuted.
-DEVICE void unpack(uint32 (&a)[STEPS * 4], uint32 at, int first, uint32 selector, const Group (&upper)[RUNS],
-                   const Group (&lower)[RUNS]) {
-    constexpr int STEPS_OF = 8 / BITS;  // products to 16 bytes
+// A piece's codes from step `first` of a chunk on, of rows lane / 4 and 8 below of a warp's 16. The four threads of a row
+// read the same 16 bytes; `at` is the address of the upper row, whose pieces of 16 bytes the TMA has permuted.
+DEVICE void load_codes(uint4 (&codes)[VECTORS][2], uint32 at, int first) {
 #pragma unroll
-    for (int i = 0; i < STEPS / STEPS_OF; ++i) {
-        const int piece = first / STEPS_OF + i, run = GROUP ? piece * (16 * 8 / BITS) / RUN : 0;
-        const uint4 high = shared_vector(at ^ piece * 16), low = shared_vector((at ^ piece * 16) + 8 * PITCH);
-        const uint32 high_scale = ROUNDED ? packed(upper[run].scale, upper[run].scale) : 0;
-        const uint32 low_scale = ROUNDED ? packed(lower[run].scale, lower[run].scale) : 0;
-        uint32 *to = a + i * STEPS_OF * 4;
+    for (int i = 0; i < VECTORS; ++i) {
+        const uint32 from = at ^ (first * BITS / 8 + i) * 16;
+        codes[i][0] = shared_vector(from), codes[i][1] = shared_vector(from + 8 * PITCH);
+    }
+}
+
+// The first operand of the piece's products: k = 2 t, 2 t + 1 of each eight.
+DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int first, const Place &place,
+                   const Group (&upper)[RUNS], const Group (&lower)[RUNS]) {
+#pragma unroll
+    for (int i = 0; i < VECTORS * 2; ++i) {
+        const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
+        const Group &group = i % 2 ? lower[run] : upper[run];
+        const uint32 scale = ROUNDED ? packed(group.scale, group.scale) : 0;
+        const uint4 x = codes[i / 2][i % 2];
+        uint32 *to = a + i / 2 * (32 / BITS) + i % 2;
         if constexpr (BITS == 4) {
-            to[0] = two_of(high.x, 0, selector, upper[run], high_scale);
-            to[1] = two_of(low.x, 0, selector, lower[run], low_scale);
-            to[2] = two_of(high.y, 0, selector, upper[run], high_scale);
-            to[3] = two_of(low.y, 0, selector, lower[run], low_scale);
-            to[4] = two_of(high.z, 0, selector, upper[run], high_scale);
-            to[5] = two_of(low.z, 0, selector, lower[run], low_scale);
-            to[6] = two_of(high.w, 0, selector, upper[run], high_scale);
-            to[7] = two_of(low.w, 0, selector, lower[run], low_scale);
+            to[0] = two_of(x.x, 0, place, group, scale), to[2] = two_of(x.y, 0, place, group, scale);
+            to[4] = two_of(x.z, 0, place, group, scale), to[6] = two_of(x.w, 0, place, group, scale);
         } else {
-            to[0] = two_of(high.x, high.y, selector, upper[run], high_scale);
-            to[1] = two_of(low.x, low.y, selector, lower[run], low_scale);
-            to[2] = two_of(high.z, high.w, selector, upper[run], high_scale);
-            to[3] = two_of(low.z, low.w, selector, lower[run], low_scale);
+            to[0] = two_of(x.x, x.y, place, group, scale), to[2] = two_of(x.z, x.w, place, group, scale);
         }
     }
 }
@@ -274,6 +277,7 @@ struct Consumer {
     const uint32 rank;
     Ring ring;
     uint32 base, a[2][STEPS * 4];
+    uint4 loaded[VECTORS][2];         // codes of the next piece
     uint32 rows[SUBTILES][2];         // where their groups begin
     Group group[SUBTILES][2][RUNS];   // of the chunk
     Fetched next[SUBTILES][2][RUNS];  // of the next one
@@ -309,6 +313,15 @@ struct Consumer {
         }
     }
 
+    // The first step of a chunk's piece: of a part those of a subtile, then of the next.
+    static MEMBER int step_of(int piece) {
+        return piece / (HALVES * SUBTILES) * (CHUNK / 16 / SUMMED) + piece % HALVES * STEPS;
+    }
+
+    MEMBER void load_piece(uint32 at, int piece) {
+        load_codes(loaded, at + piece / HALVES % SUBTILES * 64 * PITCH, step_of(piece));
+    }
+
     // Lines of scales that are read many chunks later.
     MEMBER void prefetch_scales(int chunk) const {
         const int own = group_of((chunk + 16) * RUNS);
@@ -328,10 +341,10 @@ struct Consumer {
         const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
         uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
-        uint32 selector = BITS == 4 ? 0x4440 + lane % 4 : 0x0100 + lane % 4 * 0x0202;
+        const Place place(lane % 4, shape);
         float pending[SUBTILES][2] = {};
         uint32 end = last;
-        in_use(codes), in_use(selector), in_use(end);
+        in_use(codes), in_use(end);
         begin(row);
         fetch(first + turn);
         if constexpr (GROUP == 0) take_fetched(0);
@@ -347,9 +360,10 @@ struct Consumer {
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
             const uint32 tokens = __shfl_sync(0xffffffff, operand(stage + CODE_BYTES), 0);  // known to be the warp's
+            if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
-                const int part = piece / (HALVES * SUBTILES), subtile = piece / HALVES % SUBTILES, half = piece % HALVES;
+                const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
                 uint32(&own)[STEPS * 4] = a[piece % 2];
                 // The piece before the last one is done, and has left these registers. The last one too, where it was
                 // a group's: the compiler, which can't tell whose sums are read, would run products one by one.
@@ -357,21 +371,17 @@ struct Consumer {
                 else product_wait<1>();
                 keep(own);
                 if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank);
-                const int step = part * (CHUNK / 16 / SUMMED) + half * STEPS;
-                const uint32 at = stage + codes + subtile * 64 * PITCH;
-                unpack(own, at, step, selector, group[subtile][0], group[subtile][1]);
+                if constexpr (!EARLY) load_piece(stage + codes, piece);
+                unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1]);
+                if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
                     product_wait<0>();
-#pragma unroll
-                    for (int i = 0; i < SUBTILES; ++i) {
-                        flush(totals[i], sums[i], pending[i]);
-                        pending[i][0] = group[i][0][part].scale, pending[i][1] = group[i][1][part].scale;
-                    }
+                    flush_all(totals, sums, pending, part);
                 }
                 product_fence();
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
-                    const int k = step + i;
+                    const int k = step_of(piece) + i;
                     const uint32 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
@@ -383,10 +393,16 @@ struct Consumer {
         keep(a[0]), keep(a[1]);
         if (before >= 0) release(address(shared.empty) + before * 8, rank);
         ring = after;
+        if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
+        else keep(sums[0]), keep(sums[SUBTILES - 1]);
+    }
+
+    // The sums of the group before a chunk's part, scaled; and the scales of this one, for the next time.
+    MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2], int part) {
 #pragma unroll
-        for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-            if constexpr (FLUSH) flush(totals[subtile], sums[subtile], pending[subtile]);
-            else keep(sums[subtile]);
+        for (int i = 0; i < SUBTILES; ++i) {
+            flush(totals[i], sums[i], scale[i]);
+            scale[i][0] = group[i][0][part].scale, scale[i][1] = group[i][1][part].scale;
         }
     }
 };
@@ -410,7 +426,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int own = min(row + (int)threadIdx.x % 32 / 4 + i * 8, shape.n - 1);
-            scale[i] = GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE);
+            scale[i] = (GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE)) / UNIT;
             bias[i] = epilogue.bias ? number_at(epilogue.bias, own, DTYPE) : 0.0f;
         }
     }
@@ -554,9 +570,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
     Consumer consumer(shared, epilogue.scale, zero, shape, rank);
     uint32 parity = 0;
     for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
-        float sums[SUBTILES][SUMS], totals[SUBTILES][SUMS];
-#pragma unroll
-        for (int i = 0; i < SUBTILES * SUMS; ++i) sums[i / SUMS][i % SUMS] = totals[i / SUMS][i % SUMS] = 0.0f;
+        float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
         const int row = schedule.row + below;
         consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last);
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;

@@ -243,18 +243,21 @@ static inline uint32 to_half(float x) {
 }
 static inline uint32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static inline uint32 to_half2(float low, float high) { return to_half(low) | to_half(high) << 16; }
-static inline uint32 subtract_bf16x2(uint32 a, uint32 b) {
-    return to_bf16x2(from_bf16(a & 0xffff) - from_bf16(b & 0xffff), from_bf16(a >> 16) - from_bf16(b >> 16));
-}
 static inline uint32 multiply_bf16x2(uint32 a, uint32 b) {
     return to_bf16x2(from_bf16(a & 0xffff) * from_bf16(b & 0xffff), from_bf16(a >> 16) * from_bf16(b >> 16));
-}
-static inline uint32 subtract_half2(uint32 a, uint32 b) {
-    return to_half2(from_half(a) - from_half(b), from_half(a >> 16) - from_half(b >> 16));
 }
 static inline uint32 multiply_half2(uint32 a, uint32 b) {
     return to_half2(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
 }
+static inline uint32 fma_bf16x2(uint32 a, uint32 b, uint32 c) {
+    const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_bf16(a), from_bf16(b), from_bf16(c)); };
+    return to_bf16x2(fused(a & 0xffff, b & 0xffff, c & 0xffff), fused(a >> 16, b >> 16, c >> 16));
+}
+static inline uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
+    const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_half(a), from_half(b), from_half(c)); };
+    return to_half2(fused(a, b, c), fused(a >> 16, b >> 16, c >> 16));
+}
+static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & mask) ^ y; }
 static inline uint32 masked_or(uint32 x, uint32 mask, uint32 y) { return (x & mask) | y; }
 static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
     uint32 result = 0;
