@@ -169,9 +169,6 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
 #endif
 }
 
-// A cache line into the L2.
-DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // A number for the warp, from a counter in shared memory. The compiler does not see that it adds 1: it would count the
 // lanes first, which takes longer.
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {

@@ -24,7 +24,8 @@
 //
 // What limits small products is how long it takes to unpack, multiply, and wait for both. So warpgroups of a block may
 // take turns at chunks of the same rows, and blocks of a cluster have parts of a tile's K. At a tile's end they exchange
-// their sums through shared memory; each block adds and finishes an equal share.
+// their sums through shared memory; each block adds and finishes an equal share. Large products, whose tiles don't come
+// out even, end with tiles that two blocks have together, which otherwise have one each.
 
 enum { BF16, FP16, FP32 };
 
@@ -44,8 +45,8 @@ static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // sums of a group are sca
 static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K, in one group
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
 static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk that are summed apart
-// Instructions of a piece, of 16 K each: with four warpgroups a thread has 112 registers.
-static constexpr int STEPS = RUN == 32 && SUMMED > 1 || GROUPS == 4 || CHUNK == 64 ? 2 : 4;
+// Instructions of a piece, of 16 K each: few, so that unpacking is spread between them.
+static constexpr int STEPS = BITS == 4 && GROUPS == 2 && TOKENS < 128 && RUN > 32 ? 4 : 2;
 static constexpr int VECTORS = STEPS * BITS / 8;  // of 16 bytes, of a piece's codes of a row
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
 static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
@@ -54,6 +55,10 @@ static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
 static constexpr int UNITS = ROWS / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
+
+// Whether tiles of the last round, where there are few, may be divided among the blocks beside each other.
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1;
+static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -80,8 +85,8 @@ struct Epilogue {
 struct Schedule {
     const Shape shape;
     const uint32 rank;
-    const int first, last;
-    int tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
+    int first, last, tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
+    bool divided = false;  // the tile, which the blocks beside each other have a half of K each of
 
     MEMBER Schedule(const Shape &shape, uint32 rank)
         : shape(shape),
@@ -90,11 +95,21 @@ struct Schedule {
           last(shape.chunks * (rank / BESIDE + 1) / SPLIT) {}
 
     MEMBER bool take() {
-        tile += gridDim.x / CLUSTER;
-        if (tile >= shape.rows * shape.columns) return false;
-        const int above = tile / (shape.band * shape.rows) * shape.band;
-        const int within = tile - above * shape.rows, width = min(shape.band, shape.columns - above);
-        row = (within / width * BESIDE + rank % BESIDE) * ROWS;
+        const int clusters = gridDim.x / CLUSTER, tiles = shape.rows * shape.columns;
+        tile += clusters;
+        int own = tile, beside = rank % BESIDE;
+        if constexpr (TAIL) {
+            const int left = tiles % clusters, more = tile - (tiles - left);
+            divided = left * 2 <= clusters && more >= 0;
+            if (divided) {
+                own = tiles - left + more / 2, beside = more % 2;
+                first = shape.chunks * rank / 2, last = shape.chunks * (rank + 1) / 2;
+            }
+        }
+        if (own >= tiles) return false;
+        const int above = own / (shape.band * shape.rows) * shape.band;
+        const int within = own - above * shape.rows, width = min(shape.band, shape.columns - above);
+        row = (within / width * BESIDE + beside) * ROWS;
         token = (above + within % width) * TOKENS;
         return true;
     }
@@ -128,8 +143,13 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
                 const int k = chunk * CHUNK + box * 64;
-                if constexpr (BESIDE == 1) load_box(x, k, schedule.token, there, full);
-                else load_box(x, k, schedule.token + share, there, full, all);
+                if (BESIDE == 1 || schedule.divided) {
+                    const uint32 begin = there - share * 128;
+                    for (int i = 0; i < TOKENS; i += TOKENS / BESIDE)
+                        load_box(x, k, schedule.token + i, begin + i * 128, full);
+                } else {
+                    load_box(x, k, schedule.token + share, there, full, all);
+                }
             }
         }
     }
@@ -255,10 +275,10 @@ DEVICE void keep(T (&x)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) in_use(x[i]);
 }
 
-// A warp has read all it needs of a slot: says so to every block that writes to it.
-DEVICE void release(uint32 empty, uint32 rank) {
+// A warp has read all it needs of a slot: says so to every block that writes to it, of a divided tile twice to its own.
+DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
-    if (lane < BESIDE) barrier_arrive(empty, rank / BESIDE * BESIDE + lane);
+    if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
 }
 
 // Adds the group's sums, scaled, to the others.
@@ -322,21 +342,9 @@ struct Consumer {
         load_codes(loaded, at + piece / HALVES % SUBTILES * 64 * PITCH, step_of(piece));
     }
 
-    // Lines of scales that are read many chunks later.
-    MEMBER void prefetch_scales(int chunk) const {
-        const int own = group_of((chunk + 16) * RUNS);
-        if (chunk % 8 != 0 || own >= shape.groups) return;
-#pragma unroll
-        for (int i = 0; i < SUBTILES * 2; ++i) {
-            const uint32 at = rows[i / 2][i % 2] + own;
-            prefetch_line((const unsigned char *)scale + (long long)at * (SCALE == FP32 ? 4 : 2));
-            if constexpr (ZERO) prefetch_line(zero + at);
-        }
-    }
-
     // The products of chunks first..last - 1: `totals` (and `sums`, where groups are summed apart) begin as zeros.
     // Pieces of four products or two: while the tensor cores have one, the next is unpacked, in other registers.
-    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last) {
+    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last, bool divided) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
         const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
@@ -355,7 +363,6 @@ struct Consumer {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
                 fetch(chunk + LANES);
-                prefetch_scales(chunk);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
@@ -370,7 +377,7 @@ struct Consumer {
                 if (FLUSH && SUBTILES > 1 && HALVES == 1 && piece % 2 == 0) product_wait<0>();
                 else product_wait<1>();
                 keep(own);
-                if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank);
+                if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
                 if constexpr (!EARLY) load_piece(stage + codes, piece);
                 unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1]);
                 if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
@@ -391,7 +398,7 @@ struct Consumer {
         }
         product_wait<0>();
         keep(a[0]), keep(a[1]);
-        if (before >= 0) release(address(shared.empty) + before * 8, rank);
+        if (before >= 0) release(address(shared.empty) + before * 8, rank, divided);
         ring = after;
         if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
         else keep(sums[0]), keep(sums[SUBTILES - 1]);
@@ -516,53 +523,69 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
 
 // ---- sums of a tile that several have: blocks of a cluster, warpgroups of a block ----------------------------------------
 
-// Of squares of 16 rows and tokens, block `rank` of SPLIT finishes those whose unit of rows is `rank` more than a multiple
-// of SPLIT. Each warp sends its sums to the blocks that finish them.
-DEVICE void send(Shared &shared, const float (&sums)[SUBTILES][SUMS], uint32 rank) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
-    const int source = rank / BESIDE * LANES + turn;
-#pragma unroll
-    for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-        const int unit = (warp % (WARPS / LANES) / 4 * SUBTILES + subtile) * 4 + warp % 4;
-        const uint32 block = unit % SPLIT * BESIDE + rank % BESIDE;
-#pragma unroll
-        for (int j = 0; j < TOKENS / 16; ++j) {
-            float4 *to = shared.part[j * (UNITS / SPLIT) + unit / SPLIT][source][0] + lane;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float *from = &sums[subtile][j * 8 + i * 4];
-                store_remote(shared_address(to + i * 32), block, make_float4(from[0], from[1], from[2], from[3]));
-            }
-        }
-    }
-    __syncwarp();
-    if (lane < SPLIT) barrier_arrive_after(shared_address(&shared.come), lane * BESIDE + rank % BESIDE);
-}
+// Of PARTS blocks, BESIDES of each are beside each other: `part` is of whom a block is. Of squares of 16 rows and tokens it
+// finishes those whose unit of rows is `part` more than a multiple of PARTS.
+template <int PARTS, int BESIDES>
+struct Exchange {
+    static constexpr int OWN = TOKENS / 16 * UNITS / PARTS, SOURCES = PARTS * LANES;
+    typedef float4 Part[SOURCES][2][32];  // sums of a square
+    Shared &shared;
+    Part *parts;
+    const uint32 rank, part = rank / BESIDES;
 
-// The block's squares, of the sums that all have sent, added in the order of K.
-DEVICE void finish_own(Shared &shared, const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = schedule.rank / BESIDE;
-    for (int own = warp; own < OWN; own += WARPS) {
-        const int row = schedule.row + (own % (UNITS / SPLIT) * SPLIT + rank) * 16;
-        const int token = schedule.token + own / (UNITS / SPLIT) * 16;
-        if (row >= shape.n || token >= shape.m) continue;
-        float square[8] = {};
+    MEMBER Exchange(Shared &shared, void *parts, uint32 rank) : shared(shared), parts((Part *)parts), rank(rank) {}
+
+    // To all blocks that exchange: lane i of each warp to the i-th.
+    MEMBER void arrive(uint64 &barrier) const {
+        __syncwarp();
+        const int lane = threadIdx.x % 32;
+        if (lane < PARTS) barrier_arrive_after(shared_address(&barrier), lane * BESIDES + rank % BESIDES);
+    }
+
+    // Each warp sends its sums to the blocks that finish them.
+    MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
-        for (int source = 0; source < SOURCES; ++source) {
+        for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+            const int unit = (warp % (WARPS / LANES) / 4 * SUBTILES + subtile) * 4 + warp % 4;
+            const uint32 block = unit % PARTS * BESIDES + rank % BESIDES;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float4 part = shared.part[own][source][i][lane];
-                square[i * 4] += part.x, square[i * 4 + 1] += part.y;
-                square[i * 4 + 2] += part.z, square[i * 4 + 3] += part.w;
+            for (int j = 0; j < TOKENS / 16; ++j) {
+                float4 *to = parts[j * (UNITS / PARTS) + unit / PARTS][part * LANES + turn][0] + lane;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float *from = &sums[subtile][j * 8 + i * 4];
+                    store_remote(shared_address(to + i * 32), block, make_float4(from[0], from[1], from[2], from[3]));
+                }
             }
         }
-        __syncwarp();
-        unsigned char *box = (unsigned char *)shared.part[own][0];  // no longer needed
-        finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
+        arrive(shared.come);
     }
-    __syncwarp();
-    if (lane < SPLIT) barrier_arrive_after(shared_address(&shared.gone), lane * BESIDE + schedule.rank % BESIDE);
-}
+
+    // The block's squares, of the sums that all have sent, added in the order of K.
+    MEMBER void finish_own(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        for (int own = warp; own < OWN; own += WARPS) {
+            const int row = schedule.row + (own % (UNITS / PARTS) * PARTS + part) * 16;
+            const int token = schedule.token + own / (UNITS / PARTS) * 16;
+            if (row >= shape.n || token >= shape.m) continue;
+            float square[8] = {};
+#pragma unroll
+            for (int source = 0; source < SOURCES; ++source) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float4 more = parts[own][source][i][lane];
+                    square[i * 4] += more.x, square[i * 4 + 1] += more.y;
+                    square[i * 4 + 2] += more.z, square[i * 4 + 3] += more.w;
+                }
+            }
+            __syncwarp();
+            unsigned char *box = (unsigned char *)parts[own][0];  // no longer needed
+            finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
+        }
+        arrive(shared.gone);
+    }
+};
 
 DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
                     uint32 rank) {
@@ -572,15 +595,23 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
     for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
         float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
         const int row = schedule.row + below;
-        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last);
+        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided);
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
-        if constexpr (SOURCES == 1) {
-            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
-        } else {
+        if constexpr (SOURCES > 1) {
+            const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
             barrier_wait_after(shared_address(&shared.gone), parity ^ 1);
-            send(shared, result, rank);
+            exchange.send(result);
             barrier_wait_after(shared_address(&shared.come), parity);
-            finish_own(shared, epilogue, shape, schedule);
+            exchange.finish_own(epilogue, shape, schedule);
+        } else if (TAIL && schedule.divided) {  // the last tile: nobody reads the ring any more once all have come here
+            const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
+            exchange.arrive(shared.gone);
+            barrier_wait_after(shared_address(&shared.gone), 0);
+            exchange.send(result);
+            barrier_wait_after(shared_address(&shared.come), 0);
+            exchange.finish_own(epilogue, shape, schedule);
+        } else {
+            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
         }
     }
 }
@@ -602,8 +633,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
         }
-        barrier_init(shared_address(&shared.come), WARPS * SPLIT);
-        barrier_init(shared_address(&shared.gone), WARPS * SPLIT);
+        for (uint64 *barrier : {&shared.come, &shared.gone})
+            barrier_init(shared_address(barrier), WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);
     }

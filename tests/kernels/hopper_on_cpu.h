@@ -168,7 +168,6 @@ struct TensorMap {
     int size, box, width;
 };
 static inline void prefetch(const TensorMap &) {}
-static inline void prefetch_line(const void *) {}
 
 // The swizzle of 64 (128) bytes: bits 4 and 5 (to 6) of an address are or-ed exclusively with bits 7 and 8 (to 9).
 static inline uint32 swizzled(uint32 at, uint32 width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }

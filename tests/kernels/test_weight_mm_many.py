@@ -35,14 +35,21 @@ def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
         -(-n // (plan.rows * plan.beside)),
         -(-m // plan.tokens),
     )
+    tiles = rows * columns
+    left = tiles % plan.clusters
+    divided = left if plan.divides and left * 2 <= plan.clusters else 0
     found = []
-    for tile in range(rows * columns):
-        above = tile // (BAND * rows) * BAND
-        within, width = tile - above * rows, min(BAND, columns - above)
+    for tile in range(tiles + divided):
+        more = tile - (tiles - left) if divided else -1
+        own = tile if more < 0 else tiles - left + more // 2
+        above = own // (BAND * rows) * BAND
+        within, width = own - above * rows, min(BAND, columns - above)
         for rank in range(plan.cluster):
-            row = (within // width * plan.beside + rank % plan.beside) * plan.rows
-            part = rank // plan.beside
-            share = (chunks * part // plan.split, chunks * (part + 1) // plan.split)
+            beside, part, parts = rank % plan.beside, rank // plan.beside, plan.split
+            if more >= 0:
+                beside, part, parts = more % 2, rank, 2
+            row = (within // width * plan.beside + beside) * plan.rows
+            share = (chunks * part // parts, chunks * (part + 1) // parts)
             found.append((row, (above + within % width) * plan.tokens, *share))
     return found
 
@@ -67,7 +74,7 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> 
     assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
-        assert first < last, "no block is idle"
+        assert first < last or k <= chosen.chunk, "no block is idle"
         parts.setdefault((row, token), []).append((first, last))
     covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
     assert covered <= set(parts)
@@ -237,6 +244,8 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
     (planned(32, 256, 2, 1, 1, 1), 30, 129, 96, 8, 32),
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
+    (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile divided
+    (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
     (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
     (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
@@ -303,7 +312,7 @@ def forced() -> list[tuple[int, Plan]]:
             (1, 1, 2),
             (1, 2, 50),
             (1, 4, 1),
-            (2, 1, 50),
+            (2, 1, 4),  # may end with divided tiles
             (2, 4, 3),
             (1, 8, 16),
         ):
@@ -328,7 +337,7 @@ def test_every_division(group: int, chosen: Plan) -> None:
 @pytest.mark.parametrize("tile", weight_mm_many.LARGE, ids=str)
 def test_rounded_weights(tile: weight_mm_many.Tile, beside: int, group: int) -> None:
     """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
-    chosen = planned_deep(*tile, beside, 1, 20, rounded=True)
+    chosen = planned_deep(*tile, beside, 1, 4, rounded=True)
     operands = Operands(700, 520, 2048, 4, group, zero=True)
     out, rounded = operands.product(chosen), operands.weight().to(BF16).double()
     exact = operands.x.double() @ rounded.T
