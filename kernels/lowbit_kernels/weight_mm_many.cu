@@ -49,9 +49,16 @@ static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a ch
 static constexpr int STEPS = BITS == 4 && GROUPS == 2 && TOKENS < 128 && RUN > 32 ? 4 : 2;
 static constexpr int VECTORS = STEPS * BITS / 8;  // of 16 bytes, of a piece's codes of a row
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
-static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
 // Whether a piece's codes are read while the products of the one before are issued, where there are registers for it.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
+static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
+// A code's bits as a number times FACTOR, plus OFFSET, are the code times UNIT: see two_of.
+static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
+                                 : BITS == 4   ? 0x7d007f00
+                                               : 0x7f007f00;
+static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
+                                 : BITS == 4   ? 0xbe00be00
+                                               : 0xc000c000;
 static constexpr int UNITS = ROWS / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
@@ -208,27 +215,30 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
     const uint32 bits = from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
     if (GROUP % CHUNK != 0 && group_of(run) >= shape.groups) group.scale = 0.0f;
-    // less what a code's bits are more than the code, times UNIT, and less the zero point: exact
-    if constexpr (!ZERO) group.offset = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480) : BITS == 4 ? 0xbe00be00 : 0xc000c000;
-    else if constexpr (DTYPE == FP16) group.offset = packed(-(from.zero + (BITS == 4 ? 1032.0f : 1152.0f)), -(from.zero + (BITS == 4 ? 72.0f : 1152.0f)));
-    else group.offset = packed(-UNIT * (from.zero + (1 << BITS - 1)), -UNIT * (from.zero + (1 << BITS - 1)));
+    if constexpr (!ZERO) {
+        group.offset = OFFSET;
+    } else {
+        const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + (1 << BITS - 1);
+        const float lower = DTYPE == FP16 && BITS == 4 ? upper + 960.0f : upper;
+        group.offset = packed(-UNIT * lower, -UNIT * upper);
+    }
     return group;
 }
 
-// What a thread takes of eight codes, and what that is multiplied by: of 4 bits the upper one comes 16 times as large.
+// What a thread takes of eight codes, and what that is multiplied by: an upper nibble comes 16 times as large.
 struct Place {
     uint32 selector, factor;
     MEMBER Place(int t, const Shape &shape) {
         selector = t * (BITS == 4 ? 0x0101 : 0x0202) + (BITS == 4 ? 0 : 0x0100);
-        const uint32 constant = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00) : BITS == 4 ? 0x7d007f00 : 0x7f007f00;
-        factor = shape.m > 0 ? constant : 0;  // what the compiler knew it would move to a register for each use
+        // constants, which the compiler, if it knew, would move to a register for each use
+        factor = shape.m > 0 ? FACTOR : 0;
         in_use(selector);
     }
 };
 
 // Neighbours of eight codes along K, those of the thread's place in its four, times UNIT: 4 bits, byte `t` of a word; 8
-// bits, bytes 2 t and 2 t + 1 of two. Less the zero point. A number's lowest 8 bits alone are a multiple of bf16's least,
-// 2**-133, as a number; in fp16, below those of 1024, added to it.
+// bits, bytes 2 t and 2 t + 1 of two. Less the zero point. In bf16 the lowest 8 bits alone stand for multiples of 2**-133,
+// exactly; in fp16, or-ed into 1024, they are that number more.
 DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
     if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
@@ -344,7 +354,8 @@ struct Consumer {
 
     // The products of chunks first..last - 1: `totals` (and `sums`, where groups are summed apart) begin as zeros.
     // Pieces of four products or two: while the tensor cores have one, the next is unpacked, in other registers.
-    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last, bool divided) {
+    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
+                    bool divided) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
         const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
@@ -405,7 +416,8 @@ struct Consumer {
     }
 
     // The sums of the group before a chunk's part, scaled; and the scales of this one, for the next time.
-    MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2], int part) {
+    MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2],
+                          int part) {
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i) {
             flush(totals[i], sums[i], scale[i]);
@@ -523,8 +535,8 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
 
 // ---- sums of a tile that several have: blocks of a cluster, warpgroups of a block ----------------------------------------
 
-// Of PARTS blocks, BESIDES of each are beside each other: `part` is of whom a block is. Of squares of 16 rows and tokens it
-// finishes those whose unit of rows is `part` more than a multiple of PARTS.
+// PARTS blocks have a tile's sums; `part` is a block's number among them, BESIDES that of such tiles in the cluster. Of
+// squares of 16 rows and tokens it finishes those whose unit of rows is `part` more than a multiple of PARTS.
 template <int PARTS, int BESIDES>
 struct Exchange {
     static constexpr int OWN = TOKENS / 16 * UNITS / PARTS, SOURCES = PARTS * LANES;

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """Whether the blocks of a cluster share tiles of the last round, where half of the clusters or fewer get one."""
+        """Whether blocks of a cluster share a tile in the last round, if at most half of the clusters have one."""
         return self.beside == 2 and self.split * Tile(*self[:3]).lanes == 1
 
 
@@ -130,16 +130,16 @@ def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     if sources > 1:
         end = 3600 + _fixed(*plan[:3], plan.split) / plan.groups / 8
     whole, left = divmod(tiles, plan.clusters)
-    rounds = whole + (left > 0)
-    if plan.divides and 0 < left * 2 <= plan.clusters:
-        rounds -= 0.4
+    divided = plan.divides and left * 2 <= plan.clusters
+    rounds = whole + (left > 0) * (0.6 if divided else 1.0)
     if rounds > 1 and plan.beside == 1:
         rounds *= 1.03  # blocks that read the same tokens drift apart
     return rounds * (chunks * chunk + end)
 
 
 def chunk_of(tokens: int, bits: int, group_size: int) -> int:
-    """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64. For many, stages that more fit of."""
+    """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64. For many, smaller stages, of which
+    more fit."""
     if tokens == 256 and bits == 8:
         return 64
     return 256 if tokens <= 32 and bits == 4 and group_size % 128 == 0 else 128

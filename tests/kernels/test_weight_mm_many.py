@@ -96,18 +96,19 @@ def test_plan_of_the_shapes_that_matter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_differences_are_exact(dtype: torch.dtype, bits: int) -> None:
-    """Codes or-ed into the bits of 128 or 1024, less that and the zero point, in the operand's dtype."""
+@pytest.mark.parametrize(("bits", "shift"), [(4, 0), (4, 4), (8, 0)])
+def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> None:
+    """A code's bits read as a number, below the least normal one of bfloat16 or in 1024 of float16, times a factor, less
+    the zero point: each step a number of the operand's dtype. `shift`: of an upper nibble."""
     grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
-    if dtype == BF16 and bits == 8:
-        base = ((code & 127) + 128).to(dtype) - ((code < 0) * 128 + 128).to(dtype)
-        offset = zero.to(dtype)
-    else:
-        base = (code + 2 ** (bits - 1) + (128 if dtype == BF16 else 1024)).to(dtype)
-        offset = (zero + 2 ** (bits - 1) + (128 if dtype == BF16 else 1024)).to(dtype)
-    assert torch.equal((base - offset).long(), code - zero)
+    read = (code + 2 ** (bits - 1) << shift) + (0x6400 if dtype == FP16 else 0)
+    factor, unit = (2.0**-shift, 1.0) if dtype == FP16 else (2.0 ** (127 - shift), 1 / 64)
+    offset = -unit * (zero + 2 ** (bits - 1)) - (1024 * factor if dtype == FP16 else 0.0)
+    weight = read.to(torch.int16).view(dtype).double() * factor + offset
+    assert torch.equal(weight, (code - zero) * unit)
+    for step in (offset, weight, torch.tensor(factor, dtype=torch.double)):
+        assert torch.equal(step.to(dtype).double(), step.double())
 
 
 def test_source_has_the_macros() -> None:
@@ -249,17 +250,31 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
     (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
     (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
+    (
+        planned(256, 128, 2, 2, 1, 1, rounded=True)._replace(chunk=64, stages=4),
+        60,
+        104,
+        290,
+        8,
+        128,
+    ),
 ]
 
 
 @pytest.mark.skipif(not hopper_emulator.COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize(("chosen", "m", "n", "k", "bits", "group"), EMULATED, ids=str)
-def test_emulated(chosen: Plan, m: int, n: int, k: int, bits: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "m", "n", "k", "bits", "group", "dtype"),
+    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:9]],
+    ids=str,
+)
+def test_emulated(
+    chosen: Plan, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
+) -> None:
     """The kernels' arithmetic, of indices and barriers too, by fibers on the CPU."""
     with hopper_emulator.emulated():
         kinds = {"device": "cpu"}
         if not chosen.rounded:
-            kinds |= {"dtype": FP16, "scale": FP32, "zero": True, "pitch": 16}
+            kinds |= {"dtype": dtype, "scale": FP32, "zero": True, "pitch": 16}
         operands = Operands(m, n, k, bits, group, **kinds)
         if chosen.rounded:  # written in another way
             operands.check(chosen, factor=1.3)
