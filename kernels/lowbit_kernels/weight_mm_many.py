@@ -62,9 +62,8 @@ class Tile(NamedTuple):
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
-MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64, 128)), Tile(64, 256, 2))
-BROAD = MIDDLE[3]
-SPILLS = Tile(64, 256, 4)  # where groups are summed apart, a few registers
+BROAD = Tile(128, 128, 2)
+MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64)), BROAD, Tile(64, 256, 2))
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
 
 
@@ -85,8 +84,8 @@ def plan(
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
-    small = [tile for tile in SMALL if group_size == 0 or tile != SPILLS]
-    tiles = [(tile, False) for tile in (*small, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
+    fitting = [t for t in (*SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
+    tiles = [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     if rounded or (group_size == 0 and m > 64):
         tiles += [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
     candidates = [
@@ -102,6 +101,13 @@ def plan(
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
+
+
+def _spills(tile: Tile, group_size: int) -> bool:
+    """Whether a thread's registers don't hold the sums of groups, scales and all else."""
+    if tile[:2] != (64, 256) or group_size == 0:
+        return False
+    return tile.groups == 4 or group_size % 128 > 0
 
 
 def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:

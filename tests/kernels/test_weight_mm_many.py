@@ -1,4 +1,4 @@
-"""int4 and int8 weights times many tokens: how the work is divided, the order of K, and on a GPU every result."""
+"""int4 and int8 weights times many tokens: operands, the kernel emulated on a CPU, and on a GPU every result."""
 
 from __future__ import annotations
 
@@ -6,90 +6,13 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import (
-    BAND,
-    SHARED_LIMIT,
-    Plan,
-    chunk_of,
-    many_tokens_mm,
-    plan,
-    stages,
-)
+from lowbit_kernels.weight_mm_many import Plan, chunk_of, many_tokens_mm, stages
 from tests.kernels import hopper_emulator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
-
-
-# ---- the division of the work ----------------------------------------------------------------------------------------
-
-
-def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
-    """Of all blocks their row, token, first chunk and the one after the last, tile by tile. As `Schedule`."""
-    chunks, rows, columns = (
-        -(-k // plan.chunk),
-        -(-n // (plan.rows * plan.beside)),
-        -(-m // plan.tokens),
-    )
-    tiles = rows * columns
-    left = tiles % plan.clusters
-    divided = left if plan.divides and left * 2 <= plan.clusters else 0
-    found = []
-    for tile in range(tiles + divided):
-        more = tile - (tiles - left) if divided else -1
-        own = tile if more < 0 else tiles - left + more // 2
-        above = own // (BAND * rows) * BAND
-        within, width = own - above * rows, min(BAND, columns - above)
-        for rank in range(plan.cluster):
-            beside, part, parts = rank % plan.beside, rank // plan.beside, plan.split
-            if more >= 0:
-                beside, part, parts = more % 2, rank, 2
-            row = (within // width * plan.beside + beside) * plan.rows
-            share = (chunks * part // parts, chunks * (part + 1) // parts)
-            found.append((row, (above + within % width) * plan.tokens, *share))
-    return found
-
-
-SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
-
-
-@settings(max_examples=200)
-@given(*SHAPES, st.sampled_from([4, 8]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans())
-def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
-    k = 32 * k32
-    chosen = plan(m, n, k, bits, group, 132, may_round)
-    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 256)
-    assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
-    assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
-    assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
-    summed_twice = group > 0 and not chosen.rounded
-    registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
-    assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
-    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
-    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
-    assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
-    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for row, token, first, last in work(chosen, m, n, k):
-        assert first < last or k <= chosen.chunk, "no block is idle"
-        parts.setdefault((row, token), []).append((first, last))
-    covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
-    assert covered <= set(parts)
-    for shares in parts.values():
-        assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
-
-
-def test_plan_of_the_shapes_that_matter() -> None:
-    assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
-    assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
-    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
-    for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
-        small = plan(m, 4096, 4096, 4, 128, 132)
-        assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
 
 
 # ---- source, operands ------------------------------------------------------------------------------------------------
@@ -98,8 +21,8 @@ def test_plan_of_the_shapes_that_matter() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("bits", "shift"), [(4, 0), (4, 4), (8, 0)])
 def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> None:
-    """A code's bits read as a number, below the least normal one of bfloat16 or in 1024 of float16, times a factor, less
-    the zero point: each step a number of the operand's dtype. `shift`: of an upper nibble."""
+    """A code's bits read as a number, below the least normal one of bfloat16 or in 1024 of float16, times a factor,
+    less the zero point: each step a number of the operand's dtype. `shift`: of an upper nibble."""
     grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
     read = (code + 2 ** (bits - 1) << shift) + (0x6400 if dtype == FP16 else 0)
