@@ -12,13 +12,15 @@
 Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`quantize_tokens`), in one kernel; the
 product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products can't pass (a longer K raises).
 
-int8 of few tokens (`MOST_FEW_TOKENS`): the tiles of 128 tokens of the int8 product waste no time but their own latency,
-and the kernel for few tokens (``weight_mm_few``) is bound by the weight's bytes alone. It gets the codes as numbers of
-x's dtype, which are exact, and sums in float32: exactly while a sum's parts stay below 2**24, beyond which (K over
-1,040 at the earliest, when all codes are extreme) they round at 2**-24, far below the result's own rounding.
+int8 of at most `MOST_NUMBERS` tokens: the int8 product has tiles of 128 tokens, and steps that take as long for fewer;
+the kernels for weights that are unpacked (``weight_mm_few``, from `MOST_FEW_TOKENS` on ``weight_mm_many``) are bound by
+the weight's bytes. They get the codes as numbers of x's dtype, which are exact, and sum in float32: exactly while a
+sum's parts stay below 2**24, beyond which (K over 1,040 at the earliest, when all codes are extreme) they round at
+2**-23, far below the result's own rounding.
 
 float8: ``tensorwise`` gives all tokens one scale. K is padded to a multiple of 16 where it isn't one, by a copy of the
-weight at every call. `calls` counts "int8_dynamic_linear", "float8_linear", and "int8_dynamic_linear few".
+weight at every call. `calls` counts "int8_dynamic_linear" and "float8_linear", and "int8_dynamic_linear few" and
+"int8_dynamic_linear many".
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels import weight_mm_few
+from lowbit_kernels import weight_mm_few, weight_mm_many
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
 
-MOST_FEW_TOKENS = 16
+MOST_FEW_TOKENS, MOST_NUMBERS = 8, 32
 MOST_K = (2**31 - 1) // 2**14  # of int8
 E4M3 = torch.float8_e4m3fn
 
@@ -96,14 +98,16 @@ def _format(codes: Tensor) -> str:
     return "int8" if codes.dtype == torch.int8 else "e4m3"
 
 
-def _few(x: Tensor, codes: Tensor, scale: Tensor) -> bool:
-    """Whether the kernel for few tokens takes an int8 product; scale is [N, 1]."""
-    return (
-        x.is_cuda
-        and x.dtype in HALVES
-        and x.shape[0] <= MOST_FEW_TOKENS
-        and weight_mm_few.is_available(x, codes, scale, bits=8, group_size=x.shape[1])
-    )
+def _of_numbers(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
+    """Which product of int8 codes as numbers of x's dtype takes few tokens, "few" or "many"; scale is [N, 1]."""
+    m, k = x.shape
+    if not x.is_cuda or x.dtype not in HALVES or m > MOST_NUMBERS:
+        return None
+    if m <= MOST_FEW_TOKENS:
+        takes = weight_mm_few.is_available(x, codes, scale, bits=8, group_size=k)
+        return "few" if takes else None
+    takes = weight_mm_many.is_available(x, codes, scale, bits=8, group_size=k)
+    return "many" if takes else None
 
 
 def _linear(
@@ -120,15 +124,16 @@ def _linear(
     k, n = x.shape[-1], codes.shape[0]
     shape, x = (*x.shape[:-1], n), x.reshape(prod(x.shape[:-1]), k)
     bias = None if bias is None else bias.contiguous()
-    if x.numel() and n and op == "int8_dynamic_linear" and _few(x, codes, scale.reshape(-1, 1)):
-        calls[f"{op} few"] += 1
-        q, t = codes_of(x, "int8", x.dtype)
-        residual = None if residual is None else residual.reshape(-1, n).contiguous()
-        ends = (None, bias, residual, t)
-        out = weight_mm_few.few_tokens_mm(
-            q[:, :k], codes, scale.reshape(-1, 1), *ends, bits=8, group_size=k
-        )
-        return out.view(shape)
+    if x.numel() and n and op == "int8_dynamic_linear":
+        by_row = scale.reshape(-1, 1)
+        if kernel := _of_numbers(x, codes, by_row):
+            calls[f"{op} {kernel}"] += 1
+            q, t = codes_of(x, "int8", x.dtype)
+            residual = None if residual is None else residual.reshape(-1, n).contiguous()
+            few = weight_mm_few.few_tokens_mm
+            product = few if kernel == "few" else weight_mm_many.many_tokens_mm
+            ends = (None, bias, residual, t)
+            return product(q[:, :k], codes, by_row, *ends, bits=8, group_size=k).view(shape)
     if extra := -k % 16:  # as the codes of x are
         codes = F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype)
     q, t = codes_of(x, _format(codes), codes.dtype, tensorwise)

@@ -151,7 +151,12 @@ DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barri
         : "memory");
 }
 
-// The same to every block of the cluster that has a bit in `blocks`, at the same addresses.
+// That box into the L2.
+DEVICE void prefetch_box(const TensorMap &map, int x, int y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
+}
+
+// A box to every block of the cluster that has a bit in `blocks`, at the same addresses.
 DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier, unsigned short blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,27 +17,61 @@ DTYPES = {
     torch.float16: "FP16",
     torch.int32: "INT32",
 }
-TILE_M, TILE_N, TILE_K, STAGES, CLUSTER, THREADS = 128, 256, 128, 4, 2, 384
-CLUSTER_ROWS = CLUSTER * TILE_M
-SHARED = STAGES * (TILE_M + TILE_N) * TILE_K + 4 * 64 * 128 + 2 * 4 * TILE_N + 2 * 8 * STAGES
-MAX_SLICES = 16
+TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
+WIDTHS = (256, 128, 64)  # of a tile
+SHARED_LIMIT = 227 * 1024
+MAX_SLICES, MAX_STAGES = 16, 10
 
 
-def plan(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
-    """Rows of tiles that are worked through together, and slices of K that are summed apart.
+class Plan(NamedTuple):
+    """How a product is divided: columns of a tile, rows of tiles that are worked through together, slices of K that are
+    summed apart (1 unless tiles are 256 wide)."""
 
-    Slices, where tiles are few: the number for which the longest-working cluster is done first. In steps of 128 along
-    K, each about 0.6 us: those of its tiles, 4 to store one, 10 for a second launch, and those that it takes to write
-    and read the slices' sums.
+    width: int
+    group: int
+    slices: int
+
+    @property
+    def under(self) -> int:
+        """Tiles of a cluster under each other; narrow ones are beside each other."""
+        return CLUSTER if self.width == WIDTHS[0] else 1
+
+    @property
+    def beside(self) -> int:
+        return CLUSTER // self.under
+
+    def a_rows(self, m: int) -> int:
+        """Rows of a that are copied at once: few outside of it, and eight lie together in shared memory."""
+        if m <= TILE_M:
+            return -(-m // (8 * self.beside)) * 8
+        return TILE_M if self.under > 1 else 64 if -m % 64 < 16 else 32
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Rows and columns of clusters."""
+        return -(-m // (TILE_M * self.under)), -(-n // (self.width * self.beside))
+
+
+def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
+    """The division for which the longest-working cluster is expected to be done first.
+
+    In microseconds, as an H200 was measured to: the steps of 128 along K of a cluster's tiles; what storing one takes;
+    and for slices, where tiles are few, a second launch, and writing and reading their sums.
     """
-    rows, columns, steps = -(-m // CLUSTER_ROWS), -(-n // TILE_N), -(-k // TILE_K)
+    steps = -(-k // TILE_K)
 
-    def cost(slices: int) -> float:
-        rounds = -(-rows * columns * slices // (multiprocessors // CLUSTER))
-        second = 10 + m * n * slices / 450_000 if slices > 1 else 0
-        return rounds * (-(-steps // slices) + 4) + second
+    def cost(one: Plan) -> float:
+        rows, columns = one.tiles(m, n)
+        rounds = -(-rows * columns * one.slices // (multiprocessors // CLUSTER))
+        step = 0.22 + 0.38 * one.width / 256
+        second = 6 + m * n * one.slices / 750_000 if one.slices > 1 else 0
+        return rounds * (-(-steps // one.slices) * step + 0.4 + one.width / 128) + second
 
-    return 4 if columns <= 16 else 8, min(range(1, min(steps, MAX_SLICES) + 1), key=cost)
+    def group(width: int) -> int:
+        return 4 if -(-n // width) <= 16 else 8
+
+    wide = WIDTHS[0]
+    plans = [Plan(wide, group(wide), s) for s in range(1, min(steps, MAX_SLICES) + 1)]
+    return min((*plans, *(Plan(width, group(width), 1) for width in WIDTHS[1:])), key=cost)
 
 
 def is_available(device: torch.device) -> bool:
@@ -61,59 +95,71 @@ def int8_mm(
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     # The TMA stores rows that begin at multiples of 16 bytes: others are cut off wider ones.
-    width = -(-n * out_dtype.itemsize // 16) * 16 // out_dtype.itemsize
-    out = a.new_empty((m, width), dtype=out_dtype)
+    pitch = -(-n * out_dtype.itemsize // 16) * 16 // out_dtype.itemsize
+    out = a.new_empty((m, pitch), dtype=out_dtype)
     with torch.cuda.device_of(a):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         multiprocessors = nvrtc.multiprocessors(a.device)
-        group, slices = plan(m, n, k, multiprocessors)
+        chosen = plan(m, n, k, multiprocessors)
+        width, group, slices = chosen
         scales = (a_scale.data_ptr(), b_scale.data_ptr(), 0 if bias is None else bias.data_ptr())
         shape = (int(a_scale.numel() > 1), int(b_scale.numel() > 1), m, n)
         bias_dtype, to = None if bias is None else bias.dtype, out
-        tall = -(-m // CLUSTER_ROWS)
-        tiles = tall * -(-n // TILE_N) * slices
+        rows, columns = chosen.tiles(m, n)
+        tall = rows * chosen.under * TILE_M
         if slices > 1:
-            to = a.new_empty((slices * tall * CLUSTER_ROWS, -(-n // 4) * 4), dtype=torch.int32)
+            to = a.new_empty((slices * tall, -(-n // 4) * 4), dtype=torch.int32)
+        box = 128 // to.itemsize
         maps = (
-            _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), 128, 128),
-            _map(b.data_ptr(), torch.int8, n, k, _row_stride(b), TILE_N // CLUSTER, 128),
-            _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, 128 // to.itemsize),
+            _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), chosen.a_rows(m), 128),
+            _map(b.data_ptr(), torch.int8, n, k, _row_stride(b), width // chosen.under, 128),
+            _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, box),
         )
-        product = _product(to.dtype, None if slices > 1 else bias_dtype, device)
+        product = _product(to.dtype, None if slices > 1 else bias_dtype, width, device)
         product(
             stream,
-            min(tiles, multiprocessors // CLUSTER) * CLUSTER,
+            min(rows * columns * slices, multiprocessors // CLUSTER) * CLUSTER,
             THREADS,
             *(one.getPtr() for one in maps),
-            *(*scales, *shape, -(-k // TILE_K), group, slices),
+            *(*scales, *shape, -(-k // TILE_K), group, slices, chosen.a_rows(m)),
         )
         if slices > 1:
-            step = tall * CLUSTER_ROWS * to.shape[1]
+            step = tall * to.shape[1]
             _combine(out_dtype, bias_dtype, device)(
                 stream,
                 -(-m * to.shape[1] // 1024),
                 256,
                 *(to.data_ptr(), out.data_ptr(), *scales, *shape),
-                *(slices, step, to.shape[1], width),
+                *(slices, step, to.shape[1], pitch),
             )
-    return out if width == n else out[:, :n].contiguous()
+    return out if pitch == n else out[:, :n].contiguous()
 
 
-def source(out: torch.dtype, bias: torch.dtype | None) -> str:
+def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -> str:
     """The CUDA C++ to compile; `out` int32: for slices."""
     folder = Path(__file__).parent
     ptx, hopper, mm = (
         (folder / name).read_text(encoding="utf-8")
         for name in ("ptx.cuh", "hopper.cuh", "scaled_mm.cu")
     )
-    defines = f"#define OUT {DTYPES[out]}\n#define BIAS {DTYPES[bias] if bias else 'NONE'}\n"
-    return "\n".join([defines, ptx, hopper, _multiply(), mm])
+    macros = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE", "TILE_N": width}
+    macros["STAGES"] = _ring(width)[0]
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return "\n".join([defines, ptx, hopper, _multiply(width), mm])
 
 
-def _multiply() -> str:
-    """The instruction that adds the product of 64 x 32 bytes of a and 256 x 32 of b to a warpgroup's sums: too many
+def _ring(width: int) -> tuple[int, int]:
+    """Stages of the ring, and bytes of shared memory with it."""
+    stage = (TILE_M + width) * TILE_K
+    fixed = 4 * 64 * 128 + 2 * 4 * width + 2 * 8 * MAX_STAGES
+    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES)
+    return stages, fixed + stages * stage
+
+
+def _multiply(width: int) -> str:
+    """The instruction that adds the product of 64 x 32 bytes of a and `width` x 32 of b to a warpgroup's sums: too many
     operands to write by hand."""
-    sums = TILE_N // 2
+    sums = width // 2
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
     a, b, add, high = (f"%{sums + i}" for i in range(4))
@@ -125,7 +171,7 @@ DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
         "setp.ne.b32 p, {add}, 0;\\n"
         "mov.b64 x, {{{a}, {high}}};\\n"
         "mov.b64 y, {{{b}, {high}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{TILE_N}k32.s32.s8.s8 {{{names}}}, x, y, p;\\n}}"
+        "wgmma.mma_async.sync.aligned.m64n{width}k32.s32.s8.s8 {{{names}}}, x, y, p;\\n}}"
         : {operands}
         : "r"(a), "r"(b), "r"(add), "n"(OPERAND_HIGH));
 }}
@@ -133,18 +179,21 @@ DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
 
 
 @functools.cache
-def _module(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Module:
-    return nvrtc.Module(nvrtc.compiled(source(out, bias), "sm_90a"))
+def _module(out: torch.dtype, bias: torch.dtype | None, width: int, device: int) -> nvrtc.Module:
+    return nvrtc.Module(nvrtc.compiled(source(out, bias, width), "sm_90a"))
 
 
 @functools.cache
-def _product(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
-    return _module(out, bias, device).kernel("int8_mm", 13, structs=3, shared=SHARED)
+def _product(out: torch.dtype, bias: torch.dtype | None, width: int, device: int) -> nvrtc.Kernel:
+    shared = _ring(width)[1]
+    return _module(out, bias, width, device).kernel(
+        "int8_mm", 14, structs=3, shared=shared, overlaps=True
+    )
 
 
 @functools.cache
 def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.Kernel:
-    return _module(out, bias, device).kernel("combine", 13)
+    return _module(out, bias, WIDTHS[0], device).kernel("combine", 13, overlaps=True)
 
 
 @functools.lru_cache(maxsize=4096)

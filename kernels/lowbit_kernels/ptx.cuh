@@ -104,6 +104,12 @@ DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
     return result;
 }
 
+DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("max.s16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
 // Rounded to nearest even, numbers below 2**-126 included, whatever the compiler's options are.
 DEVICE float multiply_exactly(float a, float b) {
     float result;

@@ -16,8 +16,13 @@ Division, product and rounding are float32's, each rounded once, so that codes a
 ``tensorwise`` (e4m3): one scale for all, [1]. A row with a NaN has scale NaN, with an infinity an infinite one; their
 codes stand for nothing.
 
-One kernel, a program a row: rows up to 8,192 elements are read once and kept in registers, longer ones twice. One scale
-for all takes another launch before.
+Where each runs:
+
+    compute capability 9.0      quantize_tokens.cu, compiled at first use: rows of bfloat16 and float16 of a multiple
+                                of 16 elements, up to 65,536, which are read once and kept in registers
+    otherwise, and one scale    Triton, a program a row: up to 8,192 elements read once, longer ones twice; one scale
+                                for all takes another launch before
+    CPU                         PyTorch
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels import quantize_tokens_cuda
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
@@ -186,6 +192,10 @@ def codes_of(
 ) -> tuple[Tensor, Tensor]:
     """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: bfloat16 and float16 do."""
     m, k = x.shape
+    if x.numel() and not tensorwise and quantize_tokens_cuda.takes(x):
+        codes, scale = x.new_empty((m, k), dtype=dtype), x.new_empty(m, dtype=torch.float32)
+        quantize_tokens_cuda.quantize(x, codes, scale)
+        return codes, scale
     if not (x.numel() and runs_on(x.device) and takes(format, x.device)):
         codes, scale = reference(x, format, tensorwise)
         return codes.to(dtype), scale

@@ -3,26 +3,28 @@
 // int8_mm_hopper.py compiles this once for each combination of
 //   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds up and scales
 //   BIAS               NONE, BF16, FP16 or FP32
+//   TILE_N             columns of a tile: 256; or 128 or 64 for few rows
+//   STAGES             of the ring
 // and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
 //
 // A block stays on its multiprocessor and takes every n-th tile of the result, or of its slices where there are fewer
-// tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other; each loads half of b's rows for
-// both. A block's third warpgroup is the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into
-// a ring in shared memory. Each of the other two multiplies 64 rows of the tile, int32 sums in registers (half of those
-// that a thread can have), scales them, and stores them through shared memory by the TMA. The producer runs ahead into
-// the next tile meanwhile.
+// tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other, and each loads half of b's rows for
+// both; or, where tiles are narrow, on tiles beside each other, and each loads half of a's. A block's third warpgroup is
+// the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into a ring in shared memory. Each of
+// the other two multiplies 64 rows of the tile, int32 sums in registers (half of those that a thread can have), scales
+// them, and stores them through shared memory by the TMA. The producer runs ahead into the next tile meanwhile.
 
 enum { NONE, BF16, FP16, FP32, INT32 };
 
-static constexpr int TILE_M = 128, TILE_N = 256, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
-static constexpr int STAGES = 4;                                // tiles of K in the ring
+static constexpr int TILE_M = 128, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
 static constexpr int CLUSTER = 2;
+static constexpr int BESIDE = TILE_N < 256 ? CLUSTER : 1, UNDER = CLUSTER / BESIDE;  // blocks of a cluster
 static constexpr int GROUPS = 2;                  // warpgroups that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
 static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
 static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // of the result, stored at once
-static constexpr int SUMS = TILE_N / 2;                                    // of a thread
+static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // of a thread
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -36,8 +38,8 @@ struct Shared {
 struct Shape {
     int m, n, steps, group, slices;
 
-    MEMBER int rows() const { return (m + CLUSTER * TILE_M - 1) / (CLUSTER * TILE_M); }
-    MEMBER int columns() const { return (n + TILE_N - 1) / TILE_N; }
+    MEMBER int rows() const { return (m + UNDER * TILE_M - 1) / (UNDER * TILE_M); }
+    MEMBER int columns() const { return (n + BESIDE * TILE_N - 1) / (BESIDE * TILE_N); }
 };
 
 // Which tiles a block works on: those of its cluster, in the order that keeps few rows of a and b in use.
@@ -55,9 +57,9 @@ struct Schedule {
         if (slice >= shape.slices) return false;
         const int tile = next % (rows * columns), above = tile / (shape.group * columns) * shape.group;
         const int height = min(shape.group, rows - above), within = tile - above * columns;
-        row = ((above + within % height) * CLUSTER + rank) * TILE_M;
-        column = within / height * TILE_N;
-        out_row = row + slice * rows * CLUSTER * TILE_M;
+        row = ((above + within % height) * UNDER + rank % UNDER) * TILE_M;
+        column = (within / height * BESIDE + rank / UNDER) * TILE_N;
+        out_row = row + slice * rows * UNDER * TILE_M;
         first = (long long)shape.steps * slice / shape.slices;
         end = (long long)shape.steps * (slice + 1) / shape.slices;
         next += gridDim.x / CLUSTER;
@@ -73,18 +75,29 @@ struct Ring {
     }
 };
 
-DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Shape &shape, uint32 rank) {
+// a comes in boxes of `a_rows`, those alone that have rows within it: the TMA takes longer for rows outside than for
+// others. Sums of rows that aren't there are of whatever the ring holds, and nobody reads them.
+DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Shape &shape, int a_rows, uint32 rank) {
     Schedule schedule(shape);
     Ring ring;
     while (schedule.take(rank)) {
+        const int height = min(shape.m - schedule.row, TILE_M), boxes = height > 0 ? (height + a_rows - 1) / a_rows : 0;
+        const int own_b = BESIDE > 1 ? 0 : rank * (TILE_N / CLUSTER);
+        const unsigned short both = (1 << CLUSTER) - 1;
         for (int step = schedule.first; step < schedule.end; ++step, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]);
-            const uint32 to = shared_address(shared.stage[ring.slot]);
+            const uint32 to = shared_address(shared.stage[ring.slot]), to_b = to + A_BYTES + own_b * TILE_K;
+            const int k = step * TILE_K;
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-            barrier_expect(full, STAGE_BYTES);
-            load_box(a, step * TILE_K, schedule.row, to, full);
-            const int half = rank * (TILE_N / CLUSTER);
-            load_box(b, step * TILE_K, schedule.column + half, to + A_BYTES + half * TILE_K, full, (1 << CLUSTER) - 1);
+            barrier_expect(full, boxes * a_rows * TILE_K + B_BYTES);
+            if constexpr (BESIDE > 1) {
+                for (int y = rank * a_rows; y < boxes * a_rows; y += BESIDE * a_rows)
+                    load_box(a, k, schedule.row + y, to + y * TILE_K, full, both);
+                load_box(b, k, schedule.column, to_b, full);
+            } else {
+                if (boxes > 0) load_box(a, k, schedule.row, to, full);
+                load_box(b, k, schedule.column + own_b, to_b, full, both);
+            }
         }
     }
 }
@@ -165,11 +178,11 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
     while (schedule.take(rank)) {
         const int column = schedule.column, row = schedule.row + group * 64, first = row + thread / 32 * 16 + lane / 4;
         // Read now, used when the product is done.
-        float row_scale[2], column_scale[TILE_N / 128];
+        float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_scale[i] = first + i * 8 < shape.m ? a_scale[a_scales ? first + i * 8 : 0] : 0.0f;
 #pragma unroll
-        for (int i = 0; i < TILE_N / 128; ++i) {
+        for (int i = 0; i < COLUMN_SCALES; ++i) {
             const int at = column + i * 128 + thread;
             column_scale[i] = at < shape.n ? b_scale[b_scales ? at : 0] : 0.0f;
         }
@@ -193,7 +206,9 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         release(shared, before);
 
 #pragma unroll
-        for (int i = 0; i < TILE_N / 128; ++i) shared.scale[group][i * 128 + thread] = column_scale[i];
+        for (int i = 0; i < COLUMN_SCALES; ++i) {
+            if (TILE_N % 128 == 0 || thread < TILE_N) shared.scale[group][i * 128 + thread] = column_scale[i];
+        }
 #pragma unroll
         for (int i = 0; i < TILE_N / BOX_COLUMNS; ++i) {
             const uint32 box = shared_address(shared.box[group][i % 2]);
@@ -203,7 +218,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
                      column + i * BOX_COLUMNS, shape.n);
             fence_for_tma();
             meet(1 + group, 128);
-            if (thread == 0) {
+            if (thread == 0 && row < shape.m) {  // of sums the place is not outside
                 store_box(out, column + i * BOX_COLUMNS, schedule.out_row + group * 64, box);
                 store_commit();
             }
@@ -213,13 +228,13 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 }
 
 // Grid: a multiple of CLUSTER blocks, at most as many as there are multiprocessors. a [m, k] and b [n, k] by boxes of
-// 128 x 128 and TILE_N / CLUSTER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
+// a_rows x 128 and TILE_N / UNDER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
 // clusters, n]. `steps` is k / 128, rounded up, at least `slices`. There is one scale for all rows (columns) if a_scales
 // (b_scales) is 0.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
-            int a_scales, int b_scales, int m, int n, int steps, int group, int slices) {
+            int a_scales, int b_scales, int m, int n, int steps, int group, int slices, int a_rows) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const Shape shape = {m, n, steps, group, slices};
@@ -231,15 +246,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.empty[i]), GROUPS * 4 * CLUSTER);
         }
         barrier_init_fence();
+        prefetch(a), prefetch(b), prefetch(out);
     }
     cluster_meet();
+    wait_for_previous();
+    let_next_start();
 
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<40>();
-        if (threadIdx.x == GROUPS * 128) {
-            prefetch(a), prefetch(b), prefetch(out);
-            produce(shared, a, b, shape, rank);
-        }
+        if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, a_rows, rank);
         __syncwarp();
     } else {
         take_registers<232>();
@@ -257,6 +272,8 @@ extern "C" __global__ void __launch_bounds__(256)
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
     const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
     const int row = at / width, column = at % width;
+    wait_for_previous();
+    let_next_start();
     if (row >= m || column >= n) return;
     int sum[4] = {};
     for (int slice = 0; slice < slices; ++slice) {

@@ -24,8 +24,9 @@ through an op.
 Where each runs:
 
     CUDA, compute capability 9.0    scaled_mm.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256; where these are
-                                    fewer than multiprocessors, K in slices, whose int32 sums take 4·M·N bytes each
-                                    while it runs (17 MB for the four of a gradient of 512 x 2048 over 16384 rows)
+                                    fewer than multiprocessors, narrower ones, or K in slices, whose int32 sums take
+                                    4·M·N bytes each while it runs (17 MB for the four of a gradient of 512 x 2048 over
+                                    16384 rows)
     other CUDA devices              Triton (int8_mm_triton)
     CPU                             PyTorch
 """

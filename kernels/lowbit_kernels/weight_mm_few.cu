@@ -7,35 +7,45 @@
 //   GROUP              codes along k that share a scale, a multiple of 32; 0: all of a row
 //   X, SCALE           BF16, FP16; the scale also FP32
 //   ZERO               whether there are zero points: int8, for 4 bits -8 .. 7
-//   TOKENS             8 or 16
-//   CHUNKS             of a row's slice that a warp has: each 64 bytes of codes
+//   TOKENS             1, 2, 4, 8 or 16
 //   HEIGHT             of a tile, in 16 rows
 //   SPLIT              blocks of a cluster, which have a slice of k each
-//   WHOLE              whether codes have no gaps between rows and SPLIT is 1, so that one copy brings many rows
+//   PARTS              of a tile's slice, copied one after the other
+//   CHUNKS             of a part that a warp has, at most: each 64 bytes of a row's codes
+//   WHOLE              whether a part is whole rows that have no gaps between them
 // and puts ptx.cuh and hopper.cuh before it.
 //
-// A cluster takes every n-th tile of the weight. Two threads of a block have the bulk copies bring tiles, its slice of k
-// of them, into a ring, no more at a time than keeps memory busy: of more, later tiles would delay earlier ones. 16 warps share the slice. A warp holds the x of its chunks
-// in registers all the time, as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group,
-// are scaled in float32. One more warp adds up the sums of the 16 and stores results, while the 16 go on with the next
-// tile. Sums of the blocks of a cluster meet at the end, all at once. All additions are in a fixed order.
+// A cluster takes every n-th tile of the weight. One thread of a block has the TMA bring parts of tiles into a ring, no
+// more at a time than keeps memory busy: of more, later ones would delay earlier ones. The first is asked for, into the
+// L2, before the launch before is done. 16 warps share a part. A warp holds the x of its chunks in registers all the time,
+// as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group, are scaled in float32. Two
+// more warps add up the sums of the 16 and store results, while the 16 go on with the next tile. Sums of the blocks of a
+// cluster meet at the end, all at once. All additions are in a fixed order.
+//
+// mma multiplies by 8 columns. Fewer tokens than that have the x of several chunks in them, in the same registers, and of
+// the product with one chunk only its own columns count: one block's registers hold the x of 64 Ki of k, for one token.
 //
 // Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
 // sees that both sides of a step have the same k in the same place.
 
 enum { BF16, FP16, FP32 };
 
-static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, two copy
-static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS / 8;  // of a tile of the weight; mma takes 8 tokens
-static constexpr int PIECES = HEIGHT * TILES;                 // of a tile's sums: 16 rows, 8 tokens
-static constexpr int MAX_STAGES = 8;
-static constexpr int WORD = 32 / BITS;                        // codes of a word
+static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, one copies codes, one x
+static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile of the weight; mma takes 8 tokens
+static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows, 8 tokens
+static constexpr int MAX_STAGES = 4;
+static constexpr int WORD = 32 / BITS;  // codes of a word
 static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
-static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;     // of a scale
+static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;  // of a scale
 static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // one group
 static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // neighbouring words that a lane has of a unit
-static constexpr int PAIRS = WORD / 2;                          // of x, in registers, for a word
-static constexpr bool MANY = CHUNKS * 4 * TILES * PAIRS > 32;  // registers of x
+static constexpr int PAIRS = WORD / 2;                             // of x, in registers, for a word
+static constexpr int SHARE = TOKENS < 8 ? 8 / TOKENS : 1;          // chunks whose x is in the same registers
+static constexpr int SETS = (PARTS * CHUNKS + SHARE - 1) / SHARE;  // of such registers
+// Whether x comes by way of shared memory: lanes would load it from places far apart, of one token or of many parts. Else
+// that takes longer, in the queue that codes come through.
+static constexpr bool COPIES_X = TOKENS == 1 || (SHARE > 1 && PARTS > 2);
+static constexpr bool MANY = SETS * 4 * TILES * PAIRS > 32;  // registers of x
 static constexpr int REGISTERS[2] = {MANY ? 112 : 104, MANY ? 32 : 64};  // of warps that multiply; of the others
 static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
 // Whether products are of the codes + 136, and 136 + zero point times the sum of x comes off a unit's sum: exact in
@@ -46,7 +56,7 @@ static_assert(SPAN % UNIT == 0, "");
 // What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
 struct Shared {
     uint64 full[MAX_STAGES], empty[MAX_STAGES];
-    uint64 loaded;               // x is in registers
+    uint64 copied;               // x is in shared memory
     uint64 summed[2], added[2];  // the warps' sums are there; they have been read
     alignas(512) float4 sums[2][WARPS][PIECES][32];
 };
@@ -57,22 +67,31 @@ struct Problem {
     const unsigned short *bias, *residual;
     const float *token_scale;
     unsigned short *out;
-    long long x_stride, code_stride;  // of x in elements
-    int m, n, k, row_bytes, groups, stages;
+    long long x_stride;  // in elements
+    int m, n, k, chunks, groups, pitch, stages;  // pitch: of a part's rows, in bytes
 
-    MEMBER int chunks() const { return (row_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
-    // The slice of block `rank`: its first chunk.
-    MEMBER int slice(int rank) const { return (int)((long long)chunks() * rank / SPLIT); }
-    // Of a row in shared memory: so that the rows which lanes read at once lie in different banks, if rows come apart.
-    MEMBER int pitch() const {
-        if constexpr (WHOLE) return row_bytes;
-        const int bytes = (chunks() + SPLIT - 1) / SPLIT * CHUNK_BYTES;
-        return bytes + ((16 * VECTOR - bytes) & 127);
-    }
     MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // of a tile; a multiple of 16
-    MEMBER int stage_bytes() const { return ROWS * pitch() + scale_bytes() + (ZERO ? ROWS * groups : 0); }
+    MEMBER int stage_bytes() const {
+        return (ROWS * pitch + scale_bytes() + (ZERO ? ROWS * groups : 0) + 127) & ~127;  // where the TMA may write
+    }
 };
+
+// Chunks of a row.
+struct Range {
+    int first, count;
+};
+DEVICE Range part_of(const Problem &p, int rank, int part) {
+    const int start = (int)((long long)p.chunks * rank / SPLIT);
+    const int own = (int)((long long)p.chunks * (rank + 1) / SPLIT) - start;
+    const int first = own * part / PARTS;
+    return {start + first, own * (part + 1) / PARTS - first};
+}
+// A warp's of them. Which warps get one more changes from part to part: of all together they have as many.
+DEVICE Range share_of(const Range &part, int warp, int index) {
+    const int more = index * WARPS / PARTS, first = (part.count * warp + more) / WARPS;
+    return {part.first + first, (part.count * (warp + 1) + more) / WARPS - first};
+}
 
 struct Ring {
     int slot = 0;
@@ -85,9 +104,6 @@ struct Ring {
 DEVICE int first_tile() { return blockIdx.x / SPLIT; }
 DEVICE int tile_step() { return gridDim.x / SPLIT; }
 
-// Where the chunks of warp 0..WARPS begin in a slice of `chunks`.
-DEVICE int share(int chunks, int warp) { return chunks * warp / WARPS; }
-
 // ---- copying -----------------------------------------------------------------------------------------------------------
 
 // Contiguous bytes of any number, the last few by hand; returns how many are on their way.
@@ -98,41 +114,66 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
     return whole;
 }
 
-// Each of two threads copies half of a tile's rows; thread 0 also scales and zero points, of whole rows, which need not
-// begin at multiples of 16 bytes, while tiles do. The ring is filled only when x is there, which would have to wait in the
-// memory's queues.
-DEVICE void produce(const Problem &p, Shared &shared, unsigned char *stages, int rank, int own) {
-    const int start = p.slice(rank) * CHUNK_BYTES, pitch = p.pitch();
-    const int bytes = min((p.slice(rank + 1)) * CHUNK_BYTES, p.row_bytes) - start;
+// Where a chunk is in the map of codes, whose elements are of 8 bytes.
+DEVICE int column_of(int chunk) { return chunk * (CHUNK_BYTES / 8); }
+
+// Asks for the first part before the launch before is done: where it is in the L2, what that launch writes to it is seen.
+// With more of them x, which is wanted first, comes later.
+DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
+    const int row = first_tile() * ROWS, rows = min(ROWS, p.n - row);
+    if constexpr (WHOLE) prefetch(p.codes + (long long)row * p.pitch, rows * p.pitch);
+    else prefetch_box(codes, column_of(part_of(p, rank, 0).first), row);
+    const int scales = rows * p.groups * SCALE_SIZE & ~15;
+    if (scales > 0) prefetch(p.scale + (long long)row * p.groups * SCALE_SIZE, scales);
+}
+
+// Scales and zero points of whole rows need not begin at multiples of 16 bytes, while those of tiles do.
+DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, unsigned char *stages, int rank) {
     Ring ring;
-    int count = 0;
-    const int before_x = p.stages > 2 ? 2 : 1;
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ring.advance(p.stages)) {
-        if (count++ == before_x) barrier_wait(shared_address(&shared.loaded), 0);
-        const int rows = min(ROWS, p.n - tile * ROWS);
-        const long long row = (long long)tile * ROWS;
-        unsigned char *stage = stages + ring.slot * p.stage_bytes();
-        const uint32 full = shared_address(&shared.full[ring.slot]);
-        barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-        const int from = own == 0 ? 0 : rows / 2, to = own == 0 ? rows / 2 : rows;
-        uint32 scales = 0, zeros = 0;
-        unsigned char *scale_to = stage + ROWS * pitch, *zero_to = scale_to + p.scale_bytes();
-        const unsigned char *scale = p.scale + row * p.groups * SCALE_SIZE, *zero_point = p.zero_point + row * p.groups;
-        if (own == 0) {
-            scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
-            if constexpr (ZERO) zeros = bulk_part(zero_to, zero_point, rows * p.groups);
-        }
-        barrier_expect(full, scales + zeros + (to - from) * bytes);
-        if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
-        if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
-        const unsigned char *codes = p.codes + (row + from) * p.code_stride + start;
-        uint32 at = shared_address(stage) + from * pitch;
-        if constexpr (WHOLE) {
-            if (to > from) load_bulk(at, codes, (to - from) * bytes, full);
-        } else {
-            for (int i = from; i < to; ++i, codes += p.code_stride, at += pitch) load_bulk(at, codes, bytes, full);
+    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
+        const int row = tile * ROWS, rows = min(ROWS, p.n - row);
+        const long long first = (long long)row * p.groups;
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part, ring.advance(p.stages)) {
+            unsigned char *stage = stages + ring.slot * p.stage_bytes();
+            const uint32 full = shared_address(&shared.full[ring.slot]);
+            barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+            unsigned char *scale_to = stage + ROWS * p.pitch, *zero_to = scale_to + p.scale_bytes();
+            const unsigned char *scale = p.scale + first * SCALE_SIZE, *zero_point = p.zero_point + first;
+            const uint32 scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
+            const uint32 zeros = ZERO ? bulk_part(zero_to, zero_point, rows * p.groups) : 0;
+            const uint32 bytes = (WHOLE ? rows : ROWS) * p.pitch;
+            barrier_expect(full, bytes + scales + zeros);
+            if constexpr (WHOLE) load_bulk(shared_address(stage), p.codes + (long long)row * p.pitch, bytes, full);
+            else load_box(codes, column_of(part_of(p, rank, part).first), row, shared_address(stage), full);
+            if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
+            if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
         }
     }
+}
+
+// The k of the block's slice, and where x of it is copied: a token after the other, with a gap for the banks.
+struct Slice {
+    int first, count;
+
+    MEMBER Slice(const Problem &p, int rank) {
+        const Range last = part_of(p, rank, PARTS - 1);
+        first = part_of(p, rank, 0).first * CHUNK;
+        count = max(min((last.first + last.count) * CHUNK, p.k) - first, 0);
+    }
+    MEMBER int pitch() const { return ((count * 2 + 127) & ~127) + 32; }
+};
+
+DEVICE bool is_aligned(const Problem &p) {
+    return ((unsigned long long)p.x & 15) == 0 && (p.x_stride & 7) == 0 && (p.k & 7) == 0;
+}
+
+DEVICE void copy_x(const Problem &p, Shared &shared, const unsigned char *to, int rank) {
+    const Slice own(p, rank);
+    const uint32 barrier = shared_address(&shared.copied), bytes = own.count * 2;
+    barrier_expect(barrier, p.m * bytes);
+    for (int token = 0; token < p.m && bytes > 0; ++token)
+        load_bulk(shared_address(to) + token * own.pitch(), p.x + token * p.x_stride + own.first, bytes, barrier);
 }
 
 // ---- multiplying -------------------------------------------------------------------------------------------------------
@@ -175,21 +216,28 @@ DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
     }
 }
 
-typedef uint32 Tokens[4][TILES][PAIRS];  // of a chunk
+typedef uint32 Tokens[4][TILES][PAIRS];  // of as many chunks as share them
 
+// From tokens `stride` apart that begin with k `start`.
 template <bool ALIGNED>
-DEVICE void load_tokens(Tokens (&x)[CHUNKS], const Problem &p, int first, int count) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const unsigned short *from, long long stride,
+                        int start) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
+    for (int set = 0; set < SETS; ++set) {
+        const int i = set * SHARE + (SHARE > 1 ? g / TOKENS : 0);  // of the warp's chunks
+        const Range own = share_of(part_of(p, rank, i / CHUNKS), warp, i / CHUNKS);
+        const bool exists = i < PARTS * CHUNKS && i % CHUNKS < own.count;
 #pragma unroll
         for (int word = 0; word < 4; ++word)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const int token = tile * 8 + g, k = (first + c) * CHUNK + word_at(word, t) * (8 / BITS);
-                load_x<ALIGNED>(x[c][word][tile], p.x + token * p.x_stride, k,
-                                c < count && token < p.m ? p.k : 0);
+                const int token = SHARE > 1 ? g % TOKENS : tile * 8 + g;
+                const int k = (own.first + i % CHUNKS) * CHUNK + word_at(word, t) * (8 / BITS) - start;
+                load_x<ALIGNED>(x[set][word][tile], from + token * stride, k,
+                                exists && token < p.m ? p.k - start : 0);
             }
+    }
 }
 
 DEVICE uint32 subtract(uint32 a, uint32 b) {
@@ -257,7 +305,7 @@ DEVICE int group_of(uint32 first, uint32 c, int unit) {
     else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
 }
 
-// Sums of x over a chunk, of the tokens whose sums a lane has: products with ones.
+// Sums of x over a chunk, of the columns whose sums a lane has: products with ones.
 DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -271,12 +319,12 @@ DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
     }
 }
 
-// Adds the products of the warp's chunk `c` to `sums`. `codes` is the lane's of row g; of the scales and zero points of
+// Adds the products of the warp's chunk `c` to `sums`, of the columns of place `place` of those that share x. `codes` is the lane's of row g; of the scales and zero points of
 // that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k,
 // `left` how many k there are from that on.
 DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float (&x_sums)[TILES][2],
-                           const unsigned char *codes, int pitch, const unsigned char *scales, 
-                           const signed char *zero_points, int rest, int first, int c, int left) {
+                           const unsigned char *codes, int pitch, const unsigned char *scales,
+                           const signed char *zero_points, int rest, int first, int c, int left, int place) {
     uint32 upper[4], lower[4];  // of rows g and g + 8
     read_words(upper, codes);
     read_words(lower, codes + 8 * pitch);
@@ -305,6 +353,7 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+                if (SHARE > 1 && (int)(threadIdx.x % 4 * 2 + i % 2) / TOKENS != place) continue;
                 if constexpr (FOLD)
                     own[tile][i] = fma_exactly(-136.0f - (float)zero[i / 2], x_sums[tile][i % 2], own[tile][i]);
                 sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
@@ -312,49 +361,59 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
     }
 }
 
-DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, int rank) {
+DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, const unsigned char *copy, int rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
-    const int start = p.slice(rank), chunks = p.slice(rank + 1) - start;
-    const int first = share(chunks, warp), count = share(chunks, warp + 1) - first, pitch = p.pitch();
-    const int group = g * p.groups + (GROUP == 0 ? 0 : (start + first) * CHUNK / SPAN);
-    Tokens x[CHUNKS];
-    if (((unsigned long long)p.x & 15) == 0 && (p.x_stride & 7) == 0 && (p.k & 7) == 0)
-        load_tokens<true>(x, p, start + first, count);
-    else
-        load_tokens<false>(x, p, start + first, count);
-    meet(1, THREADS);
-    float x_sums[CHUNKS][TILES][2];
+    Tokens x[SETS];
+    if (COPIES_X) meet(1, THREADS);
+    if (!is_aligned(p)) {
+        load_tokens<false>(x, p, rank, p.x, p.x_stride, 0);
+    } else if (COPIES_X) {
+        const Slice own(p, rank);
+        barrier_wait(shared_address(&shared.copied), 0);
+        load_tokens<true>(x, p, rank, (const unsigned short *)copy, own.pitch() / 2, own.first);
+    } else {
+        load_tokens<true>(x, p, rank, p.x, p.x_stride, 0);
+    }
+    if (!COPIES_X) meet(1, THREADS);
+    float x_sums[SETS][TILES][2];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
+    for (int set = 0; set < SETS; ++set) {
 #pragma unroll
         for (int word = 0; word < 4; ++word)
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) order_x(x[c][word][tile]);
-        if constexpr (FOLD) sum_tokens(x_sums[c], x[c]);
+            for (int tile = 0; tile < TILES; ++tile) order_x(x[set][word][tile]);
+        if constexpr (FOLD) sum_tokens(x_sums[set], x[set]);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.loaded));
 
     Ring ring;
-    const int left = p.row_bytes * (8 / BITS) - (start + first) * CHUNK;
     uint32 round = 0;
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round, ring.advance(p.stages)) {
-        const unsigned char *stage = stages + ring.slot * p.stage_bytes();
-        const unsigned char *codes = stage + g * pitch + first * CHUNK_BYTES + word_at(0, lane % 4);
-        const unsigned char *scales = stage + ROWS * pitch;
-        const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
-        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round) {
         float sums[HEIGHT][TILES][4] = {};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            if (c < count)
+        for (int part = 0; part < PARTS; ++part, ring.advance(p.stages)) {
+            const Range all = part_of(p, rank, part), own = share_of(all, warp, part);
+            const int group = g * p.groups + (GROUP == 0 ? 0 : own.first * CHUNK / SPAN);
+            const unsigned char *stage = stages + ring.slot * p.stage_bytes();
+            const unsigned char *codes =
+                stage + g * p.pitch + (own.first - all.first) * CHUNK_BYTES + word_at(0, lane % 4);
+            const unsigned char *scales = stage + ROWS * p.pitch;
+            const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
+            const int left = p.groups * SPAN - own.first * CHUNK;
+            barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
 #pragma unroll
-                for (int high = 0; high < HEIGHT; ++high)
-                    multiply_chunk(sums[high], x[c], x_sums[c], codes + high * 16 * pitch + c * CHUNK_BYTES, pitch,
-                                   scales + (group + high * 16 * p.groups) * SCALE_SIZE,
-                                   zero_points + high * 16 * p.groups, 8 * p.groups, start + first, c, left);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
+            for (int c = 0; c < CHUNKS; ++c)
+                if (c < own.count)
+#pragma unroll
+                    for (int high = 0; high < HEIGHT; ++high) {
+                        const int set = (part * CHUNKS + c) / SHARE, place = (part * CHUNKS + c) % SHARE;
+                        multiply_chunk(sums[high], x[set], x_sums[set],
+                                       codes + high * 16 * p.pitch + c * CHUNK_BYTES, p.pitch,
+                                       scales + (group + high * 16 * p.groups) * SCALE_SIZE,
+                                       zero_points + high * 16 * p.groups, 8 * p.groups, own.first, c, left, place);
+                    }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
+        }
 
         const uint32 buffer = round & 1;
         barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
@@ -417,8 +476,21 @@ struct Epilogue {
     }
 };
 
-// Adds up the warps' sums of even or odd tiles; `kept`, [tiles of the cluster][PIECES][32], is where they stay if the other blocks' are still
-// to be added.
+// Adds up the columns of each token.
+DEVICE void fold(float4 &sums) {
+    if constexpr (TOKENS == 1) sums.x += sums.y, sums.z += sums.w;
+#pragma unroll
+    for (int lanes = 2; lanes >= 1; lanes /= 2)
+        if (2 * lanes >= TOKENS) {
+            float other[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) other[i] = __shfl_xor_sync(0xffffffff, other[i], lanes);
+            add(sums, make_float4(other[0], other[1], other[2], other[3]));
+        }
+}
+
+// Adds up the warps' sums of even or odd tiles; `kept`, [tiles of the cluster][PIECES][32], is where they stay if the
+// other blocks' are still to be added.
 DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
     const int lane = threadIdx.x % 32;
     uint32 parity = 0;
@@ -430,6 +502,7 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
             float4 sums = shared.sums[buffer][0][i][lane];
 #pragma unroll (MANY ? 5 : 15)
             for (int warp = 1; warp < WARPS; ++warp) add(sums, shared.sums[buffer][warp][i][lane]);
+            if constexpr (SHARE > 1) fold(sums);
             return sums;
         };
 #pragma unroll
@@ -464,50 +537,58 @@ DEVICE void combine(const Problem &p, const float4 *kept, int rank) {
     }
 }
 
-// Grid: a multiple of SPLIT blocks, clusters of SPLIT. x [m, k], codes [n, row_bytes], scale and zero_point [n, groups],
-// bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be null. codes, scale and
-// zero_point begin at multiples of 16 bytes, rows of codes too. Shared memory: Shared, `stages` of
-// Problem::stage_bytes(), 64 bytes that may be read past them, and with SPLIT > 1 512 bytes for each of a cluster's
-// pieces of sums.
+// Grid: a multiple of SPLIT blocks, at least one for each of them, at most SPLIT a tile; clusters of SPLIT. codes [n, row
+// bytes], here if WHOLE and else as a map: of elements of 8 bytes, in boxes of ROWS of them, `pitch` bytes wide. x [m, k],
+// scale and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
+// null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks` is of a row. Shared memory: Shared, `stages` of
+// Problem::stage_bytes(), 128 bytes that may be read past them; with SPLIT > 1 512 bytes for each of a cluster's pieces
+// of sums; what Slice takes for m tokens if COPIES_X.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    few_tokens_mm(const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
-                  const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
-                  const float *token_scale, unsigned short *out, long long x_stride, long long code_stride, int m, int n,
-                  int k, int row_bytes, int groups, int stages) {
+    few_tokens_mm(const __grid_constant__ TensorMap map, const unsigned short *x, const unsigned char *codes,
+                  const unsigned char *scale, const unsigned char *zero_point, const unsigned short *bias,
+                  const unsigned short *residual, const float *token_scale, unsigned short *out, long long x_stride, int m,
+                  int n, int k, int chunks, int groups, int pitch, int stages) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     unsigned char *ring = memory + sizeof(Shared);
-    const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, out, x_stride, code_stride,
-                       m, n, k, row_bytes, groups, stages};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, out, x_stride,
+                       m, n, k, chunks, groups, pitch, stages};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp - WARPS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
-    float4 *kept = (float4 *)(ring + stages * p.stage_bytes() + 64);  // sizes of stages are multiples of 16
-    wait_for_previous();
-    let_next_start();
+    unsigned char *past = ring + stages * p.stage_bytes() + 128;
+    float4 *kept = (float4 *)past;
+    const unsigned char *copy = past + (SPLIT > 1 ? (p.tiles() + tile_step() - 1) / tile_step() * PIECES * 512 : 0);
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
-        consume(p, shared, ring, rank);
+        wait_for_previous();
+        consume(p, shared, ring, copy, rank);
     } else {
         give_registers<REGISTERS[1]>();
-        if (threadIdx.x == WARPS * 32) {
+        if (role == 2 && lane == 0) {
+            fetch(p, map, rank);
 #pragma unroll
             for (int i = 0; i < MAX_STAGES; ++i) {
-                barrier_init(shared_address(&shared.full[i]), 2);
+                barrier_init(shared_address(&shared.full[i]), 1);
                 barrier_init(shared_address(&shared.empty[i]), WARPS);
             }
-            barrier_init(shared_address(&shared.loaded), WARPS);
+            barrier_init(shared_address(&shared.copied), 1);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 barrier_init(shared_address(&shared.summed[i]), WARPS);
                 barrier_init(shared_address(&shared.added[i]), 1);
             }
+            barrier_init_fence();
         }
         __syncwarp();
         meet(2, THREADS - WARPS * 32);
         come(1, THREADS);  // not to wait for them
-        const int role = warp - WARPS;
-        if (role >= 2 && lane == 0) produce(p, shared, ring, rank, role - 2);
+        wait_for_previous();
+        if (COPIES_X && role == 3 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
+        if (role == 2 && lane == 0) {
+            produce(p, map, shared, ring, rank);
+            let_next_start();  // whose copies would delay these
+        }
         __syncwarp();
         if (role < 2) finish(p, shared, kept, role);
     }

@@ -9,6 +9,7 @@ The weight is never rounded: codes minus zero points are exact in x's dtype, sum
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.tensor_map import tensor_map
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 8
+MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 4
 THREADS = 32 * (WARPS + 4)
 CHUNK_BYTES = 64  # of codes of a row
+BOX_BYTES = 2048  # of a row, at most, that one copy brings
 SHARED_LIMIT = 227 * 1024
 ON_THEIR_WAY = (
     112 * 1024
@@ -42,18 +45,22 @@ class Variant:
     chunks: int
     height: int
     split: int
+    parts: int
     whole: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is divided: `tokens` computed (8 or 16), `chunks` of a warp, tiles of `height` times 16 rows,
-    `split` blocks that share k, `grid` blocks, `stages` of the ring, `shared` bytes of shared memory."""
+    """How a product is divided: `tokens` computed (a power of 2), tiles of `height` times 16 rows, `split` blocks that
+    share k, `parts` of a block's k, `chunks` of a part that a warp has, `pitch` bytes from row to row of a part, `grid`
+    blocks, `stages` of the ring, `shared` bytes of shared memory."""
 
     tokens: int
-    chunks: int
     height: int
     split: int
+    parts: int
+    chunks: int
+    pitch: int
     grid: int
     stages: int
     shared: int
@@ -67,35 +74,40 @@ def plan(
     multiprocessors: int,
     *,
     scale_bytes: int = 0,
+    vector: int = 4,
     splits: tuple[int, ...] = (1, 2, 4, 8),
     heights: tuple[int, ...] | None = None,
 ) -> Plan | None:
     """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
-    `scale_bytes` those of the scales and zero points of a row, `splits` and `heights` what to choose from (by default
-    no higher tiles for at most 8 tokens: they were never faster)."""
+    `scale_bytes` those of the scales and zero points of a row, `vector` as `neighbours` has it, `splits` and `heights`
+    what to choose from (by default no higher tiles for at most 8 tokens: they were never faster)."""
     heights = heights or ((1,) if m <= 8 else (1, 2))
     plans = [
-        _divided(m, n, k, bits, multiprocessors, scale_bytes, split, height)
+        _divided(m, n, k, bits, multiprocessors, scale_bytes, vector, split, height)
         for split in splits
         for height in heights
     ]
     possible = [one for one in plans if one is not None]
+    # Higher tiles need registers that only one chunk a warp leaves, and paid for at most two blocks.
+    low = [p for p in possible if p.height == 1 or (p.parts * p.chunks == 1 and p.split <= 2)]
+    possible = low or possible
     if not possible:
         return None
-    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    return min(possible, key=lambda one: _nanoseconds(one, m, n, k, bits, multiprocessors))
 
-    def nanoseconds(one: Plan) -> float:
-        """As measured on an H200: a multiprocessor gets 28 bytes a nanosecond of the weight, and 40 of x, before the
-        first product; but no tile takes less time than its chunks one after the other, and adding up."""
-        slice_ = -(-chunks // one.split)
-        waves = -(-one.grid // multiprocessors)
-        rounds = waves * -(-n * one.split // (ROWS * one.height * one.grid))
-        work = 600 + 230 * one.height * one.chunks * one.tokens // 8
-        tile = max(one.height * slice_ * CHUNK_BYTES * ROWS / 28, work)
-        x = max(slice_ * CHUNK_BYTES * 8 // bits * 2 * m / 40 - 700, 0)
-        return rounds * tile + waves * x + (300 if one.split > 1 else 0)
 
-    return min(possible, key=nanoseconds)
+def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: int) -> float:
+    """But for 2.2 us of any launch, as measured on an H200: 4,100 bytes a nanosecond of the weight for all blocks
+    together, while no tile takes less time than adding up and its chunks one after the other; before that 31 of x
+    for each block, which shows less where 8 bits take longer; then the exchange between blocks."""
+    slice_ = k * bits / (8 * one.split)
+    waves = math.ceil(one.grid / multiprocessors)
+    rounds = waves * math.ceil(-(-n // (ROWS * one.height)) / (one.grid // one.split))
+    chunks = one.height * one.parts * one.chunks * 4 / bits  # of a warp, in those of 4 bits
+    work = 450 + 400 * chunks if m > 8 else 380 + 170 * chunks
+    tile = max(one.height * ROWS * slice_ * one.grid / waves / 4100, work)
+    x = m * slice_ * 16 / bits / 31 * (1 if bits == 4 else 0.6)
+    return rounds * tile + waves * x + (600 + 300 * one.split if one.split > 1 else 0)
 
 
 def _divided(
@@ -105,34 +117,54 @@ def _divided(
     bits: int,
     multiprocessors: int,
     scale_bytes: int,
+    vector: int,
     split: int,
     height: int,
 ) -> Plan | None:
     """With `split` blocks a cluster and tiles of `height`; None if x does not fit the registers, or tiles not the
     shared memory."""
-    tokens = 8 if m <= 8 else 16
+    tokens = 1 << (m - 1).bit_length()
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     if split > chunks:
         return None
-    own = -(-chunks // (split * WARPS))  # of a warp
-    if own * tokens * 8 // bits > X_REGISTERS:
+    slice_ = -(-chunks // split)
+    gap = 0 if vector == 4 else 112  # at most, of a row
+    parts = -(-slice_ * CHUNK_BYTES // (BOX_BYTES - gap))
+    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
+        parts = slice_ // WARPS  # measured: 7% faster where all of k is four parts
+    part = -(-slice_ // parts)
+    own = -(-part // WARPS)  # of a warp
+    sets = -(-parts * own // max(8 // tokens, 1))
+    if sets * max(tokens // 8, 1) * 64 // bits > X_REGISTERS:
         return None
+    # Rows that lanes read at once lie in different banks; two in the same where they read 16 bytes, which costs little.
+    pitch = part * CHUNK_BYTES
+    pitch += (16 * vector - pitch) % 128 if vector < 4 else 0
     # A cluster lies within a part of the device: of an H200's 132 multiprocessors, 30 clusters of 4 and 15 of 8 fit.
     usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
-    tiles, pieces = -(-n // (ROWS * height)), height * tokens // 8
+    tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
     clusters = min(tiles, max(usable // split, 1))
     if split > 1:  # not more tiles a cluster than can keep their sums: others come when it is done
         clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
-    # 64 more: of a row's last chunk, places where no scale is are read, and not used.
-    fixed = 512 + 64 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
-    stage = ROWS * height * (-(-chunks // split) * CHUNK_BYTES + 112 + scale_bytes)  # at most
-    stages = min((SHARED_LIMIT - fixed) // stage, max(ON_THEIR_WAY // stage, 2), MAX_STAGES, rounds)
-    if stages < min(2, rounds):
+    # 128 more: of a row's last chunk, places where no scale is are read, and not used.
+    fixed = 512 + 128 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
+    if tokens == 1 or (tokens < 8 and parts > 2):  # x
+        fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
+    stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
+    wanted = min(MAX_STAGES, rounds * parts)
+    stages = min((SHARED_LIMIT - fixed) // stage, max(ON_THEIR_WAY // stage, 2), wanted)
+    if stages < min(2, wanted):
         return None
     shared = fixed + stages * stage
-    return Plan(tokens, own, height, split, clusters * split, stages, shared)
+    return Plan(tokens, height, split, parts, own, pitch, clusters * split, stages, shared)
+
+
+def neighbours(bits: int, group: int) -> int:
+    """Words of a row that a lane reads at once: 4, unless groups (0: one) begin within a chunk."""
+    words = group * bits // 32
+    return 4 if words % 16 == 0 else 2 if words % 8 == 0 else 1
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -141,7 +173,7 @@ def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_si
     return (
         nvrtc.runs_on_hopper(x.device)
         and _fits(x, codes, scale, bits, group_size)
-        and _plan(x.shape[0], codes, scale, True, bits, x.device) is not None
+        and _plan(x.shape[0], codes, scale, True, bits, group_size) is not None
     )
 
 
@@ -159,8 +191,13 @@ def _fits(x: Tensor, codes: Tensor, scale: Tensor, bits: int, group_size: int) -
         and (group_size % 32 == 0)
         and (codes.stride(1) == 1 or codes.shape[1] == 1)
         and codes.data_ptr() % 16 == 0
-        and (codes.shape[0] == 1 or codes.stride(0) % 16 == 0)
+        and (codes.shape[0] == 1 or _reaches(codes.stride(0), codes.shape[1]))
     )
+
+
+def _reaches(stride: int, row: int) -> bool:
+    """Whether the TMA takes rows so far apart."""
+    return stride % 16 == 0 and stride >= row
 
 
 def few_tokens_mm(
@@ -192,8 +229,7 @@ def few_tokens_mm(
     Returns:
         [M, N], contiguous, x's dtype.
     """
-    device = x.device
-    chosen = _plan(x.shape[0], codes, scale, zero_point is not None, bits, device)
+    chosen = _plan(x.shape[0], codes, scale, zero_point is not None, bits, group_size)
     if chosen is None:
         raise ValueError(f"no block holds rows of {codes.shape[1]} bytes; see is_available")
     operands = (x, codes, scale, zero_point, bias, residual, token_scale)
@@ -228,36 +264,34 @@ def _launch(
         chosen.chunks,
         chosen.height,
         chosen.split,
-        _is_whole(codes, groups, group_size, chosen.split),
+        chosen.parts,
+        chosen.parts * chosen.split == 1 and chosen.pitch == codes.stride(0) == codes.shape[1],
     )
     addresses = (
         0 if one is None else one.data_ptr()
         for one in (x, codes, scale, zero_point, bias, residual, token_scale, out)
     )
+    row = codes.shape[1]
+    box = (ROWS * chosen.height, chosen.pitch // 8)
+    codes_map = _map(
+        codes.data_ptr(), 8, n, row // 8, (codes.stride(0) if n > 1 else row) // 8, *box
+    )
     with torch.cuda.device_of(x):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         _kernel(variant, chosen.shared, overlaps, device)(
-            *(stream, chosen.grid, THREADS, *addresses),
+            *(stream, chosen.grid, THREADS, codes_map.getPtr(), *addresses),
             *(
                 x.stride(0) if m > 1 else 0,
-                codes.stride(0),
                 m,
                 n,
                 k,
-                codes.shape[1],
+                -(-row // CHUNK_BYTES),
                 groups,
+                chosen.pitch,
                 chosen.stages,
             ),
         )
     return out
-
-
-def _is_whole(codes: Tensor, groups: int, group_size: int, split: int) -> bool:
-    """Whether rows have no gaps between them, and lanes read 16 bytes of a row at once: rows of a multiple of 128 bytes
-    share banks of shared memory, which costs little then."""
-    chunk = CHUNK_BYTES * (2 if codes.dtype == torch.uint8 else 1)
-    neighbours = groups == 1 or group_size % chunk == 0
-    return split == 1 and codes.stride(0) == codes.shape[1] and neighbours
 
 
 def source(variant: Variant) -> str:
@@ -276,16 +310,23 @@ def source(variant: Variant) -> str:
 
 
 def _plan(
-    m: int, codes: Tensor, scale: Tensor, zero: bool, bits: int, device: torch.device
+    m: int, codes: Tensor, scale: Tensor, zero: bool, bits: int, group_size: int
 ) -> Plan | None:
     scale_bytes = scale.shape[1] * (scale.element_size() + zero)
     k = codes.shape[1] * 8 // bits
-    return _planned(m, codes.shape[0], k, bits, nvrtc.multiprocessors(device), scale_bytes)
+    vector = neighbours(bits, 0 if scale.shape[1] == 1 else group_size)
+    processors = nvrtc.multiprocessors(codes.device)
+    return _planned(m, codes.shape[0], k, bits, processors, scale_bytes, vector)
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(m: int, n: int, k: int, bits: int, processors: int, scale_bytes: int) -> Plan | None:
-    return plan(m, n, k, bits, processors, scale_bytes=scale_bytes)
+def _planned(
+    m: int, n: int, k: int, bits: int, processors: int, scale_bytes: int, vector: int
+) -> Plan | None:
+    return plan(m, n, k, bits, processors, scale_bytes=scale_bytes, vector=vector)
+
+
+_map = functools.lru_cache(maxsize=4096)(tensor_map)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -297,7 +338,7 @@ def _aligned(x: Tensor) -> Tensor:
 @functools.cache
 def _kernel(variant: Variant, shared: int, overlaps: bool, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
-        "few_tokens_mm", 16, shared=shared, cluster=variant.split, overlaps=overlaps
+        "few_tokens_mm", 17, structs=1, shared=shared, cluster=variant.split, overlaps=overlaps
     )
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.tensor_map import tensor_map
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 BOX = 16 * 48  # bytes of shared memory of a warp
@@ -365,33 +366,4 @@ def _kernel(
     return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _map(
-    address: int, size: int, rows: int, columns: int, stride: int, box: int, width: int
-) -> Any:
-    """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` rows of
-    `width` elements, swizzled over their 64 or 128 bytes. It holds no memory and depends on nothing else, so that it
-    may be kept."""
-    from cuda.bindings import driver
-
-    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    error, encoded = driver.cuTensorMapEncodeTiled(
-        types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if size == 1 else types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        2,
-        address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(stride * size)],
-        [driver.cuuint32_t(width), driver.cuuint32_t(box)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B
-        if width * size == 128
-        else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if int(error) != 0:
-        raise RuntimeError(
-            f"CUDA cannot describe {rows} x {columns} of {size} bytes at {address:#x}, rows {stride} apart: {error!r}"
-        )
-    return encoded
+_map = functools.lru_cache(maxsize=4096)(tensor_map)

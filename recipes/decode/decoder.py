@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.inference import linear
-from recipes.decode.attention import attend_next
+from recipes.decode.next_position import attend_next, gate_next, norm_next
 from recipes.llama import Block, Llama, rotate
 
 
@@ -22,6 +22,13 @@ def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
     if isinstance(module, nn.Linear):
         return linear(x_BTD, module.weight, module.bias, residual_BTD)
     return module(x_BTD) + residual_BTD
+
+
+def norm(module: nn.RMSNorm, x_BTD: Tensor) -> Tensor:
+    """module(x), for one position in a launch that overlaps with the next one."""
+    if x_BTD.shape[1] > 1:
+        return module(x_BTD)
+    return norm_next(x_BTD, module.weight, module.eps)
 
 
 def block_step(
@@ -37,7 +44,7 @@ def block_step(
     attention, mlp = block.attention, block.mlp
     batch, new, _ = x_BTD.shape
     split = (batch, new, -1, attention.config.head_dim)
-    h_BTD = block.attention_norm(x_BTD)
+    h_BTD = norm(block.attention_norm, x_BTD)
     query = attention.query(h_BTD).view(split).transpose(1, 2)
     key = attention.key(h_BTD).view(split).transpose(1, 2)
     value = attention.value(h_BTD).view(split).transpose(1, 2)
@@ -50,8 +57,9 @@ def block_step(
         values_BKSE.index_copy_(2, position_T, value)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
-    h_BTD = block.mlp_norm(x_BTD)
-    return project(mlp.down, F.silu(mlp.gate(h_BTD)) * mlp.up(h_BTD), x_BTD)
+    h_BTD = norm(block.mlp_norm, x_BTD)
+    gate, up = mlp.gate(h_BTD), mlp.up(h_BTD)
+    return project(mlp.down, gate_next(gate, up) if new == 1 else F.silu(gate) * up, x_BTD)
 
 
 CHUNK = 256
@@ -73,7 +81,7 @@ def largest(logits_B1V: Tensor) -> Tensor:
 
 def choose_token(model: Llama, x_BTD: Tensor) -> Tensor:
     """The most likely token after the last position: int64 [B, 1]."""
-    return largest(model.head(model.norm(x_BTD[:, -1:])))
+    return largest(model.head(norm(model.norm, x_BTD[:, -1:])))
 
 
 class Decoder:

@@ -117,6 +117,10 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
     if (((uintptr_t)p | bytes) % 16) __builtin_trap();
 }
 
+// Launches don't overlap.
+static inline void wait_for_previous() {}
+static inline void let_next_start() {}
+
 static inline int __syncthreads_or(int x) {
     using namespace emulation;
     fibers[current].given = x;
@@ -140,6 +144,9 @@ DEVICE float quotient(float a, float b) { return a / b; }
 DEVICE float larger_magnitude(float a, float b) { return a != a || b != b ? NAN : fmaxf(fabsf(a), fabsf(b)); }
 DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
     return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+}
+DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
+    return (unsigned int)max((int)a >> 16, (int)b >> 16) << 16 | (max((int16_t)a, (int16_t)b) & 0xffff);
 }
 DEVICE float multiply_exactly(float a, float b) { return a * b; }
 DEVICE float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }

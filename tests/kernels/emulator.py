@@ -1,5 +1,5 @@
 """CUDA sources of ``lowbit_kernels`` on a CPU, compiled by the machine's C++ compiler: the optimizer step of
-``fused_step``, and ``quantize_rowcol``.
+``fused_step``, ``quantize_rowcol`` and ``quantize_tokens``.
 
 ``cuda_on_cpu.h`` stands in for the GPU's instructions. What it can't show is what a GPU does with the code: rounding
 of its approximate division and root, races between warps, speed. Those the tests marked ``gpu`` are for.
@@ -13,12 +13,13 @@ import functools
 import hashlib
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from lowbit_kernels import host_compiler, quantize_rowcol_cuda
+from lowbit_kernels import host_compiler, quantize_rowcol_cuda, quantize_tokens_cuda
 from lowbit_kernels.fused_step import FusedStep, Variant
 
 COMPILER = host_compiler.compiler()
@@ -103,22 +104,52 @@ extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
 """
 
 
+TOKENS_FOOTER = """
+extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        quantize_tokens((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], a[4]);
+    });
+}
+"""
+
+
+def _emulated(source: str):
+    function = _library(source).emulated
+
+    def call(stream: int, grid: int, threads: int, *values: int) -> None:
+        function(grid, threads, (ctypes.c_uint64 * len(values))(*values))
+
+    return call
+
+
+@contextlib.contextmanager
+def _on_cpu(module, kernel) -> Iterator[None]:
+    with (
+        mock.patch.object(module, "_kernel", kernel),
+        mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        yield
+
+
+def quantize_tokens(*arguments) -> None:
+    """``quantize_tokens_cuda.quantize`` on tensors of the CPU."""
+
+    def kernel(variant: quantize_tokens_cuda.Variant, device: int):
+        source = quantize_tokens_cuda.source(variant, primitives=HEADER.read_text())
+        return _emulated("typedef unsigned int uint32;\n" + source + TOKENS_FOOTER)
+
+    with _on_cpu(quantize_tokens_cuda, kernel):
+        quantize_tokens_cuda.quantize(*arguments)
+
+
 def quantize_rowcol(*arguments) -> None:
     """``quantize_rowcol_cuda.quantize`` on tensors of the CPU."""
 
     def kernel(variant: quantize_rowcol_cuda.Variant, name: str, device: int):
         source = quantize_rowcol_cuda.source(variant, primitives=HEADER.read_text())
-        function = _library(source + QUANTIZE_FOOTER.replace("NAME", name)).emulated
+        return _emulated(source + QUANTIZE_FOOTER.replace("NAME", name))
 
-        def call(stream: int, grid: int, threads: int, *values: int) -> None:
-            function(grid, threads, (ctypes.c_uint64 * len(values))(*values))
-
-        return call
-
-    with (
-        mock.patch.object(quantize_rowcol_cuda, "_kernel", kernel),
-        mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-    ):
+    with _on_cpu(quantize_rowcol_cuda, kernel):
         quantize_rowcol_cuda.quantize(*arguments)

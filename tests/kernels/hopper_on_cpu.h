@@ -29,6 +29,7 @@ typedef unsigned int uint32;
 typedef unsigned long long uint64;
 struct Index { unsigned int x; };
 static Index threadIdx, blockIdx, gridDim;
+struct uint2 { uint32 x, y; };
 struct uint4 { uint32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -42,15 +43,20 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     bool done = false;
     long meetings[2] = {};  // those of its warp and of its cluster
-    uint32 given[4], address;
+    uint32 given[6], address;
 };
 struct Barrier {
     int arrivals, missing;
     long bytes;
     uint32 phase;
 };
+struct Meeting {
+    int come = 0;
+    long count = 0;  // of those that took place
+};
 struct Block {
     unsigned char *memory;
+    Meeting meetings[16];
     std::map<uint32, Barrier> barriers;
 };
 static std::vector<Fiber> fibers;
@@ -136,6 +142,7 @@ static inline void barrier_arrive(uint32 at, uint32 rank) {
     --b.missing;
     finish_phase(b);
 }
+static inline void barrier_arrive(uint32 at) { barrier_arrive(at, blockIdx.x % emulation::cluster); }
 static inline void barrier_wait(uint32 at, uint32 parity) {
     while (emulation::block().barriers.at(at).phase == parity) emulation::yield();
 }
@@ -146,6 +153,20 @@ static inline void store_remote(uint32 address, uint32 rank, float4 x) {
 }
 static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
 static inline void cluster_meet() { emulation::meet(1, emulation::threads * emulation::cluster); }
+static inline float4 load_remote(uint32 address, uint32 rank) {
+    float4 x;
+    memcpy(&x, emulation::block(rank).memory + address, 16);
+    return x;
+}
+static inline void come(int id, int threads) {
+    emulation::Meeting &own = emulation::block().meetings[id];
+    if (++own.come == threads) own.come = 0, ++own.count;
+}
+static inline void meet(int id, int threads) {
+    const long before = emulation::block().meetings[id].count;
+    come(id, threads);
+    while (emulation::block().meetings[id].count == before) emulation::yield();
+}
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}
 static inline void __trap() { emulation::fail("trap"); }
@@ -159,6 +180,13 @@ static inline uint32 exchanged(uint32 x, uint32 lane) {
     return result;
 }
 static inline uint32 __shfl_sync(uint32, uint32 x, uint32 lane) { return exchanged(x, lane); }
+static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
+    uint32 bits;
+    memcpy(&bits, &x, 4);
+    bits = exchanged(bits, threadIdx.x % 32 ^ lanes);
+    memcpy(&x, &bits, 4);
+    return x;
+}
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
@@ -166,19 +194,34 @@ struct TensorMap {
     const unsigned char *base;
     long rows, columns, stride;  // in elements
     int size, box, width;
+    bool plain = false;  // not swizzled
 };
 static inline void prefetch(const TensorMap &) {}
+static inline void prefetch_box(const TensorMap &, int, int) {}
+static inline void check_bulk(const void *from, uint32 bytes) {
+    if ((uintptr_t)from % 16 || bytes % 16 || bytes == 0) emulation::fail("no such copy");
+}
+static inline void prefetch(const void *from, uint32 bytes) { check_bulk(from, bytes); }
+static inline void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
+    check_bulk(from, bytes);
+    if (to % 16) emulation::fail("no such copy");
+    memcpy(emulation::memory() + to, from, bytes);
+    emulation::Barrier &b = emulation::block().barriers.at(barrier);
+    b.bytes -= bytes;
+    finish_phase(b);
+}
 
 // The swizzle of 64 (128) bytes: bits 4 and 5 (to 6) of an address are or-ed exclusively with bits 7 and 8 (to 9).
 static inline uint32 swizzled(uint32 at, uint32 width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }
 
 static inline void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block &block, uint32 barrier) {
     const int width = map.width * map.size;
-    if ((width != 64 && width != 128) || to % (8 * width)) emulation::fail("no such box");
+    if (map.plain ? width % 16 || to % 128 : (width != 64 && width != 128) || to % (8 * width))
+        emulation::fail("no such box");
     for (int i = 0; i < map.box * width; ++i) {
         const long row = y + i / width, byte = (long)x * map.size + i % width;
         const bool inside = row < map.rows && byte < map.columns * map.size;
-        block.memory[swizzled(to + i, width)] = inside ? map.base[row * map.stride * map.size + byte] : 0;
+        block.memory[map.plain ? to + i : swizzled(to + i, width)] = inside ? map.base[row * map.stride * map.size + byte] : 0;
     }
     emulation::Barrier &b = block.barriers.at(barrier);
     b.bytes -= (long)map.box * width;
@@ -242,8 +285,14 @@ static inline uint32 to_half(float x) {
 }
 static inline uint32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static inline uint32 to_half2(float low, float high) { return to_half(low) | to_half(high) << 16; }
+static inline uint32 subtract_bf16x2(uint32 a, uint32 b) {
+    return to_bf16x2(from_bf16(a & 0xffff) - from_bf16(b & 0xffff), from_bf16(a >> 16) - from_bf16(b >> 16));
+}
 static inline uint32 multiply_bf16x2(uint32 a, uint32 b) {
     return to_bf16x2(from_bf16(a & 0xffff) * from_bf16(b & 0xffff), from_bf16(a >> 16) * from_bf16(b >> 16));
+}
+static inline uint32 subtract_half2(uint32 a, uint32 b) {
+    return to_half2(from_half(a) - from_half(b), from_half(a >> 16) - from_half(b >> 16));
 }
 static inline uint32 multiply_half2(uint32 a, uint32 b) {
     return to_half2(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
@@ -256,6 +305,7 @@ static inline uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
     const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_half(a), from_half(b), from_half(c)); };
     return to_half2(fused(a, b, c), fused(a >> 16, b >> 16, c >> 16));
 }
+static inline float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & mask) ^ y; }
 static inline uint32 masked_or(uint32 x, uint32 mask, uint32 y) { return (x & mask) | y; }
 static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
@@ -299,4 +349,31 @@ static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint
         sums[i] = (add ? sums[i] : 0.0f) + sum;
     }
     emulation::meet_warp();
+}
+
+// ---- products of warps -------------------------------------------------------------------------------------------------
+
+static inline float half_of(uint32 word, int i, bool half) {
+    const uint32 bits = word >> 16 * i & 0xffff;
+    return half ? from_half(bits) : from_bf16(bits);
+}
+
+// mma.m16n8k16; ptx.cuh says which lane has what.
+static inline void warp_multiply(float (&sums)[4], const uint32 (&own)[6], bool half) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    memcpy(emulation::fibers[me].given, own, 24);
+    emulation::meet_warp();
+    const auto given = [&](int other, int i, int k) {
+        return half_of(emulation::fibers[me - lane + other * 4 + k % 8 / 2].given[i], k % 2, half);
+    };
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k)
+            sums[i] += given(lane / 4, i / 2 + k / 8 * 2, k) * given(lane % 4 * 2 + i % 2, 4 + k / 8, k);
+    emulation::meet_warp();
+}
+static inline void warp_multiply_bf16(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    warp_multiply(sums, {a0, a1, a2, a3, b0, b1}, false);
+}
+static inline void warp_multiply_half(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    warp_multiply(sums, {a0, a1, a2, a3, b0, b1}, true);
 }

@@ -13,6 +13,7 @@ from lowbit_kernels import (
     int8_dynamic_linear,
     scaled_mm,
     weight_mm_few,
+    weight_mm_many,
     weight_mm_triton,
 )
 from lowbit_kernels.dynamic_linear import CASES, E4M3, Case, reference
@@ -57,8 +58,8 @@ def test_reference_multiplies_the_schemes_codes(case: Case) -> None:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for few tokens, done in PyTorch ops, takes int8 products on the CPU."""
+def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for few tokens, done in PyTorch ops, take int8 products on the CPU."""
 
     def product(x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size):
         assert bits == 8 and group_size == x.shape[1] and zero_point is None
@@ -68,20 +69,25 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
             out = out if part is None else out + part.double()
         return out.to(x.dtype)
 
+    def kernel(x, *_):
+        halves = x.dtype != torch.float32 and len(x) <= 32
+        return ("few" if len(x) <= 8 else "many") if halves else None
+
     monkeypatch.setattr(weight_mm_few, "few_tokens_mm", product)
-    monkeypatch.setattr(
-        dynamic_linear, "_few", lambda x, *_: x.dtype != torch.float32 and len(x) <= 16
-    )
+    monkeypatch.setattr(weight_mm_many, "many_tokens_mm", product)
+    monkeypatch.setattr(dynamic_linear, "_of_numbers", kernel)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("of_numbers")
 @pytest.mark.parametrize("case", [c for c in INT8 if c.m * c.n * c.k], ids=lambda c: c.name)
 def test_few_tokens_go_as_numbers(case: Case) -> None:
     arguments = case.arguments()
-    before = calls["int8_dynamic_linear few"]
+    names = [f"int8_dynamic_linear {kernel}" for kernel in ("few", "many")]
+    before = [calls[name] for name in names]
     assert_close(op_of(case)(*arguments), case, arguments)
-    expected = case.m * math.prod(case.leading) <= 16 and case.dtype != torch.float32
-    assert calls["int8_dynamic_linear few"] - before == expected
+    m = case.m * math.prod(case.leading) if case.dtype != torch.float32 else 33
+    counted = [calls[name] - was for name, was in zip(names, before, strict=True)]
+    assert counted == [m <= 8, 8 < m <= 32]
 
 
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
@@ -168,20 +174,21 @@ def test_cuda(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 9, 16])
-def test_cuda_few_tokens_equal_the_int8_product(m: int) -> None:
-    case = Case("", m, 4097, 4096, bias=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "kernel"), [(1, "few"), (8, "few"), (9, "many"), (32, "many")])
+def test_cuda_few_tokens_go_as_numbers(m: int, kernel: str, dtype: torch.dtype) -> None:
+    case = Case("", m, 4097, 4096, dtype=dtype, bias=True, residual=True)
     arguments = case.arguments("cuda")
-    if not dynamic_linear._few(arguments[0], arguments[1], arguments[2].reshape(-1, 1)):
-        pytest.skip("the kernel for few tokens doesn't take it")
-    before = calls["int8_dynamic_linear few"]
+    if not dynamic_linear._of_numbers(arguments[0], arguments[1], arguments[2].reshape(-1, 1)):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    before = calls[f"int8_dynamic_linear {kernel}"]
     assert_close(op_of(case)(*arguments), case, arguments)
-    assert calls["int8_dynamic_linear few"] == before + 1
+    assert calls[f"int8_dynamic_linear {kernel}"] == before + 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
-@pytest.mark.parametrize("m", [8, 200])
+@pytest.mark.parametrize("m", [8, 20, 200])
 def test_cuda_graph(format: str, m: int) -> None:
     case = Case("", m, 512, 1024, format, residual=True)
     arguments = case.arguments("cuda")

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.scheme import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
-from lowbit_kernels import quantize_tokens
-from lowbit_kernels.quantize_tokens import CASES, Case, reference
+from lowbit_kernels import quantize_tokens, quantize_tokens_cuda
+from lowbit_kernels.quantize_tokens import CASES, FORMATS, Case, reference
+from tests.kernels import emulator
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -112,6 +113,53 @@ def under_triton() -> dict[str, bool]:
 @pytest.mark.parametrize("name", [*(c.name for c in SMALL), "ties", "not-finite", "as-bfloat16"])
 def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
     assert under_triton[name]
+
+
+def emulated(
+    x: torch.Tensor, format: str, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the CUDA kernel writes, run by the CPU; places that it leaves out are -1."""
+    codes = torch.full(x.shape, -1.0).to(dtype or FORMATS[format])
+    scale = torch.full((len(x),), -1.0)
+    emulator.quantize_tokens(x, codes, scale)
+    return codes, scale
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+@pytest.mark.parametrize(("m", "k"), [(3, 16), (2, 272), (40, 48), (1, 8208), (2, 33_024)])
+def test_cuda_kernel_on_a_cpu(m: int, k: int, format: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(m, k) * torch.rand(m, 1)).to(dtype)
+    x[0, -1], x[-1, 0] = -9.0, 8.0  # the ends are in the first and in the last place
+    assert same(emulated(x, format), reference(x, format))
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 48).to(dtype)[:, :32]
+    x[0] = 0
+    x[1] *= torch.finfo(dtype).smallest_normal  # of bfloat16 also subnormal as float32
+    x[2] *= torch.finfo(dtype).max / 8
+    x[3, 5], x[4, 6], x[5, 7] = math.nan, math.inf, -math.inf
+    x[6] = torch.arange(-16, 16).to(dtype) / 2 + 0.25
+    x[7], x[8] = x[7].abs(), -x[8].abs()
+    for format in ("int8", "e4m3"):
+        codes, scale = emulated(x, format)
+        assert str(scale[3:6].tolist()) == "[nan, inf, inf]" and not codes[3:6].float().any()
+        finite = [0, 1, 2, 6, 7, 8]
+        expected = tuple(part[finite] for part in reference(x, format))
+        assert same((codes[finite], scale[finite]), expected)
+    codes, scale = emulated(x[6:], "int8", dtype)
+    assert codes.dtype == dtype and same((codes.to(torch.int8), scale), reference(x[6:], "int8"))
+
+
+@pytest.mark.parametrize("k", [16, 4096, 14336, 65536])
+def test_cuda_blocks_hold_their_row(k: int) -> None:
+    own, threads = quantize_tokens_cuda.plan(k)
+    assert threads % 32 == 0 and 32 <= threads <= 1024 and own in (4, 8)
+    assert own * threads * 8 >= k
 
 
 @pytest.mark.parametrize("case", SMALL[::3], ids=lambda c: c.name)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import weight_mm_few
+from lowbit_kernels import nvrtc, weight_mm_few
 from lowbit_kernels.weight_mm_few import plan
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of norms, against float64
@@ -23,6 +23,7 @@ def operands(
     scale_dtype: torch.dtype | None = None,
     zero: bool = False,
     extras: bool = False,
+    device: str = "cuda",
 ) -> dict:
     """For `few_tokens_mm`; group 0: one scale a row. What lies beyond k, up to a whole group, is anything."""
     generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
@@ -32,10 +33,10 @@ def operands(
     width, groups = padded * bits // 8, padded // group
 
     def randint(low: int, high: int, shape: tuple, to: torch.dtype) -> Tensor:
-        return torch.randint(low, high, shape, dtype=to, generator=generator).cuda()
+        return torch.randint(low, high, shape, dtype=to, generator=generator).to(device)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).cuda()
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     codes = randint(0, 256, (n, width), torch.uint8)
     half = 1 << (bits - 1)
@@ -44,12 +45,11 @@ def operands(
         "codes": codes if bits == 4 else codes.view(torch.int8),
         "scale": (torch.rand(n, groups, generator=generator) + 0.5)
         .mul(0.02)
-        .to(scale_dtype or dtype)
-        .cuda(),
+        .to(device, scale_dtype or dtype),
         "zero_point": randint(-half, half, (n, groups), torch.int8) if zero else None,
         "bias": normal(n) if extras else None,
         "residual": normal(m, n) if extras else None,
-        "token_scale": torch.rand(m, generator=generator).cuda() + 0.5 if extras else None,
+        "token_scale": torch.rand(m, generator=generator).to(device) + 0.5 if extras else None,
         "bits": bits,
         "group_size": group,
     }
@@ -256,3 +256,31 @@ def test_in_a_graph_after_two_streams_that_join() -> None:
     torch.cuda.synchronize()
     expected = exact(**case)
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
+
+
+# It lets the next launch start before it writes anything.
+WRITER = """
+extern "C" __global__ void write_late(uint4 *to, const uint4 *from, long long count) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    for (const long long start = clock64(); clock64() - start < 100000;) {}
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("name", ["codes", "scale", "x"])
+def test_what_the_launch_before_writes_late_is_seen(name: str, k: int) -> None:
+    """Codes and scales are asked for, into the L2, while the launch before still runs."""
+    case = operands(1, 4096, k)
+    expected = run(case)
+    writer = nvrtc.Module(nvrtc.compiled(WRITER, "sm_90a")).kernel("write_late", 3)
+    right = case[name].clone()
+    for _ in range(5):
+        case[name].zero_()
+        torch.cuda.synchronize()
+        addresses = case[name].data_ptr(), right.data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        writer(stream, 64, 256, *addresses, right.numel() * right.element_size() // 16)
+        assert torch.equal(run(case), expected)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lowbit as lb
-from recipes.decode import attention
+from recipes.decode import next_position
 from recipes.decode.__main__ import main
 from recipes.decode.capture import captured
 from recipes.decode.config import PRESETS, Row, llama_8b, rows, tiny
@@ -189,7 +190,10 @@ def check_attention(attend: Any, parts: list[Tensor], last: int, bound: float) -
     keys, values = keys.clone(), values.clone()
     keys[:, :, last:], values[:, :, last:] = 1e9, 1e9
     y, expected_keys, expected_values = exact(*new, keys, values, last)
-    got = attend(*new, torch.tensor([last], device=keys.device), keys, values)
+    position = torch.tensor([last], device=keys.device)
+    if keys.is_cuda:  # what the caches hold is to be older than the launch before
+        torch.cuda.synchronize()
+    got = attend(*new, position, keys, values)
     assert relative_error(got, y) < bound
     seen = slice(last + 1)
     assert relative_error(keys[:, :, seen], expected_keys[:, :, seen]) < bound
@@ -203,20 +207,72 @@ SIZES = [(1, 4, 2, 16, 48), (2, 6, 2, 32, 300), (1, 8, 8, 16, 130)]
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_attention_sees_the_positions_so_far(size: tuple[int, ...]) -> None:
     for last in (0, 1, size[-1] // 3, size[-1] - 1):
-        check_attention(attention.attend_next, case(*size), last, 1e-6)
+        check_attention(next_position.attend_next, case(*size), last, 1e-6)
 
 
 def test_the_attention_op_is_sound() -> None:
     *new, keys, values = case(2, 6, 2, 16, 40)
-    torch.library.opcheck(attention.attend_next, (*new, torch.tensor([17]), keys, values))
+    torch.library.opcheck(next_position.attend_next, (*new, torch.tensor([17]), keys, values))
+
+
+def check_between(norm: Any, gate: Any, batch: int, width: int, like: Tensor, bound: float) -> None:
+    """Of rows with outliers, a gate and an up that lie beside each other, huge and tiny values, zeros and a NaN."""
+    x = torch.randn(batch, 1, width).to(like) * torch.tensor([1e-3, 1.0, 1e3])[
+        :batch, None, None
+    ].to(like)
+    x[0, 0, 0] *= 100
+    weight, eps = torch.randn(width).to(like), 1e-5
+    exact = x.double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    got = norm(x, weight, eps)
+    assert got.dtype == x.dtype and got.is_contiguous()
+    for row, expected in zip(got, exact, strict=True):
+        assert relative_error(row, expected) < bound
+    assert not norm(torch.zeros_like(x), weight, eps).any()
+    both = torch.cat([x, torch.randn(batch, 1, width).to(like)], -1)
+    first, second = both.split(width, -1)
+    got = gate(first, second)
+    assert got.dtype == x.dtype and got.is_contiguous()
+    exact = F.silu(first.double()) * second.double()
+    for row, expected in zip(got, exact, strict=True):
+        assert relative_error(row, expected) < bound
+    x[-1, 0, -1] = torch.nan
+    assert norm(x, weight, eps)[-1].isnan().all() and not norm(x, weight, eps)[:-1].isnan().any()
+    assert gate(x, x).isnan().sum() == 1
+
+
+BETWEEN = [(1, 64), (3, 1031), (2, 1), (3, 4096)]
+
+
+@pytest.mark.parametrize("size", BETWEEN, ids=str)
+def test_norm_and_gate_of_a_position(size: tuple[int, int]) -> None:
+    check_between(next_position.norm_next, next_position.gate_next, *size, torch.empty(0), 1e-6)
+    check_between(
+        next_position.norm_next, next_position.gate_next, *size, torch.empty(0).bfloat16(), 5e-3
+    )
+    x, weight = torch.randn(2, 1, 24), torch.randn(24)
+    torch.library.opcheck(next_position.norm_next, (x, weight, 1e-5))
+    torch.library.opcheck(next_position.gate_next, (x, torch.randn(2, 1, 48)[..., 24:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", BETWEEN, ids=str)
+def test_norm_and_gate_of_a_position_on_a_gpu(size: tuple[int, int]) -> None:
+    check_between(
+        next_position.norm_next, next_position.gate_next, *size, torch.empty(0).cuda(), 1e-5
+    )
+    like = torch.empty(0).cuda().bfloat16()
+    check_between(next_position.norm_next, next_position.gate_next, *size, like, 5e-3)
 
 
 INTERPRETED = """
 import torch
-from recipes.decode.flash_decoding import flash_decode
-from tests.recipes.test_decode import SIZES, case, check_attention
+from recipes.decode.kernels import flash_decode, gate_rows, norm_rows
+from tests.recipes.test_decode import BETWEEN, SIZES, case, check_attention, check_between
 
 torch.manual_seed(0)
+for size in BETWEEN:
+    check_between(norm_rows, gate_rows, *size, torch.empty(0), 1e-6)
 for size in SIZES:
     for last in (0, 1, 63, 64, size[-1] // 3, size[-1] - 1):
         if last < size[-1]:
@@ -224,7 +280,7 @@ for size in SIZES:
 """
 
 
-def test_the_attention_kernels_in_the_interpreter() -> None:
+def test_the_kernels_of_one_position_in_the_interpreter() -> None:
     """In a process of its own: Triton reads the switch when it is imported."""
     pytest.importorskip("triton")
     import os
@@ -244,7 +300,7 @@ def test_the_attention_kernels_in_the_interpreter() -> None:
 def test_the_attention_kernels_on_a_gpu(size: tuple[int, ...]) -> None:
     parts = [t.cuda().bfloat16() for t in case(*size)]
     for last in (0, 5, size[-1] // 2, size[-1] - 1):
-        check_attention(attention.attend_next, parts, last, 5e-3)
+        check_attention(next_position.attend_next, parts, last, 5e-3)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,13 @@
-"""The kernels of `attend_next`: positions split over the GPU, then the parts put together.
+"""The kernels of one new position: `attend_next`, `norm_next` and `gate_next`.
 
-A program takes the queries of one key/value head (they share its keys) and one of `splits` stretches of the positions
-that there are. It turns the queries; that of the last stretch also turns the new key, takes it and the new value from
-where they came in, and writes both to the cache. It keeps the running maximum m, the sum l of exp(s − m), and the sum
-of exp(s − m) · v. The second kernel weighs the stretches by exp(m − largest m). Source: Flash-Decoding, and online
-softmax, arXiv 1805.02867.
+Attention has its positions split over the GPU, then the parts put together. A program takes the queries of one
+key/value head (they share its keys) and one of `splits` stretches of the positions that there are. It turns the
+queries; that of the last stretch also turns the new key, takes it and the new value from where they came in, and writes
+both to the cache. It keeps the running maximum m, the sum l of exp(s − m), and the sum of exp(s − m) · v. The second
+kernel weighs the stretches by exp(m − largest m). Source: Flash-Decoding, and online softmax, arXiv 1805.02867.
+
+Where launches overlap (OVERLAPS; programmatic dependent launch), a kernel begins while the one before it ends, waits
+for that one's results, and lets the next one begin.
 """
 
 from __future__ import annotations
@@ -19,8 +22,22 @@ from torch import Tensor
 BLOCK = 64
 PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
+GATE_BLOCK = 1024
+"""Of silu(gate) · up, elements of a program."""
 LEAST_ROWS = 16
 """Of a product in tensor cores: queries are padded to it."""
+
+
+@triton.jit
+def _after_previous(OVERLAPS: tl.constexpr):
+    """Lets the next launch begin, then waits until the one before is done and its results are seen.
+
+    So the next one may begin before the one before is done: it must read nothing that either writes until it has
+    waited itself, as the linears and the kernels here do.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -32,6 +49,16 @@ def _turned(x, columns, cos, sin, HALF: tl.constexpr):
     own = tl.load(x + columns).to(tl.float32)
     other = tl.load(x + (columns + HALF) % (2 * HALF)).to(tl.float32)
     return (own * c + other * s).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _of_cache(keys, values, cache, start, end, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and values [BLOCK, WIDTH] of the positions from `start` on; 0 from `end` on."""
+    at = start + tl.arange(0, BLOCK)
+    of_cache = cache + at[:, None] * WIDTH + columns[None, :]
+    seen = (at < end)[:, None]
+    k = tl.load(keys + of_cache, mask=seen, other=0.0)
+    return k, tl.load(values + of_cache, mask=seen, other=0.0)
 
 
 @triton.jit
@@ -70,13 +97,20 @@ def _stretches(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    """Position and cache are read before the wait: older than the launch before, a linear, which lets this one begin
+    after its own wait."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, own_head = head // HEADS, head % HEADS
     last = tl.load(position).to(tl.int32)
     stretch = tl.cdiv(tl.cdiv(last + 1, SPLITS), BLOCK) * BLOCK
     begin, end = split * stretch, tl.minimum((split + 1) * stretch, last + 1)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    cache = head * capacity * WIDTH
+    old = tl.minimum(end, last)
+    k, v = _of_cache(keys, values, cache, begin, old, columns, WIDTH, BLOCK)
+    _after_previous(OVERLAPS)
     row = own_head * GROUP + tl.minimum(rows, GROUP - 1)  # those beyond the group are not stored
     q = query + batch * query_batch + row[:, None] * query_head
     q = _turned(q, columns[None, :], cos, sin, WIDTH // 2)
@@ -86,23 +120,18 @@ def _stretches(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    cache = head * capacity * WIDTH
     is_last = (columns < WIDTH) & (last >= begin) & (last < end)
     tl.store(keys + cache + last * WIDTH + columns, new_key, mask=is_last)
     tl.store(values + cache + last * WIDTH + columns, new_value, mask=is_last)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        of_cache = cache + at[:, None] * WIDTH + columns[None, :]
-        seen = at < end
-        k = tl.load(keys + of_cache, mask=seen[:, None], other=0.0)
-        v = tl.load(values + of_cache, mask=seen[:, None], other=0.0)
-        is_new = (at == last)[
-            :, None
-        ]  # what was read there may be from before or after it was written
-        k, v = tl.where(is_new, new_key[None, :], k), tl.where(is_new, new_value[None, :], v)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(seen[None, :], score, float("-inf"))
-        largest, total, mixed = _added(score, v, largest, total, mixed)
+        is_new = (at == last)[:, None]
+        own_k = tl.where(is_new, new_key[None, :], k)
+        own_v = tl.where(is_new, new_value[None, :], v)
+        k, v = _of_cache(keys, values, cache, start + BLOCK, old, columns, WIDTH, BLOCK)
+        score = tl.dot(q, tl.trans(own_k), input_precision="ieee") * scale
+        score = tl.where((at < end)[None, :], score, float("-inf"))
+        largest, total, mixed = _added(score, own_v, largest, total, mixed)
     part = (head * SPLITS + split) * GROUP + rows
     _leave(sums, stats, part, rows < GROUP, columns, mixed, largest, total, WIDTH)
 
@@ -115,7 +144,16 @@ def _leave(sums, stats, part, real, columns, mixed, largest, total, WIDTH: tl.co
 
 
 @triton.jit
-def _together(sums, stats, result, GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+def _together(
+    sums,
+    stats,
+    result,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    _after_previous(OVERLAPS)
     query = tl.program_id(0).to(tl.int64)
     head, row = query // GROUP, query % GROUP
     columns = tl.arange(0, WIDTH)
@@ -126,6 +164,36 @@ def _together(sums, stats, result, GROUP: tl.constexpr, WIDTH: tl.constexpr, SPL
     mixed = tl.load(sums + part[:, None] * WIDTH + columns[None, :])
     y = tl.sum(weight[:, None] * mixed, 0) / total
     tl.store(result + query * WIDTH + columns, y.to(result.dtype.element_ty))
+
+
+@triton.jit
+def _norm_rows(x, weight, result, eps, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < width
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    _after_previous(OVERLAPS)
+    own = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    y = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * factor
+    tl.store(result + row * width + columns, y.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_rows(
+    gate, up, result, gate_stride, up_stride, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    _after_previous(OVERLAPS)
+    own = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    y = own * tl.sigmoid(own) * other
+    tl.store(result + row * width + columns, y.to(result.dtype.element_ty), mask=inside)
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Of a Triton launch: whether it may begin before the one before it is done, for which its kernel waits."""
+    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 
 def splits_for(heads: int, capacity: int) -> int:
@@ -156,7 +224,7 @@ def flash_decode(
     sums = torch.empty((*parts, width), dtype=torch.float32, device=query.device)
     stats = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    sizes = {"GROUP": group, "WIDTH": width, "SPLITS": splits}
+    sizes = {"GROUP": group, "WIDTH": width, "SPLITS": splits, **overlapping(query.device)}
     _stretches[(all_heads, splits)](
         *(query, key, value, cos.contiguous(), sin.contiguous(), keys, values, position),
         *(sums, stats, 1 / math.sqrt(width), capacity),
@@ -167,4 +235,32 @@ def flash_decode(
         BLOCK=BLOCK,
     )
     _together[(batch * heads,)](sums, stats, result, **sizes)
+    return result
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `norm_next`."""
+    x, width = x.contiguous(), x.shape[-1]
+    result = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // 256, 1), 16)
+    _norm_rows[(x.numel() // width,)](
+        *(x, weight, result, eps, width),
+        BLOCK=block,
+        num_warps=warps,
+        **overlapping(x.device),
+    )
+    return result
+
+
+def gate_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """As `gate_next`."""
+    batch, _, width = gate.shape
+    gate, up = (t if t.stride(2) == 1 else t.contiguous() for t in (gate, up))
+    result = gate.new_empty(gate.shape)
+    _gate_rows[(batch, triton.cdiv(width, GATE_BLOCK))](
+        *(gate, up, result, gate.stride(0), up.stride(0), width),
+        BLOCK=GATE_BLOCK,
+        **overlapping(gate.device),
+    )
     return result

@@ -1,0 +1,49 @@
+"""Matrices as the tensor memory accelerator of sm_90 copies them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tensor_map(
+    address: int, size: int, rows: int, columns: int, stride: int, box: int, width: int
+) -> Any:
+    """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` rows of
+    `width` elements: of 1 and 2 bytes, swizzled over their 64 or 128 bytes; of 8 bytes, as they are. It holds no memory
+    and depends on nothing else, so that it may be kept.
+
+    Raises:
+        RuntimeError: CUDA refuses; the message says what.
+    """
+    from cuda.bindings import driver
+
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE  # rows are long
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    if size < 8:
+        promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_64B
+        if width * size == 128:
+            swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        {
+            1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            8: types.CU_TENSOR_MAP_DATA_TYPE_UINT64,
+        }[size],
+        2,
+        address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(stride * size)],
+        [driver.cuuint32_t(width), driver.cuuint32_t(box)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        promotion,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(error) != 0:
+        raise RuntimeError(
+            f"CUDA cannot describe {rows} x {columns} of {size} bytes at {address:#x}, rows {stride} apart: {error!r}"
+        )
+    return encoded

@@ -1,0 +1,109 @@
+"""What a block does with one new position between its linears, as ops of their own: norm, attention, silu times up.
+
+With one position each of them takes as long as a launch does. So the new query and key are turned by their position's
+angle and the cache takes the new key and value in the same launch that reads it, and on a GPU that can, a launch begins
+while the one before it ends; above all the linear after it, which sets itself up meanwhile.
+
+Only the positions up to the new one count in attention. The op reads their number on the device, so that one CUDA graph
+serves every length, and reads no more of the cache than that: a mask over the whole cache would read all of it, and one
+block a head, as general attention kernels have with one query, leaves most of a GPU idle.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recipes.llama import rotate
+
+
+@torch.library.custom_op("lowbit_recipes::attend_next", mutates_args=("keys", "values"))
+def attend_next(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """softmax(q · kᵀ / √E) · v over positions 0 to `position`, inclusive: [B, H, 1, E] in query's dtype.
+
+    query [B, H, 1, E], key and value [B, K, 1, E] of the new position, not turned yet, H a multiple of K; cos and sin
+    [1, E/2] of it; position int64 [1], below S. Of the caches keys and values [B, K, S, E], contiguous, `position` is
+    written. Where launches overlap (compute capability 9.0 and above), `position` and what the caches hold must be
+    older than the launch before this one, which made the new query: they are read while it runs.
+    """
+    if query.is_cuda:
+        from recipes.decode.kernels import flash_decode
+
+        return flash_decode(query, key, value, cos, sin, position, keys, values)
+    return reference(query, key, value, cos, sin, position, keys, values)
+
+
+@attend_next.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """The formula with a mask over the whole cache."""
+    keys.index_copy_(2, position, rotate(key, cos, sin))
+    values.index_copy_(2, position, value)
+    mask = torch.arange(keys.shape[2], device=keys.device) <= position
+    turned = rotate(query, cos, sin)
+    y = F.scaled_dot_product_attention(turned, keys, values, attn_mask=mask[None], enable_gqa=True)
+    return y.contiguous()
+
+
+@torch.library.custom_op("lowbit_recipes::norm_next", mutates_args=())
+def norm_next(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension: RMS norm (arXiv 1910.07467), computed in float32.
+
+    x [..., D], weight [D]; the result is contiguous, in x's dtype.
+    """
+    if not x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps).contiguous()
+    from recipes.decode.kernels import norm_rows
+
+    return norm_rows(x, weight, eps)
+
+
+@norm_next.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("lowbit_recipes::gate_next", mutates_args=())
+def gate_next(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, computed in float32: [B, 1, F] in gate's dtype, contiguous (SwiGLU, arXiv 2002.05202)."""
+    if not gate.is_cuda:
+        return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+    from recipes.decode.kernels import gate_rows
+
+    return gate_rows(gate, up)
+
+
+@gate_next.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)

@@ -1,0 +1,51 @@
+"""``weight_mm_few`` on a CPU, as ``hopper_emulator`` has ``weight_mm_many``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from lowbit_kernels import weight_mm_few
+from tests.kernels.hopper_emulator import HEADER, _library, _Map, _words
+
+FOOTER = """
+extern "C" void emulated_product(unsigned grid, const uint64 *m, const uint64 *a) {
+    const TensorMap codes = {(const unsigned char *)m[0], (long)m[2], (long)m[3], (long)m[4],
+                             (int)m[1],                   (int)m[5],  (int)m[6],  true};
+    emulation::launch(grid, THREADS, SPLIT, [=] {
+        few_tokens_mm(codes, (const unsigned short *)a[0], (const unsigned char *)a[1], (const unsigned char *)a[2],
+                      (const unsigned char *)a[3], (const unsigned short *)a[4], (const unsigned short *)a[5],
+                      (const float *)a[6], (unsigned short *)a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14],
+                      a[15]);
+    });
+}
+"""
+
+
+def _kernel(variant: weight_mm_few.Variant, *_: object) -> Callable[..., None]:
+    code = weight_mm_few.source(variant)
+    folder = Path(weight_mm_few.__file__).parent
+    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_few.cu"))
+    library = _library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
+
+    def product(stream: int, grid: int, threads: int, codes: tuple[int, ...], *rest: int) -> None:
+        library.emulated_product(grid, _words(codes), _words(rest))
+
+    return product
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Within it ``weight_mm_few._launch`` takes tensors of the CPU."""
+    with (
+        mock.patch.object(weight_mm_few, "_kernel", _kernel),
+        mock.patch.object(weight_mm_few, "_map", lambda *a: _Map(a)),
+        mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        yield

@@ -1,0 +1,80 @@
+"""Weights of 4 and 8 bits times few tokens, on a CPU: ``few_emulator`` runs the kernel's source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_kernels import weight_mm_few
+from lowbit_kernels.weight_mm_few import neighbours, plan
+from tests.kernels import few_emulator
+from tests.kernels.hopper_emulator import COMPILER
+from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, operands
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
+
+
+def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1) -> Tensor:
+    bits, group, scale = case["bits"], case["group_size"], case["scale"]
+    m, (n, row) = case["x"].shape[0], case["codes"].shape
+    chosen = plan(
+        *(m, n, row * 8 // bits, bits, blocks),
+        scale_bytes=scale.shape[1] * (scale.element_size() + (case["zero_point"] is not None)),
+        vector=neighbours(bits, 0 if scale.shape[1] == 1 else group),
+        splits=(split,),
+        heights=(height,),
+    )
+    assert chosen is not None and chosen.split == split
+    values = [value for name, value in case.items() if name not in ("bits", "group_size")]
+    with few_emulator.emulated():
+        return weight_mm_few._launch(tuple(values), bits, group, chosen)
+
+
+def check(case: dict, **divided: int) -> None:
+    out, expected = run(case, **divided), exact(**case)
+    assert (out.double() - expected).norm() <= BOUND[out.dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 7])
+def test_tokens_whose_x_shares_registers_and_k_in_parts(m: int) -> None:
+    """One and a half chunks a warp and part, more tiles than stages, k not a whole chunk."""
+    check(operands(m, 60, 2 * 3072 + 32, 4, 32, device="cpu"), blocks=1)
+
+
+@pytest.mark.parametrize("m", [2, 3])
+def test_x_of_several_tokens_in_many_parts(m: int) -> None:
+    check(operands(m, 40, 9216 + 128, device="cpu"), blocks=1)
+
+
+@pytest.mark.parametrize("group", [64, 96, 128, 0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups(bits: int, group: int) -> None:
+    dtype = torch.float16 if group == 96 else torch.bfloat16
+    check(operands(3, 160, 1440, bits, group, dtype, zero=True, extras=True, device="cpu"))
+
+
+@pytest.mark.parametrize(("split", "height", "m"), [(2, 1, 8), (4, 2, 9), (1, 2, 16)])
+def test_divisions(split: int, height: int, m: int) -> None:
+    case = operands(m, 150, 2560, 4, 128, extras=True, device="cpu")
+    check(case, blocks=2 * split, split=split, height=height)
+
+
+def test_strided_rows() -> None:
+    case = operands(2, 24, 512, device="cpu")
+    wide = torch.zeros(24, 512, dtype=torch.uint8)
+    wide[:, 32:288] = case["codes"]
+    x = torch.zeros(2, 519, dtype=torch.bfloat16)
+    x[:, 3:515] = case["x"]
+    expected = run(case)
+    assert torch.equal(run({**case, "codes": wide[:, 32:288]}), expected)
+    assert torch.equal(run({**case, "x": x[:, 3:515]}), expected)
+
+
+def test_what_is_not_finite_stays_with_its_token() -> None:
+    """Also where a product with one chunk has columns of another one's x beside its own."""
+    case = operands(2, 20, 2304, device="cpu")
+    clean = run(case)
+    case["x"][1, 5], case["x"][1, 2000] = float("nan"), float("inf")
+    out = run(case)
+    assert out[1].isnan().all() and torch.equal(out[0], clean[0])
