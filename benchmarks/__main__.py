@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.registry import Benchmark, Result, Row, Table, all_benchmarks
-from benchmarks.report import KERNEL_TABLE, Machine, render
-from benchmarks.timing import REPEATS, copy_bandwidth
+from benchmarks.report import KERNEL_TABLE, Machine, readable, render
+from benchmarks.timing import REPEATS, Timing, copy_bandwidth
 
 
 def run(
@@ -55,9 +55,12 @@ def run(
 
 def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Row:
     """Measure one candidate. One that can't run is a line of the table as well, and the others go on."""
-    print(f"{problem} / {candidate.name}", file=sys.stderr, flush=True)
+    print(f"{problem} / {candidate.name}", end="", file=sys.stderr, flush=True)
     try:
-        return Row(candidate, table.measure(candidate, repeats))
+        measured = table.measure(candidate, repeats)
+        if isinstance(measured, Timing):
+            print(f": {readable(measured.median)}", end="", file=sys.stderr)
+        return Row(candidate, measured)
     except ImportError as error:
         return Row(candidate, why_not=f"not installed ({error})")
     except torch.OutOfMemoryError:
@@ -67,6 +70,7 @@ def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Ro
         reason = (str(error).strip() or "no message").splitlines()[0].replace("|", "/")
         return Row(candidate, why_not=f"failed: {type(error).__name__}: {reason[:120]}")
     finally:
+        print(file=sys.stderr, flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -7,7 +7,6 @@ is replayed and timed with events: no launch overhead, no host.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -44,7 +43,7 @@ def number_of_sets(moved_bytes: int, cache_bytes: int) -> int:
 
 
 def measure(candidate: Candidate, repeats: int = REPEATS) -> Timing:
-    """Time one candidate, and free its memory again."""
+    """Time one candidate."""
     cache = torch.cuda.get_device_properties().L2_cache_size
     return measure_over(candidate, number_of_sets(candidate.moved_bytes, cache), repeats)
 
@@ -54,9 +53,6 @@ def measure_over(candidate: Candidate, number: int, repeats: int = REPEATS) -> T
     sets = [candidate.arguments() for _ in range(number)]
     time_sets = _time_graph if candidate.graph else _time_calls
     timing = time_sets(candidate.run, sets, repeats)
-    del sets
-    gc.collect()
-    torch.cuda.empty_cache()
     return timing
 
 

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
-from benchmarks.weight_linear import shapes_of
+from benchmarks.weight_linear import Linear, _measure, shapes_of
 from benchmarks.write_linear_table import thresholds, written
 from lowbit_kernels import linear_table
 
@@ -19,6 +20,14 @@ def test_shapes_of_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "linears.json"
     file.write_text(json.dumps({"linears": [{"name": "a", "calls": 1, **line} for line in lines]}))
     assert shapes_of(file) == [(2, 4, 4), (1, 8, 4)]
+
+
+def test_a_wrong_result_is_not_timed() -> None:
+    one = Linear(
+        *("int4", lambda x: x + 0.02, lambda: (torch.ones(3),), 1), reference=lambda x: x.double()
+    )
+    with pytest.raises(ValueError, match=r"wrong: its error is 2.0e-02"):
+        _measure(one, 2)
 
 
 def test_shapes_go_with_the_benchmark_that_takes_them(capsys: pytest.CaptureFixture) -> None:
