@@ -90,22 +90,25 @@ DEVICE uint32 cluster_rank() {
     return rank;
 }
 
-// Four floats of the shared memory of block `rank`, at the same address as here.
-DEVICE float4 load_remote(uint32 address, uint32 rank) {
-    float4 x;
-    asm volatile(
-        "{\n.reg .b32 from;\n"
-        "mapa.shared::cluster.u32 from, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [from];\n}"
-        : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-        : "r"(address), "r"(rank)
-        : "memory");
-    return x;
-}
-
 // Meeting of all threads of the cluster.
 DEVICE void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same in two steps: all have come before a thread's wait is over. What was written before isn't ordered by it, but for
+// barriers and barrier_init_fence.
+DEVICE void cluster_come() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// 16 bytes to the same address in block `rank` of the cluster, which count for the barrier that lies at `barrier` there.
+DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
+    asm volatile(
+        "{\n.reg .b32 to, at;\n"
+        "mapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 at, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];\n}" ::"r"(address),
+        "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        : "memory");
 }
 
 // To the same address in block `rank` of the cluster.

@@ -20,8 +20,8 @@
 // more at a time than keeps memory busy: of more, later ones would delay earlier ones. The first is asked for, into the
 // L2, before the launch before is done. 16 warps share a part. A warp holds the x of its chunks in registers all the time,
 // as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group, are scaled in float32. Two
-// more warps add up the sums of the 16 and store results, while the 16 go on with the next tile. Sums of the blocks of a
-// cluster meet at the end, all at once. All additions are in a fixed order.
+// more warps add up the sums of the 16 and store results, while the 16 go on with the next tile; or send them to that block
+// of the cluster which adds them up when all are there. All additions are in a fixed order.
 //
 // mma multiplies by 8 columns. Fewer tokens than that have the x of several chunks in them, in the same registers, and of
 // the product with one chunk only its own columns count: one block's registers hold the x of 64 Ki of k, for one token.
@@ -59,6 +59,7 @@ static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)), "");
 struct Shared {
     uint64 full[MAX_STAGES], empty[MAX_STAGES];
     uint64 copied;               // x is in shared memory
+    uint64 received;             // sums of all blocks are here
     uint64 summed[2], added[2];  // the warps' sums are there; they have been read
     alignas(512) float4 sums[2][WARPS][PIECES][32];
 };
@@ -105,6 +106,7 @@ struct Ring {
 
 DEVICE int first_tile() { return blockIdx.x / SPLIT; }
 DEVICE int tile_step() { return gridDim.x / SPLIT; }
+DEVICE int rounds_of(const Problem &p) { return (p.tiles() - first_tile() + tile_step() - 1) / tile_step(); }
 
 // ---- copying -----------------------------------------------------------------------------------------------------------
 
@@ -494,14 +496,17 @@ DEVICE void fold(float4 &sums) {
         }
 }
 
-// Adds up the warps' sums of even or odd tiles; `kept`, [tiles of the cluster][PIECES][32], is where they stay if the
-// other blocks' are still to be added.
-DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
+// Where sums of the cluster's `round`-th tile are kept, in block round % SPLIT: those of block `rank`, piece 0.
+DEVICE float4 *kept_at(float4 *kept, int round, int rank) {
+    return kept + (round / SPLIT * SPLIT + rank) * PIECES * 32 + threadIdx.x % 32;
+}
+
+// Adds up the warps' sums of even or odd tiles.
+DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int buffer) {
     const int lane = threadIdx.x % 32;
     uint32 parity = 0;
-    kept += buffer * PIECES * 32;
-    for (int tile = first_tile() + buffer * tile_step(); tile < p.tiles();
-         tile += 2 * tile_step(), kept += 2 * PIECES * 32, parity ^= 1) {
+    for (int round = buffer; round < rounds_of(p); round += 2, parity ^= 1) {
+        const int tile = first_tile() + round * tile_step();
         const auto sum = [&](int i) {
             if (i == 0) barrier_wait(shared_address(&shared.summed[buffer]), parity);
             float4 sums = shared.sums[buffer][0][i][lane];
@@ -517,7 +522,8 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
                 const Epilogue epilogue(p, row, token);  // read before the wait
                 epilogue.store(p, row, token, sum(i));
             } else {
-                kept[i * 32 + lane] = sum(i);
+                send(shared_address(kept_at(kept, round, rank) + i * 32), round % SPLIT, sum(i),
+                     shared_address(&shared.received));
             }
         }
         __syncwarp();
@@ -525,20 +531,18 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int buffer) {
     }
 }
 
-// Adds up the blocks' sums, each block those of some pieces.
-DEVICE void combine(const Problem &p, const float4 *kept, int rank) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tiles = (p.tiles() - first_tile() + tile_step() - 1) / tile_step();
-    for (int i = rank + SPLIT * warp; i < tiles * PIECES; i += SPLIT * (THREADS / 32)) {
-        const int row = (first_tile() + i / PIECES * tile_step()) * ROWS + i % PIECES / TILES * 16;
-        const int token = i % TILES * 8;
+// Adds up the blocks' sums of the tiles that this block has.
+DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
+    const int rounds = rounds_of(p);
+    barrier_wait_after(shared_address(&shared.received), 0);
+    for (int i = threadIdx.x / 32; i / PIECES * SPLIT + rank < rounds; i += THREADS / 32) {
+        const int round = i / PIECES * SPLIT + rank, piece = i % PIECES;
+        const int row = (first_tile() + round * tile_step()) * ROWS + piece / TILES * 16, token = piece % TILES * 8;
         const Epilogue epilogue(p, row, token);
-        float4 all[SPLIT];
+        float4 sums = kept_at(kept, round, 0)[piece * 32];
 #pragma unroll
-        for (int other = 0; other < SPLIT; ++other) all[other] = load_remote(shared_address(kept + i * 32 + lane), other);
-#pragma unroll
-        for (int other = 1; other < SPLIT; ++other) add(all[0], all[other]);
-        epilogue.store(p, row, token, all[0]);
+        for (int other = 1; other < SPLIT; ++other) add(sums, kept_at(kept, round, other)[piece * 32]);
+        epilogue.store(p, row, token, sums);
     }
 }
 
@@ -547,7 +551,7 @@ DEVICE void combine(const Problem &p, const float4 *kept, int rank) {
 // scale and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
 // null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks` is of a row. Shared memory: Shared, `stages` of
 // Problem::stage_bytes(), 128 bytes that may be read past them; with SPLIT > 1 512 bytes for each of a cluster's pieces
-// of sums; what Slice takes for m tokens if COPIES_X.
+// of sums, its tiles a multiple of SPLIT; what Slice takes for m tokens if COPIES_X.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     few_tokens_mm(const __grid_constant__ TensorMap map, const unsigned short *x, const unsigned char *codes,
                   const unsigned char *scale, const unsigned char *zero_point, const unsigned short *bias,
@@ -562,10 +566,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
     unsigned char *past = ring + stages * p.stage_bytes() + 128;
     float4 *kept = (float4 *)past;
-    const unsigned char *copy = past + (SPLIT > 1 ? (p.tiles() + tile_step() - 1) / tile_step() * PIECES * 512 : 0);
+    const unsigned char *copy = past + (SPLIT > 1 ? (rounds_of(p) + SPLIT - 1) / SPLIT * SPLIT * PIECES * 512 : 0);
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
+        if constexpr (SPLIT > 1) cluster_come();
         wait_for_previous();
         consume(p, shared, ring, copy, rank);
     } else {
@@ -583,9 +588,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 barrier_init(shared_address(&shared.summed[i]), WARPS);
                 barrier_init(shared_address(&shared.added[i]), 1);
             }
+            if constexpr (SPLIT > 1) {
+                const int own = (rounds_of(p) - rank + SPLIT - 1) / SPLIT;  // tiles to add up
+                barrier_init(shared_address(&shared.received), 1);
+                barrier_expect(shared_address(&shared.received), own * SPLIT * PIECES * 512);
+            }
             barrier_init_fence();
         }
         __syncwarp();
+        if constexpr (SPLIT > 1) cluster_come();
         meet(2, THREADS - WARPS * 32);
         come(1, THREADS);  // not to wait for them
         wait_for_previous();
@@ -595,12 +606,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             let_next_start();  // whose copies would delay these
         }
         __syncwarp();
-        if (role < 2) finish(p, shared, kept, role);
+        if constexpr (SPLIT > 1)
+            if (role < 2) cluster_await();  // the other blocks are there, their barriers too
+        if (role < 2) finish(p, shared, kept, rank, role);
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();
-        cluster_meet();
-        combine(p, kept, rank);
-        cluster_meet();  // the others have read this block's sums
+        if (role < 0 || role >= 2) cluster_await();
+        combine(p, shared, kept, rank);
     }
 }

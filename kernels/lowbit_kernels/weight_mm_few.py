@@ -112,7 +112,7 @@ def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: 
     work = 450 + 400 * chunks if m > 8 else 380 + 170 * chunks
     tile = max(one.height * ROWS * slice_ * one.grid / waves / 4100, work)
     x = m * slice_ * 16 / bits / 31 * (1 if bits == 4 else 0.6)
-    return rounds * tile + waves * x + (600 + 300 * one.split if one.split > 1 else 0)
+    return rounds * tile + waves * x + (450 + 225 * one.split if one.split > 1 else 0)
 
 
 def _divided(
@@ -154,7 +154,9 @@ def _divided(
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
     # 128 more: of a row's last chunk, places where no scale is are read, and not used.
-    fixed = 512 + 128 + 2 * WARPS * pieces * 512 + (rounds * pieces * 512 if split > 1 else 0)
+    fixed = 512 + 128 + 2 * WARPS * pieces * 512
+    if split > 1:
+        fixed += -(-rounds // split) * split * pieces * 512
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
         fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128

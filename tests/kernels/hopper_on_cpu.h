@@ -89,6 +89,11 @@ static void meet(int kind, unsigned int count) {
     }
 }
 static void meet_warp() { meet(0, 32); }
+static void come(int kind) { ++fibers[current].meetings[kind]; }
+static void await(int kind, unsigned int count) {
+    --fibers[current].meetings[kind];
+    meet(kind, count);
+}
 
 template <typename F>
 static void launch(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, F kernel) {
@@ -153,10 +158,13 @@ static inline void store_remote(uint32 address, uint32 rank, float4 x) {
 }
 static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
 static inline void cluster_meet() { emulation::meet(1, emulation::threads * emulation::cluster); }
-static inline float4 load_remote(uint32 address, uint32 rank) {
-    float4 x;
-    memcpy(&x, emulation::block(rank).memory + address, 16);
-    return x;
+static inline void cluster_come() { emulation::come(1); }
+static inline void cluster_await() { emulation::await(1, emulation::threads * emulation::cluster); }
+static inline void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
+    memcpy(emulation::block(rank).memory + address, &x, 16);
+    emulation::Barrier &b = emulation::block(rank).barriers.at(barrier);
+    b.bytes -= 16;
+    finish_phase(b);
 }
 static inline void come(int id, int threads) {
     emulation::Meeting &own = emulation::block().meetings[id];

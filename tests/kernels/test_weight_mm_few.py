@@ -71,7 +71,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     assert sets * max(chosen.tokens // 8, 1) * 64 // bits <= weight_mm_few.X_REGISTERS
     rows, pieces = 16 * chosen.height, chosen.height * -(-chosen.tokens // 8)
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
-    kept = rounds * pieces * 512 if chosen.split > 1 else 0
+    kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
     stage = -(-rows * (chosen.pitch + groups * element) // 128) * 128
     slice_ = -(-chunks // chosen.split) * CHUNK_BYTES * 8 // bits
     copied = chosen.tokens == 1 or (chosen.tokens < 8 and chosen.parts > 2)
