@@ -190,8 +190,8 @@ def _kernel(
 def codes_of(
     x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: float16 does, bfloat16 those of
-    "int8"."""
+    """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: float16 does, bfloat16
+    those of "int8"."""
     m, k = x.shape
     if x.numel() and not tensorwise and quantize_tokens_cuda.takes(x):
         codes, scale = x.new_empty((m, k), dtype=dtype), x.new_empty(m, dtype=torch.float32)

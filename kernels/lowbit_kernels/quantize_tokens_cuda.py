@@ -56,8 +56,8 @@ def plan(k: int) -> tuple[int, int]:
 
 
 def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
-    """Writes codes [M, K] and scale [M] of an x for which `takes` holds. Codes of `format`, "int8" or "e4m3", are of its
-    dtype, or numbers of float16, those of "int8" also of bfloat16."""
+    """Writes codes [M, K] and scale [M] of an x for which `takes` holds. Codes of `format`, "int8" or "e4m3", are of
+    its dtype, or numbers of float16, those of "int8" also of bfloat16."""
     m, k = x.shape
     own, threads = plan(k)
     variant = Variant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)

@@ -1,5 +1,5 @@
-"""Launches ``weight_mm_few.cu``: weights of 4 or 8 bits, integers or float8, times at most 16 tokens, on GPUs of compute
-capability 9.0.
+"""Launches ``weight_mm_few.cu``: weights of 4 or 8 bits, integers or float8, times at most 16 tokens, on GPUs of
+compute capability 9.0.
 
     out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
                 + bias[n] + residual[m, n]
