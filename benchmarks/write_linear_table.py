@@ -56,7 +56,7 @@ def _regimes(m: int, arguments: tuple, bits: int) -> list[Regime]:
     found: list[Regime] = ["dequantize"]
     if m <= 16 and weight_mm_few.is_available(x, codes, scale, bits=bits, group_size=group):
         found.append("few")
-    if m <= 2048 and weight_mm_many.is_available(x, codes, scale, bits=bits, group_size=group):
+    if weight_mm_many.is_available(x, codes, scale, bits=bits, group_size=group):
         found.append("many")
     if len(found) == 1 and m <= weight_mm_triton.MOST_TOKENS:
         found.append("triton")

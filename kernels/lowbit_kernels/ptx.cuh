@@ -71,6 +71,18 @@ DEVICE unsigned int multiply_half2(unsigned int a, unsigned int b) {
     return result;
 }
 
+// a * b + c of two neighbours, rounded once; numbers below the least normal one included.
+DEVICE unsigned int fma_bf16x2(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+DEVICE unsigned int fma_half2(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int result;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
 // The largest `x` of the warp, in one instruction (sm_80 and newer).
 DEVICE unsigned int warp_max(unsigned int x) {
     unsigned int result;
@@ -162,9 +174,6 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
 #endif
 }
-
-// A cache line into the L2.
-DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // A number for the warp, from a counter in shared memory. The compiler does not see that it adds 1: it would count the
 // lanes first, which takes longer.

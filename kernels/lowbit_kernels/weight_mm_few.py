@@ -112,7 +112,7 @@ def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: 
     work = 450 + 400 * chunks if m > 8 else 380 + 170 * chunks
     tile = max(one.height * ROWS * slice_ * one.grid / waves / 4100, work)
     x = m * slice_ * 16 / bits / 31 * (1 if bits == 4 else 0.6)
-    return rounds * tile + waves * x + (450 + 225 * one.split if one.split > 1 else 0)
+    return rounds * tile + waves * x + (525 + 250 * one.split if one.split > 1 else 0)
 
 
 def _divided(

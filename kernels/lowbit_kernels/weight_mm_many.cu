@@ -24,7 +24,8 @@
 //
 // What limits small products is how long it takes to unpack, multiply, and wait for both. So warpgroups of a block may
 // take turns at chunks of the same rows, and blocks of a cluster have parts of a tile's K. At a tile's end they exchange
-// their sums through shared memory; each block adds and finishes an equal share.
+// their sums through shared memory; each block adds and finishes an equal share. Large products, whose tiles don't come
+// out even, end with tiles that two blocks have together, which otherwise have one each.
 
 enum { BF16, FP16, FP32 };
 
@@ -41,15 +42,30 @@ static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
 static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // sums of a group are scaled and added to others
-static constexpr int RUN = GROUP % 128 == 0 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K that lie in one group
+static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K, in one group
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
 static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk that are summed apart
-// Instructions of a piece, of 16 K each: with four warpgroups there are registers for 112 of a thread.
-static constexpr int STEPS = RUN == 32 && SUMMED > 1 || FLUSH && GROUPS == 4 && TOKENS == 64 ? 2 : 4;
+// Instructions of a piece, of 16 K each: few, so that unpacking is spread between them.
+static constexpr int STEPS = BITS == 4 && GROUPS == 2 && TOKENS < 128 && RUN > 32 ? 4 : 2;
+static constexpr int VECTORS = STEPS * BITS / 8;  // of 16 bytes, of a piece's codes of a row
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
+// Whether a piece's codes are read while the products of the one before are issued, where there are registers for it.
+static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
+static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
+// A code's bits as a number times FACTOR, plus OFFSET, are the code times UNIT: see two_of.
+static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
+                                 : BITS == 4   ? 0x7d007f00
+                                               : 0x7f007f00;
+static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
+                                 : BITS == 4   ? 0xbe00be00
+                                               : 0xc000c000;
 static constexpr int UNITS = ROWS / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
+
+// Whether tiles of the last round, where there are few, may be divided among the blocks beside each other.
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1;
+static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -76,8 +92,8 @@ struct Epilogue {
 struct Schedule {
     const Shape shape;
     const uint32 rank;
-    const int first, last;
-    int tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
+    int first, last, tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
+    bool divided = false;  // the tile, which the blocks beside each other have a half of K each of
 
     MEMBER Schedule(const Shape &shape, uint32 rank)
         : shape(shape),
@@ -86,11 +102,21 @@ struct Schedule {
           last(shape.chunks * (rank / BESIDE + 1) / SPLIT) {}
 
     MEMBER bool take() {
-        tile += gridDim.x / CLUSTER;
-        if (tile >= shape.rows * shape.columns) return false;
-        const int above = tile / (shape.band * shape.rows) * shape.band;
-        const int within = tile - above * shape.rows, width = min(shape.band, shape.columns - above);
-        row = (within / width * BESIDE + rank % BESIDE) * ROWS;
+        const int clusters = gridDim.x / CLUSTER, tiles = shape.rows * shape.columns;
+        tile += clusters;
+        int own = tile, beside = rank % BESIDE;
+        if constexpr (TAIL) {
+            const int left = tiles % clusters, more = tile - (tiles - left);
+            divided = left * 2 <= clusters && more >= 0;
+            if (divided) {
+                own = tiles - left + more / 2, beside = more % 2;
+                first = shape.chunks * rank / 2, last = shape.chunks * (rank + 1) / 2;
+            }
+        }
+        if (own >= tiles) return false;
+        const int above = own / (shape.band * shape.rows) * shape.band;
+        const int within = own - above * shape.rows, width = min(shape.band, shape.columns - above);
+        row = (within / width * BESIDE + beside) * ROWS;
         token = (above + within % width) * TOKENS;
         return true;
     }
@@ -124,8 +150,13 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
                 const int k = chunk * CHUNK + box * 64;
-                if constexpr (BESIDE == 1) load_box(x, k, schedule.token, there, full);
-                else load_box(x, k, schedule.token + share, there, full, all);
+                if (BESIDE == 1 || schedule.divided) {
+                    const uint32 begin = there - share * 128;
+                    for (int i = 0; i < TOKENS; i += TOKENS / BESIDE)
+                        load_box(x, k, schedule.token + i, begin + i * 128, full);
+                } else {
+                    load_box(x, k, schedule.token + share, there, full, all);
+                }
             }
         }
     }
@@ -149,9 +180,10 @@ DEVICE float number_at(const void *p, long long i, int type) {
     return type == FP16 ? from_half(bits) : bits_float(bits << 16);
 }
 
-DEVICE uint32 difference(uint32 a, uint32 b) {
-    if constexpr (DTYPE == FP16) return subtract_half2(a, b);
-    else return subtract_bf16x2(a, b);
+// a * b + c of two neighbours, rounded once
+DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
+    if constexpr (DTYPE == FP16) return fma_half2(a, b, c);
+    else return fma_bf16x2(a, b, c);
 }
 
 // A group's scale and zero point as they lie in memory: on their way while others are in use.
@@ -160,10 +192,10 @@ struct Fetched {
     int zero;
 };
 
-// A group's scale and what is to be taken off its codes as they are unpacked, in both halves of a word.
+// A group's scale and what is added to its codes as they are unpacked, to two neighbours.
 struct Group {
     float scale;
-    uint32 zero;
+    uint32 offset;
 };
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
@@ -183,63 +215,64 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
     const uint32 bits = from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
     if (GROUP % CHUNK != 0 && group_of(run) >= shape.groups) group.scale = 0.0f;
-    // what a code is or-ed into, plus the zero point: exact
-    if constexpr (!ZERO) group.zero = DTYPE == FP16 ? (BITS == 4 ? 0x64086408 : 0x64806480) : 0x43084308;
-    else {
-        const float off = (float)(from.zero + (DTYPE == FP16 ? (BITS == 4 ? 1032 : 1152) : BITS == 4 ? 136 : 0));
-        group.zero = packed(off, off);
+    if constexpr (!ZERO) {
+        group.offset = OFFSET;
+    } else {
+        const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + (1 << BITS - 1);
+        const float lower = DTYPE == FP16 && BITS == 4 ? upper + 960.0f : upper;
+        group.offset = packed(-UNIT * lower, -UNIT * upper);
     }
     return group;
 }
 
-// Neighbours of eight codes along K, those of the thread's place in its four: 4 bits, byte `t` of a word; 8 bits, bytes
-// 2 t and 2 t + 1 of two. Less the zero point: or-ed into the lowest bits of 128 (in fp16 1024) a code is that number
-// more; differences of at most 256 are exact.
-DEVICE uint32 two_of(uint32 low, uint32 high, uint32 selector, const Group &group, uint32 scale) {
-    constexpr uint32 BASE = DTYPE == FP16 ? 0x64006400 : 0x43004300;
-    uint32 x;
-    if constexpr (BITS == 4) {
-        // multiplied, for the pipe of products has room: the upper nibble comes 12 bits higher as well
-        x = difference(masked_or(permute(low, 0, selector) * 0x1001, 0x000f000f, BASE), group.zero);
-    } else if constexpr (DTYPE == FP16) {
-        x = difference(masked_or(permute(low, high, selector) ^ 0x00800080, 0x00ff00ff, BASE), group.zero);
-    } else {
-        // bf16 has 7 bits below 128: the sign's weight, -128, comes by the other term
-        x = permute(low, high, selector);
-        x = difference(masked_or(x, 0x007f007f, BASE), masked_or(x, 0x00800080, BASE));
-        if constexpr (ZERO) x = difference(x, group.zero);
+// What a thread takes of eight codes, and what that is multiplied by: an upper nibble comes 16 times as large.
+struct Place {
+    uint32 selector, factor;
+    MEMBER Place(int t, const Shape &shape) {
+        selector = t * (BITS == 4 ? 0x0101 : 0x0202) + (BITS == 4 ? 0 : 0x0100);
+        // constants, which the compiler, if it knew, would move to a register for each use
+        factor = shape.m > 0 ? FACTOR : 0;
+        in_use(selector);
     }
+};
+
+// Neighbours of eight codes along K, those of the thread's place in its four, times UNIT: 4 bits, byte `t` of a word; 8
+// bits, bytes 2 t and 2 t + 1 of two. Less the zero point. In bf16 the lowest 8 bits alone stand for multiples of 2**-133,
+// exactly; in fp16, or-ed into 1024, they are that number more.
+DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
+    uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
+    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
+    else x = masked_xor(x, 0x00ff00ff, DTYPE == FP16 ? 0x64806480 : 0x00800080);
+    x = fused(x, place.factor, group.offset);
     if constexpr (ROUNDED) x = DTYPE == FP16 ? multiply_half2(x, scale) : multiply_bf16x2(x, scale);
     return x;
 }
 
-// The first operand of `STEPS` products from step `first` of a chunk on, of rows lane / 4 and 8 below of a warp's 16:
-// k = 2 t, 2 t + 1 of each eight. The four threads of a row read the same 16 bytes; `at` is the address of the upper
-// row, whose pieces of 16 bytes the TMA has permuted.
-DEVICE void unpack(uint32 (&a)[STEPS * 4], uint32 at, int first, uint32 selector, const Group (&upper)[RUNS],
-                   const Group (&lower)[RUNS]) {
-    constexpr int STEPS_OF = 8 / BITS;  // products to 16 bytes
+// A piece's codes from step `first` of a chunk on, of rows lane / 4 and 8 below of a warp's 16. The four threads of a row
+// read the same 16 bytes; `at` is the address of the upper row, whose pieces of 16 bytes the TMA has permuted.
+DEVICE void load_codes(uint4 (&codes)[VECTORS][2], uint32 at, int first) {
 #pragma unroll
-    for (int i = 0; i < STEPS / STEPS_OF; ++i) {
-        const int piece = first / STEPS_OF + i, run = GROUP ? piece * (16 * 8 / BITS) / RUN : 0;
-        const uint4 high = shared_vector(at ^ piece * 16), low = shared_vector((at ^ piece * 16) + 8 * PITCH);
-        const uint32 high_scale = ROUNDED ? packed(upper[run].scale, upper[run].scale) : 0;
-        const uint32 low_scale = ROUNDED ? packed(lower[run].scale, lower[run].scale) : 0;
-        uint32 *to = a + i * STEPS_OF * 4;
+    for (int i = 0; i < VECTORS; ++i) {
+        const uint32 from = at ^ (first * BITS / 8 + i) * 16;
+        codes[i][0] = shared_vector(from), codes[i][1] = shared_vector(from + 8 * PITCH);
+    }
+}
+
+// The first operand of the piece's products: k = 2 t, 2 t + 1 of each eight.
+DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int first, const Place &place,
+                   const Group (&upper)[RUNS], const Group (&lower)[RUNS]) {
+#pragma unroll
+    for (int i = 0; i < VECTORS * 2; ++i) {
+        const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
+        const Group &group = i % 2 ? lower[run] : upper[run];
+        const uint32 scale = ROUNDED ? packed(group.scale, group.scale) : 0;
+        const uint4 x = codes[i / 2][i % 2];
+        uint32 *to = a + i / 2 * (32 / BITS) + i % 2;
         if constexpr (BITS == 4) {
-            to[0] = two_of(high.x, 0, selector, upper[run], high_scale);
-            to[1] = two_of(low.x, 0, selector, lower[run], low_scale);
-            to[2] = two_of(high.y, 0, selector, upper[run], high_scale);
-            to[3] = two_of(low.y, 0, selector, lower[run], low_scale);
-            to[4] = two_of(high.z, 0, selector, upper[run], high_scale);
-            to[5] = two_of(low.z, 0, selector, lower[run], low_scale);
-            to[6] = two_of(high.w, 0, selector, upper[run], high_scale);
-            to[7] = two_of(low.w, 0, selector, lower[run], low_scale);
+            to[0] = two_of(x.x, 0, place, group, scale), to[2] = two_of(x.y, 0, place, group, scale);
+            to[4] = two_of(x.z, 0, place, group, scale), to[6] = two_of(x.w, 0, place, group, scale);
         } else {
-            to[0] = two_of(high.x, high.y, selector, upper[run], high_scale);
-            to[1] = two_of(low.x, low.y, selector, lower[run], low_scale);
-            to[2] = two_of(high.z, high.w, selector, upper[run], high_scale);
-            to[3] = two_of(low.z, low.w, selector, lower[run], low_scale);
+            to[0] = two_of(x.x, x.y, place, group, scale), to[2] = two_of(x.z, x.w, place, group, scale);
         }
     }
 }
@@ -252,10 +285,10 @@ DEVICE void keep(T (&x)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) in_use(x[i]);
 }
 
-// A warp has read all it needs of a slot: says so to every block that writes to it.
-DEVICE void release(uint32 empty, uint32 rank) {
+// A warp has read all it needs of a slot: says so to every block that writes to it, of a divided tile twice to its own.
+DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
-    if (lane < BESIDE) barrier_arrive(empty, rank / BESIDE * BESIDE + lane);
+    if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
 }
 
 // Adds the group's sums, scaled, to the others.
@@ -274,6 +307,7 @@ struct Consumer {
     const uint32 rank;
     Ring ring;
     uint32 base, a[2][STEPS * 4];
+    uint4 loaded[VECTORS][2];         // codes of the next piece
     uint32 rows[SUBTILES][2];         // where their groups begin
     Group group[SUBTILES][2][RUNS];   // of the chunk
     Fetched next[SUBTILES][2][RUNS];  // of the next one
@@ -309,29 +343,27 @@ struct Consumer {
         }
     }
 
-    // Lines of scales that are read many chunks later.
-    MEMBER void prefetch_scales(int chunk) const {
-        const int own = group_of((chunk + 16) * RUNS);
-        if (chunk % 8 != 0 || own >= shape.groups) return;
-#pragma unroll
-        for (int i = 0; i < SUBTILES * 2; ++i) {
-            const uint32 at = rows[i / 2][i % 2] + own;
-            prefetch_line((const unsigned char *)scale + (long long)at * (SCALE == FP32 ? 4 : 2));
-            if constexpr (ZERO) prefetch_line(zero + at);
-        }
+    // The first step of a chunk's piece: of a part those of a subtile, then of the next.
+    static MEMBER int step_of(int piece) {
+        return piece / (HALVES * SUBTILES) * (CHUNK / 16 / SUMMED) + piece % HALVES * STEPS;
+    }
+
+    MEMBER void load_piece(uint32 at, int piece) {
+        load_codes(loaded, at + piece / HALVES % SUBTILES * 64 * PITCH, step_of(piece));
     }
 
     // The products of chunks first..last - 1: `totals` (and `sums`, where groups are summed apart) begin as zeros.
     // Pieces of four products or two: while the tensor cores have one, the next is unpacked, in other registers.
-    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last) {
+    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
+                    bool divided) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
         const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
         uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
-        uint32 selector = BITS == 4 ? 0x4440 + lane % 4 : 0x0100 + lane % 4 * 0x0202;
+        const Place place(lane % 4, shape);
         float pending[SUBTILES][2] = {};
         uint32 end = last;
-        in_use(codes), in_use(selector), in_use(end);
+        in_use(codes), in_use(end);
         begin(row);
         fetch(first + turn);
         if constexpr (GROUP == 0) take_fetched(0);
@@ -342,36 +374,32 @@ struct Consumer {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
                 fetch(chunk + LANES);
-                prefetch_scales(chunk);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
             const uint32 tokens = __shfl_sync(0xffffffff, operand(stage + CODE_BYTES), 0);  // known to be the warp's
+            if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
-                const int part = piece / (HALVES * SUBTILES), subtile = piece / HALVES % SUBTILES, half = piece % HALVES;
+                const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
                 uint32(&own)[STEPS * 4] = a[piece % 2];
                 // The piece before the last one is done, and has left these registers. The last one too, where it was
                 // a group's: the compiler, which can't tell whose sums are read, would run products one by one.
                 if (FLUSH && SUBTILES > 1 && HALVES == 1 && piece % 2 == 0) product_wait<0>();
                 else product_wait<1>();
                 keep(own);
-                if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank);
-                const int step = part * (CHUNK / 16 / SUMMED) + half * STEPS;
-                const uint32 at = stage + codes + subtile * 64 * PITCH;
-                unpack(own, at, step, selector, group[subtile][0], group[subtile][1]);
+                if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
+                if constexpr (!EARLY) load_piece(stage + codes, piece);
+                unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1]);
+                if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
                     product_wait<0>();
-#pragma unroll
-                    for (int i = 0; i < SUBTILES; ++i) {
-                        flush(totals[i], sums[i], pending[i]);
-                        pending[i][0] = group[i][0][part].scale, pending[i][1] = group[i][1][part].scale;
-                    }
+                    flush_all(totals, sums, pending, part);
                 }
                 product_fence();
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
-                    const int k = step + i;
+                    const int k = step_of(piece) + i;
                     const uint32 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
@@ -381,12 +409,19 @@ struct Consumer {
         }
         product_wait<0>();
         keep(a[0]), keep(a[1]);
-        if (before >= 0) release(address(shared.empty) + before * 8, rank);
+        if (before >= 0) release(address(shared.empty) + before * 8, rank, divided);
         ring = after;
+        if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
+        else keep(sums[0]), keep(sums[SUBTILES - 1]);
+    }
+
+    // The sums of the group before a chunk's part, scaled; and the scales of this one, for the next time.
+    MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2],
+                          int part) {
 #pragma unroll
-        for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-            if constexpr (FLUSH) flush(totals[subtile], sums[subtile], pending[subtile]);
-            else keep(sums[subtile]);
+        for (int i = 0; i < SUBTILES; ++i) {
+            flush(totals[i], sums[i], scale[i]);
+            scale[i][0] = group[i][0][part].scale, scale[i][1] = group[i][1][part].scale;
         }
     }
 };
@@ -410,7 +445,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int own = min(row + (int)threadIdx.x % 32 / 4 + i * 8, shape.n - 1);
-            scale[i] = GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE);
+            scale[i] = (GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE)) / UNIT;
             bias[i] = epilogue.bias ? number_at(epilogue.bias, own, DTYPE) : 0.0f;
         }
     }
@@ -500,53 +535,69 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
 
 // ---- sums of a tile that several have: blocks of a cluster, warpgroups of a block ----------------------------------------
 
-// Of squares of 16 rows and tokens, block `rank` of SPLIT finishes those whose unit of rows is `rank` more than a multiple
-// of SPLIT. Each warp sends its sums to the blocks that finish them.
-DEVICE void send(Shared &shared, const float (&sums)[SUBTILES][SUMS], uint32 rank) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
-    const int source = rank / BESIDE * LANES + turn;
-#pragma unroll
-    for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-        const int unit = (warp % (WARPS / LANES) / 4 * SUBTILES + subtile) * 4 + warp % 4;
-        const uint32 block = unit % SPLIT * BESIDE + rank % BESIDE;
-#pragma unroll
-        for (int j = 0; j < TOKENS / 16; ++j) {
-            float4 *to = shared.part[j * (UNITS / SPLIT) + unit / SPLIT][source][0] + lane;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float *from = &sums[subtile][j * 8 + i * 4];
-                store_remote(shared_address(to + i * 32), block, make_float4(from[0], from[1], from[2], from[3]));
-            }
-        }
-    }
-    __syncwarp();
-    if (lane < SPLIT) barrier_arrive_after(shared_address(&shared.come), lane * BESIDE + rank % BESIDE);
-}
+// PARTS blocks have a tile's sums; `part` is a block's number among them, BESIDES that of such tiles in the cluster. Of
+// squares of 16 rows and tokens it finishes those whose unit of rows is `part` more than a multiple of PARTS.
+template <int PARTS, int BESIDES>
+struct Exchange {
+    static constexpr int OWN = TOKENS / 16 * UNITS / PARTS, SOURCES = PARTS * LANES;
+    typedef float4 Part[SOURCES][2][32];  // sums of a square
+    Shared &shared;
+    Part *parts;
+    const uint32 rank, part = rank / BESIDES;
 
-// The block's squares, of the sums that all have sent, added in the order of K.
-DEVICE void finish_own(Shared &shared, const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = schedule.rank / BESIDE;
-    for (int own = warp; own < OWN; own += WARPS) {
-        const int row = schedule.row + (own % (UNITS / SPLIT) * SPLIT + rank) * 16;
-        const int token = schedule.token + own / (UNITS / SPLIT) * 16;
-        if (row >= shape.n || token >= shape.m) continue;
-        float square[8] = {};
+    MEMBER Exchange(Shared &shared, void *parts, uint32 rank) : shared(shared), parts((Part *)parts), rank(rank) {}
+
+    // To all blocks that exchange: lane i of each warp to the i-th.
+    MEMBER void arrive(uint64 &barrier) const {
+        __syncwarp();
+        const int lane = threadIdx.x % 32;
+        if (lane < PARTS) barrier_arrive_after(shared_address(&barrier), lane * BESIDES + rank % BESIDES);
+    }
+
+    // Each warp sends its sums to the blocks that finish them.
+    MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
-        for (int source = 0; source < SOURCES; ++source) {
+        for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+            const int unit = (warp % (WARPS / LANES) / 4 * SUBTILES + subtile) * 4 + warp % 4;
+            const uint32 block = unit % PARTS * BESIDES + rank % BESIDES;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float4 part = shared.part[own][source][i][lane];
-                square[i * 4] += part.x, square[i * 4 + 1] += part.y;
-                square[i * 4 + 2] += part.z, square[i * 4 + 3] += part.w;
+            for (int j = 0; j < TOKENS / 16; ++j) {
+                float4 *to = parts[j * (UNITS / PARTS) + unit / PARTS][part * LANES + turn][0] + lane;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float *from = &sums[subtile][j * 8 + i * 4];
+                    store_remote(shared_address(to + i * 32), block, make_float4(from[0], from[1], from[2], from[3]));
+                }
             }
         }
-        __syncwarp();
-        unsigned char *box = (unsigned char *)shared.part[own][0];  // no longer needed
-        finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
+        arrive(shared.come);
     }
-    __syncwarp();
-    if (lane < SPLIT) barrier_arrive_after(shared_address(&shared.gone), lane * BESIDE + schedule.rank % BESIDE);
-}
+
+    // The block's squares, of the sums that all have sent, added in the order of K.
+    MEMBER void finish_own(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        for (int own = warp; own < OWN; own += WARPS) {
+            const int row = schedule.row + (own % (UNITS / PARTS) * PARTS + part) * 16;
+            const int token = schedule.token + own / (UNITS / PARTS) * 16;
+            if (row >= shape.n || token >= shape.m) continue;
+            float square[8] = {};
+#pragma unroll
+            for (int source = 0; source < SOURCES; ++source) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float4 more = parts[own][source][i][lane];
+                    square[i * 4] += more.x, square[i * 4 + 1] += more.y;
+                    square[i * 4 + 2] += more.z, square[i * 4 + 3] += more.w;
+                }
+            }
+            __syncwarp();
+            unsigned char *box = (unsigned char *)parts[own][0];  // no longer needed
+            finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
+        }
+        arrive(shared.gone);
+    }
+};
 
 DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
                     uint32 rank) {
@@ -554,19 +605,25 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
     Consumer consumer(shared, epilogue.scale, zero, shape, rank);
     uint32 parity = 0;
     for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
-        float sums[SUBTILES][SUMS], totals[SUBTILES][SUMS];
-#pragma unroll
-        for (int i = 0; i < SUBTILES * SUMS; ++i) sums[i / SUMS][i % SUMS] = totals[i / SUMS][i % SUMS] = 0.0f;
+        float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
         const int row = schedule.row + below;
-        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last);
+        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided);
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
-        if constexpr (SOURCES == 1) {
-            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
-        } else {
+        if constexpr (SOURCES > 1) {
+            const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
             barrier_wait_after(shared_address(&shared.gone), parity ^ 1);
-            send(shared, result, rank);
+            exchange.send(result);
             barrier_wait_after(shared_address(&shared.come), parity);
-            finish_own(shared, epilogue, shape, schedule);
+            exchange.finish_own(epilogue, shape, schedule);
+        } else if (TAIL && schedule.divided) {  // the last tile: nobody reads the ring any more once all have come here
+            const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
+            exchange.arrive(shared.gone);
+            barrier_wait_after(shared_address(&shared.gone), 0);
+            exchange.send(result);
+            barrier_wait_after(shared_address(&shared.come), 0);
+            exchange.finish_own(epilogue, shape, schedule);
+        } else {
+            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
         }
     }
 }
@@ -588,8 +645,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
         }
-        barrier_init(shared_address(&shared.come), WARPS * SPLIT);
-        barrier_init(shared_address(&shared.gone), WARPS * SPLIT);
+        for (uint64 *barrier : {&shared.come, &shared.gone})
+            barrier_init(shared_address(barrier), WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);
     }

@@ -45,6 +45,11 @@ class Plan(NamedTuple):
     def cluster(self) -> int:
         return self.beside * self.split
 
+    @property
+    def divides(self) -> bool:
+        """Whether blocks of a cluster share a tile in the last round, if at most half of the clusters have one."""
+        return self.beside == 2 and self.split * Tile(*self[:3]).lanes == 1
+
 
 class Tile(NamedTuple):
     tokens: int
@@ -58,8 +63,8 @@ class Tile(NamedTuple):
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
-MIDDLE = (Tile(128, 128, 2),)
-SPILLS = Tile(64, 256, 4)  # where groups are summed apart, a few registers
+BROAD = Tile(128, 128, 2)
+MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64)), BROAD, Tile(64, 256, 2))
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
 
 
@@ -80,10 +85,10 @@ def plan(
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
-    small = [tile for tile in SMALL if group_size == 0 or tile != SPILLS]
-    tiles = [(tile, False) for tile in (*small, *MIDDLE) if tile.tokens < 2 * max(m, 16)]
+    fitting = [t for t in (*SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
+    tiles = [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     if rounded or (group_size == 0 and m > 64):
-        tiles += [(tile, rounded) for tile in (*MIDDLE, *LARGE) if tile.rows == 128 or not rounded]
+        tiles += [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
     candidates = [
         Plan(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in tiles
@@ -91,11 +96,19 @@ def plan(
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
+        if split == 1 or tile.tokens * tile.rows < 2**15
         for depth in [stages(*tile, split, bits, chunk)]
         if depth >= 2 * tile.lanes
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
+
+
+def _spills(tile: Tile, group_size: int) -> bool:
+    """Whether a thread's registers don't hold the sums of groups, scales and all else."""
+    if tile[:2] != (64, 256) or group_size == 0:
+        return False
+    return tile.groups == 4 or group_size % 128 > 0
 
 
 def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
@@ -108,26 +121,34 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
-    unpacking and products, L2 cache (34 bytes a clock), memory (2,400 for all); and for the exchange of sums and
+    unpacking and products, L2 cache (37 bytes a clock), memory (2,170 for all); and for the exchange of sums and
     the results."""
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
     chunk = max(
-        160 + plan.rows // 64 * (260 + 2.75 * plan.tokens) * (plan.chunk / 128) ** 0.8,
-        (codes + tokens / plan.beside) / 34,
-        codes * plan.clusters * plan.cluster / 2400 / min(columns, BAND),
+        30 + plan.rows / 64 * max(265 + 2.95 * plan.tokens, 4.5 * plan.tokens) * plan.chunk / 128,
+        (codes + tokens / plan.beside) / 37,
+        codes * plan.clusters * plan.cluster / 2170 / min(columns, BAND),
     )
     sources = plan.split * Tile(*plan[:3]).lanes
-    end = 500 + plan.rows * plan.tokens / 16
+    end = 1900 + plan.rows * plan.tokens / 5000
     if sources > 1:
-        end = 1500 + _fixed(*plan[:3], plan.split) / plan.groups / 8
-    return -(-tiles // plan.clusters) * (chunks * chunk + end)
+        end = 3600 + _fixed(*plan[:3], plan.split) / plan.groups / 8
+    whole, left = divmod(tiles, plan.clusters)
+    divided = plan.divides and left * 2 <= plan.clusters
+    rounds = whole + (left > 0) * (0.6 if divided else 1.0)
+    if rounds > 1 and plan.beside == 1:
+        rounds *= 1.03  # blocks that read the same tokens drift apart
+    return rounds * (chunks * chunk + end)
 
 
 def chunk_of(tokens: int, bits: int, group_size: int) -> int:
-    """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64."""
+    """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64. For many, smaller stages, of which
+    more fit."""
+    if tokens == 256 and bits == 8:
+        return 64
     return 256 if tokens <= 32 and bits == 4 and group_size % 128 == 0 else 128
 
 

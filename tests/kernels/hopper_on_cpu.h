@@ -205,7 +205,6 @@ struct TensorMap {
     bool plain = false;  // not swizzled
 };
 static inline void prefetch(const TensorMap &) {}
-static inline void prefetch_line(const void *) {}
 static inline void prefetch_box(const TensorMap &, int, int) {}
 static inline void check_bulk(const void *from, uint32 bytes) {
     if ((uintptr_t)from % 16 || bytes % 16 || bytes == 0) emulation::fail("no such copy");
@@ -311,6 +310,14 @@ static inline uint32 subtract_half2(uint32 a, uint32 b) {
 }
 static inline uint32 multiply_half2(uint32 a, uint32 b) {
     return to_half2(from_half(a) * from_half(b), from_half(a >> 16) * from_half(b >> 16));
+}
+static inline uint32 fma_bf16x2(uint32 a, uint32 b, uint32 c) {
+    const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_bf16(a), from_bf16(b), from_bf16(c)); };
+    return to_bf16x2(fused(a & 0xffff, b & 0xffff, c & 0xffff), fused(a >> 16, b >> 16, c >> 16));
+}
+static inline uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
+    const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_half(a), from_half(b), from_half(c)); };
+    return to_half2(fused(a, b, c), fused(a >> 16, b >> 16, c >> 16));
 }
 static inline float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & mask) ^ y; }

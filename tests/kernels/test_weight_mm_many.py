@@ -1,4 +1,4 @@
-"""int4 and int8 weights times many tokens: how the work is divided, the order of K, and on a GPU every result."""
+"""int4 and int8 weights times many tokens: operands, the kernel emulated on a CPU, and on a GPU every result."""
 
 from __future__ import annotations
 
@@ -6,101 +6,32 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import (
-    BAND,
-    SHARED_LIMIT,
-    Plan,
-    chunk_of,
-    many_tokens_mm,
-    plan,
-    stages,
-)
+from lowbit_kernels.weight_mm_many import Plan, chunk_of, many_tokens_mm, stages
 from tests.kernels import hopper_emulator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
 
 
-# ---- the division of the work ----------------------------------------------------------------------------------------
-
-
-def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
-    """Of all blocks their row, token, first chunk and the one after the last, tile by tile. As `Schedule`."""
-    chunks, rows, columns = (
-        -(-k // plan.chunk),
-        -(-n // (plan.rows * plan.beside)),
-        -(-m // plan.tokens),
-    )
-    found = []
-    for tile in range(rows * columns):
-        above = tile // (BAND * rows) * BAND
-        within, width = tile - above * rows, min(BAND, columns - above)
-        for rank in range(plan.cluster):
-            row = (within // width * plan.beside + rank % plan.beside) * plan.rows
-            part = rank // plan.beside
-            share = (chunks * part // plan.split, chunks * (part + 1) // plan.split)
-            found.append((row, (above + within % width) * plan.tokens, *share))
-    return found
-
-
-SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
-
-
-@settings(max_examples=200)
-@given(*SHAPES, st.sampled_from([4, 8]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans())
-def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
-    k = 32 * k32
-    chosen = plan(m, n, k, bits, group, 132, may_round)
-    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 256)
-    assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
-    assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
-    assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
-    summed_twice = group > 0 and not chosen.rounded
-    registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
-    assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
-    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
-    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
-    assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
-    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for row, token, first, last in work(chosen, m, n, k):
-        assert first < last, "no block is idle"
-        parts.setdefault((row, token), []).append((first, last))
-    covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
-    assert covered <= set(parts)
-    for shares in parts.values():
-        assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
-
-
-def test_plan_of_the_shapes_that_matter() -> None:
-    assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
-    assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
-    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
-    for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
-        small = plan(m, 4096, 4096, 4, 128, 132)
-        assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
-
-
 # ---- source, operands ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_differences_are_exact(dtype: torch.dtype, bits: int) -> None:
-    """Codes or-ed into the bits of 128 or 1024, less that and the zero point, in the operand's dtype."""
+@pytest.mark.parametrize(("bits", "shift"), [(4, 0), (4, 4), (8, 0)])
+def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> None:
+    """A code's bits read as a number, below the least normal one of bfloat16 or in 1024 of float16, times a factor,
+    less the zero point: each step a number of the operand's dtype. `shift`: of an upper nibble."""
     grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
-    if dtype == BF16 and bits == 8:
-        base = ((code & 127) + 128).to(dtype) - ((code < 0) * 128 + 128).to(dtype)
-        offset = zero.to(dtype)
-    else:
-        base = (code + 2 ** (bits - 1) + (128 if dtype == BF16 else 1024)).to(dtype)
-        offset = (zero + 2 ** (bits - 1) + (128 if dtype == BF16 else 1024)).to(dtype)
-    assert torch.equal((base - offset).long(), code - zero)
+    read = (code + 2 ** (bits - 1) << shift) + (0x6400 if dtype == FP16 else 0)
+    factor, unit = (2.0**-shift, 1.0) if dtype == FP16 else (2.0 ** (127 - shift), 1 / 64)
+    offset = -unit * (zero + 2 ** (bits - 1)) - (1024 * factor if dtype == FP16 else 0.0)
+    weight = read.to(torch.int16).view(dtype).double() * factor + offset
+    assert torch.equal(weight, (code - zero) * unit)
+    for step in (offset, weight, torch.tensor(factor, dtype=torch.double)):
+        assert torch.equal(step.to(dtype).double(), step.double())
 
 
 def test_source_has_the_macros() -> None:
@@ -237,20 +168,36 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
     (planned(32, 256, 2, 1, 1, 1), 30, 129, 96, 8, 32),
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
+    (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile divided
+    (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
     (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
     (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
+    (
+        planned(256, 128, 2, 2, 1, 1, rounded=True)._replace(chunk=64, stages=4),
+        60,
+        104,
+        290,
+        8,
+        128,
+    ),
 ]
 
 
 @pytest.mark.skipif(not hopper_emulator.COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize(("chosen", "m", "n", "k", "bits", "group"), EMULATED, ids=str)
-def test_emulated(chosen: Plan, m: int, n: int, k: int, bits: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "m", "n", "k", "bits", "group", "dtype"),
+    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:9]],
+    ids=str,
+)
+def test_emulated(
+    chosen: Plan, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
+) -> None:
     """The kernels' arithmetic, of indices and barriers too, by fibers on the CPU."""
     with hopper_emulator.emulated():
         kinds = {"device": "cpu"}
         if not chosen.rounded:
-            kinds |= {"dtype": FP16, "scale": FP32, "zero": True, "pitch": 16}
+            kinds |= {"dtype": dtype, "scale": FP32, "zero": True, "pitch": 16}
         operands = Operands(m, n, k, bits, group, **kinds)
         if chosen.rounded:  # written in another way
             operands.check(chosen, factor=1.3)
@@ -303,7 +250,7 @@ def forced() -> list[tuple[int, Plan]]:
             (1, 1, 2),
             (1, 2, 50),
             (1, 4, 1),
-            (2, 1, 50),
+            (2, 1, 4),  # may end with divided tiles
             (2, 4, 3),
             (1, 8, 16),
         ):
@@ -328,7 +275,7 @@ def test_every_division(group: int, chosen: Plan) -> None:
 @pytest.mark.parametrize("tile", weight_mm_many.LARGE, ids=str)
 def test_rounded_weights(tile: weight_mm_many.Tile, beside: int, group: int) -> None:
     """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
-    chosen = planned_deep(*tile, beside, 1, 20, rounded=True)
+    chosen = planned_deep(*tile, beside, 1, 4, rounded=True)
     operands = Operands(700, 520, 2048, 4, group, zero=True)
     out, rounded = operands.product(chosen), operands.weight().to(BF16).double()
     exact = operands.x.double() @ rounded.T

@@ -1,0 +1,75 @@
+"""int4 and int8 weights times many tokens: how the work is divided among blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit_kernels import weight_mm_many
+from lowbit_kernels.weight_mm_many import BAND, SHARED_LIMIT, Plan, plan, stages
+
+
+def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
+    """Of all blocks their row, token, first chunk and the one after the last, tile by tile. As `Schedule`."""
+    chunks, rows, columns = (
+        -(-k // plan.chunk),
+        -(-n // (plan.rows * plan.beside)),
+        -(-m // plan.tokens),
+    )
+    tiles = rows * columns
+    left = tiles % plan.clusters
+    divided = left if plan.divides and left * 2 <= plan.clusters else 0
+    found = []
+    for tile in range(tiles + divided):
+        more = tile - (tiles - left) if divided else -1
+        own = tile if more < 0 else tiles - left + more // 2
+        above = own // (BAND * rows) * BAND
+        within, width = own - above * rows, min(BAND, columns - above)
+        for rank in range(plan.cluster):
+            beside, part, parts = rank % plan.beside, rank // plan.beside, plan.split
+            if more >= 0:
+                beside, part, parts = more % 2, rank, 2
+            row = (within // width * plan.beside + beside) * plan.rows
+            share = (chunks * part // parts, chunks * (part + 1) // parts)
+            found.append((row, (above + within % width) * plan.tokens, *share))
+    return found
+
+
+SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
+
+
+@settings(max_examples=200)
+@given(*SHAPES, st.sampled_from([4, 8]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans())
+def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
+    k = 32 * k32
+    chosen = plan(m, n, k, bits, group, 132, may_round)
+    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 256)
+    assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
+    assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
+    assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
+    summed_twice = group > 0 and not chosen.rounded
+    registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
+    assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
+    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
+    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
+    assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
+    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for row, token, first, last in work(chosen, m, n, k):
+        assert first < last or k <= chosen.chunk, "no block is idle"
+        parts.setdefault((row, token), []).append((first, last))
+    covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
+    assert covered <= set(parts)
+    for shares in parts.values():
+        assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
+
+
+def test_plan_of_the_shapes_that_matter() -> None:
+    assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
+    assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
+    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
+    for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
+        small = plan(m, 4096, 4096, 4, 128, 132)
+        assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
