@@ -42,7 +42,7 @@ from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
 
 E4M3 = torch.float8_e4m3fn
-MOST_FEW_TOKENS, MOST_NUMBERS = {torch.int8: 8, E4M3: 16}, {torch.int8: 32, E4M3: 16}
+MOST_FEW_TOKENS, MOST_NUMBERS = {torch.int8: 8, E4M3: 16}, {torch.int8: 32, E4M3: 64}
 MOST_K = (2**31 - 1) // 2**14  # of int8
 
 
@@ -137,10 +137,11 @@ def _linear(
             calls[f"{op} {kernel}"] += 1
             q, t = codes_of(x, _format(codes), _numbers(x, codes), tensorwise)
             residual = None if residual is None else residual.reshape(-1, n).contiguous()
-            few = partial(weight_mm_few.few_tokens_mm, dtype=x.dtype)
+            few = weight_mm_few.few_tokens_mm
             product = few if kernel == "few" else weight_mm_many.many_tokens_mm
             ends = (None, bias, residual, t.expand(len(x)))
-            return product(q[:, :k], codes, by_row, *ends, bits=8, group_size=k).view(shape)
+            out = product(*(q[:, :k], codes, by_row, *ends), bits=8, group_size=k, dtype=x.dtype)
+            return out.view(shape)
     if extra := -k % 16:  # as the codes of x are
         codes = F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype)
     q, t = codes_of(x, _format(codes), codes.dtype, tensorwise)

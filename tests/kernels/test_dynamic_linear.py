@@ -193,7 +193,11 @@ def test_cuda(case: Case) -> None:
     ("format", "m", "kernel", "one_scale"),
     [
         *(("int8", m, "few" if m < 9 else "many", False) for m in (1, 8, 9, 32)),
-        *(("e4m3", m, "few", one_scale) for m in (1, 8, 16) for one_scale in (False, True)),
+        *(
+            ("e4m3", m, "few" if m <= MOST_FEW_TOKENS[E4M3] else "many", one_scale)
+            for m in (1, 8, MOST_FEW_TOKENS[E4M3], MOST_NUMBERS[E4M3])
+            for one_scale in (False, True)
+        ),
     ],
 )
 def test_cuda_few_tokens_go_as_numbers(
