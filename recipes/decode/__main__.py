@@ -68,11 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
         measured.append(measure(config, known[name], device, backend))
         for batch, speed in measured[-1].speeds.items():
-            print(
-                f"{name:<16} batch {batch:<3} {speed.tokens_per_s:8.0f} tok/s  "
-                f"prefill {speed.prefill_ms:8.1f} ms",
-                flush=True,
-            )
+            line = f"{name:<16} batch {batch:<3} {speed.tokens_per_s:8.0f} tok/s"
+            if speed.prefill_ms is not None:
+                line += f"  prefill {speed.prefill_ms:8.1f} ms"
+            print(line, flush=True)
     command = ["python", "-m", "recipes.decode", "--preset", preset]
     command += ["--rows", options.rows] if options.rows else []
     page = report.text(config, measured, shlex.join(command), device)

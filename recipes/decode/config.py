@@ -81,6 +81,8 @@ class Row:
     about: str
     scheme: dict[str, Scheme | None] | None = None
     tinygemm: bool = False
+    longest_prefill: int | None = None
+    """Tokens of all sequences, beyond which a prefill is left out."""
 
 
 def rows(config: DecodeConfig) -> dict[str, Row]:
@@ -94,6 +96,10 @@ def rows(config: DecodeConfig) -> dict[str, Row]:
         Row("int8", f"one scale a row, {head}", {"head": None, "*": int8}),
         Row("int4", f"{group}, {head}", {"head": None, "*": int4}),
         Row("int4-int8-head", f"{group}, int8 head", {"head": int8, "*": int4}),
-        Row("tinygemm", f"int4, {group}, {head}, in torch's own kernel", tinygemm=True),
+        Row(
+            *("tinygemm", f"int4, {group}, {head}, in torch's own kernel"),
+            tinygemm=True,
+            longest_prefill=config.prompt,  # 16 times as many would take it 13 s, a dozen times
+        ),
     ]
     return {row.name: row for row in found}

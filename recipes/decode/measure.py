@@ -23,11 +23,11 @@ from recipes.llama import Llama
 
 @dataclass(frozen=True)
 class Speed:
-    """At one batch size. Peaks in bytes; 0 without a GPU."""
+    """At one batch size. Peaks in bytes; 0 without a GPU. A prefill that is left out has None."""
 
     tokens_per_s: float
     decode_peak: int
-    prefill_ms: float
+    prefill_ms: float | None
     prefill_peak: int
 
 
@@ -80,17 +80,25 @@ def measure(config: DecodeConfig, row: Row, device: torch.device, backend: str |
     found = Measured(row, stored_bytes(model), seconds, extra)
     for batch in config.batches:
         with torch.no_grad():
-            found.speeds[batch] = _speed(config, model, batch, device, backend)
+            found.speeds[batch] = _speed(config, row, model, batch, device, backend)
     return found
 
 
 def _speed(
-    config: DecodeConfig, model: Llama, batch: int, device: torch.device, backend: str | None
+    config: DecodeConfig,
+    row: Row,
+    model: Llama,
+    batch: int,
+    device: torch.device,
+    backend: str | None,
 ) -> Speed:
     torch.compiler.reset()
     decode_s, decode_peak = _decode(config, model, batch, device, backend)
+    tokens_per_s = batch * config.tokens / decode_s
+    if row.longest_prefill is not None and batch * config.prompt > row.longest_prefill:
+        return Speed(tokens_per_s, decode_peak, None, 0)
     prefill_s, prefill_peak = _prefill(config, model, batch, device, backend)
-    return Speed(batch * config.tokens / decode_s, decode_peak, prefill_s * 1e3, prefill_peak)
+    return Speed(tokens_per_s, decode_peak, prefill_s * 1e3, prefill_peak)
 
 
 def _decode(

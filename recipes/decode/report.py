@@ -63,14 +63,17 @@ def _table(measured: list[Measured], batch: int) -> list[str]:
     ]
     for m in measured:
         speed = m.speeds[batch]
-        faster = slower = ""
+        faster = slower = prefill = ""
+        if speed.prefill_ms is not None:
+            prefill = f"{speed.prefill_ms:.1f}"
         if reference is not None:
             faster = f"{speed.tokens_per_s / reference.tokens_per_s:.2f}"
-            slower = f"{speed.prefill_ms / reference.prefill_ms:.2f}"
+            if speed.prefill_ms is not None and reference.prefill_ms is not None:
+                slower = f"{speed.prefill_ms / reference.prefill_ms:.2f}"
         cells = [
             *(m.row.name, f"{speed.tokens_per_s:.0f}", faster),
             *(f"{1e3 * batch / speed.tokens_per_s:.3f}", _gib(speed.decode_peak)),
-            *(f"{speed.prefill_ms:.1f}", slower, _gib(speed.prefill_peak)),
+            *(prefill, slower, _gib(speed.prefill_peak)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -335,6 +336,8 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, row in ROWS.items():
         assert f"| {name} | {row.about} |" in page
         assert page.count(f"\n| {name} | ") == 3
+        cells = re.findall(rf"^\| {name} \| (\d.*) \|$", page, re.M)[-1].split(" | ")
+        assert (cells[4] == "") == (name == "tinygemm"), "no prefill of three sequences by it"
     assert "python -m recipes.decode --preset tiny" in page and "| batch 3 | decode tok/s" in page
 
 
