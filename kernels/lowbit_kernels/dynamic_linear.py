@@ -18,8 +18,9 @@ the weight's bytes. They get the codes as numbers, which are exact: int8's of x'
 float32. int8: exactly while a sum's parts stay below 2**24, beyond which (K over 1,040 at the earliest, when all codes
 are extreme) they round at 2**-23, far below the result's own rounding.
 
-float8: ``tensorwise`` gives all tokens one scale. `scaled_mm` gets K padded to a multiple of 16 where it isn't one, by
-a copy of the weight at every call.
+float8: ``tensorwise`` gives all tokens one scale. With one of the weight, too, few tokens go to `scaled_mm` as well:
+for that, it was no slower than the kernels above, which want scales by row. `scaled_mm` gets K padded to a multiple of
+16 where it isn't one, by a copy of the weight at every call.
 
 `calls` counts "int8_dynamic_linear" and "float8_linear", and with " few" or " many" behind it what went to these.
 """
@@ -131,7 +132,7 @@ def _linear(
     k, n = x.shape[-1], codes.shape[0]
     shape, x = (*x.shape[:-1], n), x.reshape(prod(x.shape[:-1]), k)
     bias = None if bias is None else bias.contiguous()
-    if x.numel() and n:
+    if x.numel() and n and not (tensorwise and scale.numel() == 1):
         by_row = scale.reshape(-1, 1).expand(n, 1)
         if kernel := _of_numbers(x, codes, by_row):
             calls[f"{op} {kernel}"] += 1
