@@ -12,15 +12,17 @@
 Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`quantize_tokens`), in one kernel; the
 product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products can't pass (a longer K raises).
 
-int8 of at most `MOST_NUMBERS` tokens: the int8 product has tiles of 128 tokens, and steps that take as long for fewer;
+At most `MOST_NUMBERS` tokens: products of 8 bits by 8 have tiles of 128 tokens, and steps that take as long for fewer;
 the kernels for weights that are unpacked (``weight_mm_few``, from `MOST_FEW_TOKENS` on ``weight_mm_many``) are bound by
-the weight's bytes. They get the codes as numbers of x's dtype, which are exact, and sum in float32: exactly while a
-sum's parts stay below 2**24, beyond which (K over 1,040 at the earliest, when all codes are extreme) they round at
-2**-23, far below the result's own rounding.
+the weight's bytes. They get the codes as numbers, which are exact: int8's of x's dtype, float8's of float16; and sum in
+float32. int8: exactly while a sum's parts stay below 2**24, beyond which (K over 1,040 at the earliest, when all codes
+are extreme) they round at 2**-23, far below the result's own rounding.
 
-float8: ``tensorwise`` gives all tokens one scale. K is padded to a multiple of 16 where it isn't one, by a copy of the
-weight at every call. `calls` counts "int8_dynamic_linear" and "float8_linear", and "int8_dynamic_linear few" and
-"int8_dynamic_linear many".
+float8: ``tensorwise`` gives all tokens one scale. With one of the weight, too, few tokens go to `scaled_mm` as well:
+for that, it was no slower than the kernels above, which want scales by row. `scaled_mm` gets K padded to a multiple of
+16 where it isn't one, by a copy of the weight at every call.
+
+`calls` counts "int8_dynamic_linear" and "float8_linear", and with " few" or " many" behind it what went to these.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from lowbit_kernels.quantize_tokens import reference as quantized
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
 
-MOST_FEW_TOKENS, MOST_NUMBERS = 8, 32
-MOST_K = (2**31 - 1) // 2**14  # of int8
 E4M3 = torch.float8_e4m3fn
+MOST_FEW_TOKENS, MOST_NUMBERS = {torch.int8: 8, E4M3: 16}, {torch.int8: 32, E4M3: 64}
+MOST_K = (2**31 - 1) // 2**14  # of int8
 
 
 def int8_dynamic_linear(
@@ -98,12 +100,18 @@ def _format(codes: Tensor) -> str:
     return "int8" if codes.dtype == torch.int8 else "e4m3"
 
 
+def _numbers(x: Tensor, codes: Tensor) -> torch.dtype:
+    """The dtype of x's codes as numbers, which the codes of the weight become."""
+    return x.dtype if codes.dtype == torch.int8 else torch.float16
+
+
 def _of_numbers(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
-    """Which product of int8 codes as numbers of x's dtype takes few tokens, "few" or "many"; scale is [N, 1]."""
+    """Which product of codes as numbers takes few tokens, "few" or "many"; scale is [N, 1]."""
     m, k = x.shape
-    if not x.is_cuda or x.dtype not in HALVES or m > MOST_NUMBERS:
+    if not x.is_cuda or x.dtype not in HALVES or m > MOST_NUMBERS[codes.dtype]:
         return None
-    if m <= MOST_FEW_TOKENS:
+    x = x.view(_numbers(x, codes))  # as its codes will be
+    if m <= MOST_FEW_TOKENS[codes.dtype]:
         takes = weight_mm_few.is_available(x, codes, scale, bits=8, group_size=k)
         return "few" if takes else None
     takes = weight_mm_many.is_available(x, codes, scale, bits=8, group_size=k)
@@ -124,16 +132,17 @@ def _linear(
     k, n = x.shape[-1], codes.shape[0]
     shape, x = (*x.shape[:-1], n), x.reshape(prod(x.shape[:-1]), k)
     bias = None if bias is None else bias.contiguous()
-    if x.numel() and n and op == "int8_dynamic_linear":
-        by_row = scale.reshape(-1, 1)
+    if x.numel() and n and not (tensorwise and scale.numel() == 1):
+        by_row = scale.reshape(-1, 1).expand(n, 1)
         if kernel := _of_numbers(x, codes, by_row):
             calls[f"{op} {kernel}"] += 1
-            q, t = codes_of(x, "int8", x.dtype)
+            q, t = codes_of(x, _format(codes), _numbers(x, codes), tensorwise)
             residual = None if residual is None else residual.reshape(-1, n).contiguous()
             few = weight_mm_few.few_tokens_mm
             product = few if kernel == "few" else weight_mm_many.many_tokens_mm
-            ends = (None, bias, residual, t)
-            return product(q[:, :k], codes, by_row, *ends, bits=8, group_size=k).view(shape)
+            ends = (None, bias, residual, t.expand(len(x)))
+            out = product(*(q[:, :k], codes, by_row, *ends), bits=8, group_size=k, dtype=x.dtype)
+            return out.view(shape)
     if extra := -k % 16:  # as the codes of x are
         codes = F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype)
     q, t = codes_of(x, _format(codes), codes.dtype, tensorwise)

@@ -2,7 +2,8 @@
 //
 // quantize_tokens_cuda.py compiles this once for each combination of
 //   X          BF16 or FP16
-//   CODES      INT8 or E4M3; or X's dtype: the codes of INT8 as numbers
+//   CODES      INT8 or E4M3
+//   OUT        what they are written as: CODES, or numbers of BF16 or FP16 (E4M3: of FP16)
 //   VECTORS    of eight elements, that a thread keeps of its row
 // and puts ptx.cuh and hopper.cuh before it.
 //
@@ -13,7 +14,9 @@
 enum { BF16, FP16, INT8, E4M3 };
 
 static constexpr int MAX_WARPS = 32;
+static constexpr int BYTES = OUT == CODES ? 1 : 2;       // of a code
 static constexpr int ENDS = CODES == E4M3 ? 1 : 2;  // of the range, that the scale depends on
+static_assert(CODES != E4M3 || OUT == E4M3 || OUT == FP16, "");
 static constexpr float SMALLEST = 1.1754943508222875e-38f, INTEGERS = 12582912.0f;  // 1.5 * 2**23: its unit is 1
 static constexpr uint32 INFINITE = 0x7f800000;
 
@@ -23,20 +26,20 @@ DEVICE float high_half(uint32 pair) { return X == BF16 ? bits_float(pair & 0xfff
 // The larger of two magnitudes, as bits of a float32, among which NaN is largest.
 DEVICE uint32 larger_half(uint32 pair) { return max(float_bits(low_half(pair)), float_bits(high_half(pair))); }
 
-// Codes of two neighbours: bytes in the lower half of the word, numbers of X's dtype in all of it. The product is rounded
-// before the sum.
+// Codes of two neighbours: bytes in the lower half of the word, numbers in all of it. The product is rounded before the
+// sum.
 DEVICE uint32 coded(uint32 pair, float inverse) {
     const float low = multiply_exactly(low_half(pair), inverse), high = multiply_exactly(high_half(pair), inverse);
-    if constexpr (CODES == E4M3) return to_e4m3x2(low, high);
+    if constexpr (CODES == E4M3) return OUT == FP16 ? from_e4m3x2(to_e4m3x2(low, high)) : to_e4m3x2(low, high);
     const float a = low + INTEGERS, b = high + INTEGERS;
-    if constexpr (CODES == INT8) return permute(float_bits(a), float_bits(b), 0x40);
-    else if constexpr (CODES == BF16) return to_bf16x2(a - INTEGERS, b - INTEGERS);
+    if constexpr (OUT == INT8) return permute(float_bits(a), float_bits(b), 0x40);
+    else if constexpr (OUT == BF16) return to_bf16x2(a - INTEGERS, b - INTEGERS);
     else return to_half2(a - INTEGERS, b - INTEGERS);
 }
 
 DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     const uint32 a = coded(x.x, inverse), b = coded(x.y, inverse), c = coded(x.z, inverse), d = coded(x.w, inverse);
-    if constexpr (CODES == INT8 || CODES == E4M3) ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
+    if constexpr (BYTES == 1) ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
     else ((uint4 *)row)[i] = make_uint4(a, b, c, d);
 }
 
@@ -88,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     }
     if (threadIdx.x == 0) scale[row] = own;
     const float inverse = largest < INFINITE ? divide_exactly(1.0f, own) : 0.0f;
-    unsigned char *to = codes + row * vectors * 8 * (CODES == INT8 || CODES == E4M3 ? 1 : 2);
+    unsigned char *to = codes + row * vectors * 8 * BYTES;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
         const int i = threadIdx.x + j * blockDim.x;

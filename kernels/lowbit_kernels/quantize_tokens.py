@@ -190,11 +190,12 @@ def _kernel(
 def codes_of(
     x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: bfloat16 and float16 do."""
+    """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: float16 does, bfloat16
+    those of "int8"."""
     m, k = x.shape
     if x.numel() and not tensorwise and quantize_tokens_cuda.takes(x):
         codes, scale = x.new_empty((m, k), dtype=dtype), x.new_empty(m, dtype=torch.float32)
-        quantize_tokens_cuda.quantize(x, codes, scale)
+        quantize_tokens_cuda.quantize(x, codes, scale, format)
         return codes, scale
     if not (x.numel() and runs_on(x.device) and takes(format, x.device)):
         codes, scale = reference(x, format, tensorwise)

@@ -28,6 +28,7 @@ class Variant:
 
     x: str
     codes: str
+    out: str
     vectors: int
 
 
@@ -54,11 +55,12 @@ def plan(k: int) -> tuple[int, int]:
     return own, -(-vectors // (own * 32)) * 32
 
 
-def quantize(x: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Writes codes [M, K] and scale [M] of an x for which `takes` holds; codes of x's dtype are those of int8."""
+def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
+    """Writes codes [M, K] and scale [M] of an x for which `takes` holds. Codes of `format`, "int8" or "e4m3", are of
+    its dtype, or numbers of float16, those of "int8" also of bfloat16."""
     m, k = x.shape
     own, threads = plan(k)
-    variant = Variant(DTYPES[x.dtype], DTYPES[codes.dtype], own)
+    variant = Variant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())

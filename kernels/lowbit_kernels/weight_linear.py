@@ -33,6 +33,7 @@ dequantized weight, `lowbit.tensor.linear` has it.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,7 +178,7 @@ def _linear(
     operands = (x, codes, scale, zero_point, bias, residual)
     if regime == "dequantize":
         return weight_mm_dequantized.weight_mm(*operands, **width).view(shape)
-    in_registers = {
+    in_registers: dict[str, Callable[..., Tensor]] = {
         "few": weight_mm_few.few_tokens_mm,
         "many": weight_mm_many.many_tokens_mm,
         "triton": weight_mm_triton.weight_mm,

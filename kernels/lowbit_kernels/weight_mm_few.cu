@@ -1,12 +1,13 @@
-// At most 16 tokens times a weight of 4 or 8 bits, on sm_90, at the speed of memory:
+// At most 16 tokens times a weight of 4 or 8 bits, integers or float8, on sm_90, at the speed of memory:
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k / group]) * scale[n, k / group]
 //               + bias[n] + residual[m, n]
 //
 // weight_mm_few.py compiles this once for each combination of
-//   BITS               4: two codes + 8 in a byte, that of the even k in its low half; or 8: int8
+//   CODES              INT4: two codes + 8 in a byte, that of the even k in its low half; INT8; or E4M3
 //   GROUP              codes along k that share a scale, a multiple of 32; 0: all of a row
-//   X, SCALE           BF16, FP16; the scale also FP32
-//   ZERO               whether there are zero points: int8, for 4 bits -8 .. 7
+//   X, OUT, SCALE      BF16, FP16; the scale also FP32. E4M3 is exact in FP16 alone, which X has to be for it; OUT is the
+//                      dtype of the bias and the residual, too
+//   ZERO               whether there are zero points: int8, for INT4 -8 .. 7; not for E4M3
 //   TOKENS             1, 2, 4, 8 or 16
 //   HEIGHT             of a tile, in 16 rows
 //   SPLIT              blocks of a cluster, which have a slice of k each
@@ -28,8 +29,9 @@
 // Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
 // sees that both sides of a step have the same k in the same place.
 
-enum { BF16, FP16, FP32 };
+enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
 
+static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, one copies codes, one x
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile of the weight; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows, 8 tokens
@@ -50,8 +52,8 @@ static constexpr int REGISTERS[2] = {MANY ? 112 : 104, MANY ? 32 : 64};  // of w
 static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
 // Whether products are of the codes + 136, and 136 + zero point times the sum of x comes off a unit's sum: exact in
 // float32 but for what 136 times larger sums lose. Otherwise codes lose it one by one.
-static constexpr bool FOLD = BITS == 4 && X == BF16 && UNITS == 1;
-static_assert(SPAN % UNIT == 0, "");
+static constexpr bool FOLD = CODES == INT4 && X == BF16 && UNITS == 1;
+static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)), "");
 
 // What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
 struct Shared {
@@ -205,9 +207,10 @@ DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int
     }
 }
 
-// 4 bits: k and k + 4, k + 1 and k + 5, ..; 8 bits: k and k + 2, k + 1 and k + 3, of the word's first k; as codes come
-// out of it.
+// INT4: k and k + 4, k + 1 and k + 5, ..; INT8: k and k + 2, k + 1 and k + 3; E4M3: k and k + 1, k + 2 and k + 3, of the
+// word's first k; as codes come out of it.
 DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
+    if constexpr (CODES == E4M3) return;
     uint32 two[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
@@ -247,10 +250,10 @@ DEVICE uint32 subtract(uint32 a, uint32 b) {
     else return subtract_bf16x2(a, b);
 }
 
-// What is taken off twice by `unpack`, in both halves. Codes get an exponent for which the last bit counts 1: 4 bits:
-// 128 (fp16: 1024) + 8 + code. 8 bits: fp16: 1024 + 128 + code; bf16: only the zero point, converted.
+// What is taken off twice by `unpack`, in both halves. Integers get an exponent for which the last bit counts 1: INT4:
+// 128 (fp16: 1024) + 8 + code. INT8: fp16: 1024 + 128 + code; bf16: only the zero point, converted.
 DEVICE uint32 offset_of(int zero_point) {
-    if constexpr (BITS == 4) return zero_point * 0x10001 + (X == FP16 ? 0x64086408 : 0x43084308);
+    if constexpr (CODES == INT4) return zero_point * 0x10001 + (X == FP16 ? 0x64086408 : 0x43084308);
     else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
     else return to_bf16x2((float)zero_point, (float)zero_point);
 }
@@ -259,8 +262,10 @@ DEVICE uint32 offset_of(int zero_point) {
 DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        const uint32 own = word >> (i * BITS);
-        if constexpr (BITS == 4) {
+        const uint32 own = word >> (i * (CODES == E4M3 ? 16 : BITS));
+        if constexpr (CODES == E4M3) {
+            pairs[i] = from_e4m3x2(own & 0xffff);
+        } else if constexpr (CODES == INT4) {
             pairs[i] = masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300);
             if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset);
         } else if constexpr (X == FP16) {
@@ -333,7 +338,7 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
         const int at = group_of(first, c, unit);
-        // Of a chunk's end that no row has, where codes are anything and x is 0, there is no scale either.
+        // Of a chunk's end that no row has, where codes are any integers and x is 0, there is no scale either.
         const bool beyond = UNITS > 1 && c * CHUNK + unit * UNIT >= left;
         int zero[2] = {0, 0};
         if constexpr (ZERO) zero[0] = zero_points[at], zero[1] = zero_points[at + rest];
@@ -431,13 +436,13 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
 
 // ---- adding up ---------------------------------------------------------------------------------------------------------
 
-DEVICE float from_x(unsigned short x) {
-    if constexpr (X == FP16) return from_half(x);
+DEVICE float from_out(unsigned short x) {
+    if constexpr (OUT == FP16) return from_half(x);
     else return bits_float((uint32)x << 16);
 }
 
-DEVICE unsigned short to_x(float x) {
-    if constexpr (X == FP16) return (unsigned short)to_half2(x, 0.0f);
+DEVICE unsigned short to_out(float x) {
+    if constexpr (OUT == FP16) return (unsigned short)to_half2(x, 0.0f);
     else return (unsigned short)to_bf16x2(x, 0.0f);
 }
 
@@ -455,14 +460,14 @@ struct Epilogue {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int own = row + g + 8 * i, of = token + 2 * t + i;
-            bias[i] = p.bias && own < p.n ? from_x(p.bias[own]) : 0.0f;
+            bias[i] = p.bias && own < p.n ? from_out(p.bias[own]) : 0.0f;
             token_scale[i] = p.token_scale && of < p.m ? p.token_scale[of] : 1.0f;
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
             const bool exists = p.residual && own < p.n && of < p.m;
-            residual[i] = exists ? from_x(p.residual[(long long)of * p.n + own]) : 0.0f;
+            residual[i] = exists ? from_out(p.residual[(long long)of * p.n + own]) : 0.0f;
         }
     }
 
@@ -473,7 +478,7 @@ struct Epilogue {
         for (int i = 0; i < 4; ++i) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
             const float result = fma_exactly(all[i], token_scale[i % 2], bias[i / 2]) + residual[i];
-            if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_x(result);
+            if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
         }
     }
 };

@@ -1,9 +1,11 @@
-"""Launches ``weight_mm_few.cu``: weights of 4 or 8 bits times at most 16 tokens, on GPUs of compute capability 9.0.
+"""Launches ``weight_mm_few.cu``: weights of 4 or 8 bits, integers or float8, times at most 16 tokens, on GPUs of
+compute capability 9.0.
 
     out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
                 + bias[n] + residual[m, n]
 
-The weight is never rounded: codes minus zero points are exact in x's dtype, sums and scales are float32.
+The weight is never rounded: codes minus zero points are exact in x's dtype (of e4m3, which has none, in float16: x has
+to be that), sums and scales are float32.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from torch import Tensor
 from lowbit_kernels import nvrtc
 from lowbit_kernels.tensor_map import tensor_map
 
+E4M3 = torch.float8_e4m3fn
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+CODES = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 4
 THREADS = 32 * (WARPS + 4)
 CHUNK_BYTES = 64  # of codes of a row
@@ -36,9 +40,10 @@ X_REGISTERS = 64  # of a thread, for the x that it keeps
 class Variant:
     """What the kernel is compiled for; the head of ``weight_mm_few.cu`` says what each means."""
 
-    bits: int
+    codes: str
     group: int
     x: str
+    out: str
     scale: str
     zero: bool
     tokens: int
@@ -171,7 +176,7 @@ def neighbours(bits: int, group: int) -> int:
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
     """Whether `few_tokens_mm` takes these: a device of compute capability 9.0, 1..16 tokens, and codes whose rows are
-    whole groups and begin at multiples of 16 bytes."""
+    whole groups (float8: of no more than K, since beyond it may be NaN) and begin at multiples of 16 bytes."""
     return (
         nvrtc.runs_on_hopper(x.device)
         and _fits(x, codes, scale, bits, group_size)
@@ -185,7 +190,8 @@ def _fits(x: Tensor, codes: Tensor, scale: Tensor, bits: int, group_size: int) -
         1 <= x.shape[0] <= MAX_TOKENS
         and 1 <= x.shape[1] <= k
         and (x.stride(1) == 1 or x.shape[1] == 1)
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
+        and (x.shape[1] == k or codes.dtype != E4M3)
         and scale.dtype in DTYPES
         and codes.shape[0] > 0
         and k % 32 == 0
@@ -213,29 +219,31 @@ def few_tokens_mm(
     *,
     bits: int,
     group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The product, for operands that are checked and for which `is_available` holds.
 
     Args:
         x: bfloat16 or float16 [M, K], M in 1..16; rows may be strided.
-        codes: bits 4: uint8 [N, Kp / 2], even k in the low half, each code + 8; bits 8: int8 [N, Kp].
+        codes: bits 4: uint8 [N, Kp / 2], even k in the low half, each code + 8; bits 8: int8 or float8_e4m3fn [N, Kp].
             Kp is K padded to whole groups. Rows may be strided.
         scale: float32, bfloat16 or float16 [N, Kp / group_size].
-        zero_point: int8, like scale, in -8..7 for 4 bits; None: 0.
-        bias: [N], x's dtype.
-        residual: [M, N], x's dtype.
+        zero_point: int8, like scale, in -8..7 for 4 bits; None: 0, as it has to be for float8.
+        bias: [N], `dtype`.
+        residual: [M, N], `dtype`.
         token_scale: float32 [M].
         bits: 4 or 8.
         group_size: a multiple of 32, or Kp.
+        dtype: of the result, bfloat16 or float16; None: x's.
 
     Returns:
-        [M, N], contiguous, x's dtype.
+        [M, N], contiguous, `dtype`.
     """
     chosen = _plan(x.shape[0], codes, scale, zero_point is not None, bits, group_size)
     if chosen is None:
         raise ValueError(f"no block holds rows of {codes.shape[1]} bytes; see is_available")
     operands = (x, codes, scale, zero_point, bias, residual, token_scale)
-    return _launch(operands, bits, group_size, chosen)
+    return _launch(operands, group_size, chosen, dtype or x.dtype)
 
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -243,9 +251,9 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | 
 
 def _launch(
     operands: Operands,
-    bits: int,
     group_size: int,
     chosen: Plan,
+    dtype: torch.dtype,
     overlaps: bool = True,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
@@ -255,11 +263,12 @@ def _launch(
         None if one is None else one.contiguous() for one in (bias, residual, token_scale)
     )
     (m, k), n, groups = x.shape, codes.shape[0], scale.shape[1]
-    out = x.new_empty((m, n))
+    out = x.new_empty((m, n), dtype=dtype)
     variant = Variant(
-        bits,
+        CODES[codes.dtype],
         0 if groups == 1 else group_size,
         DTYPES[x.dtype],
+        DTYPES[dtype],
         DTYPES[scale.dtype],
         zero_point is not None,
         chosen.tokens,

@@ -1,9 +1,10 @@
-// Weights of 4 or 8 bits times many tokens, on sm_90a: out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] -
+// Weights of 4 or 8 bits, integers or float8, times many tokens, on sm_90a: out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] -
 // zero[n, k / GROUP]) * scale[n, k / GROUP] + bias[n] + residual[m, n].
 //
 // weight_mm_many.py compiles this once for each combination of
-//   DTYPE              BF16 or FP16: of x, bias, residual, out
-//   BITS               4 (nibble = code + 8, even k in the low one) or 8
+//   DTYPE, OUT         BF16 or FP16: of x; of bias, residual, out
+//   CODES              INT4 (nibble = code + 8, even k in the low one), INT8; or E4M3, of which DTYPE is FP16, that holds
+//                      them, GROUP 0, and ZERO 0
 //   GROUP              a multiple of 32, or 0: one scale a row
 //   SCALE              BF16, FP16 or FP32
 //   ZERO               1: there are zero points
@@ -27,8 +28,10 @@
 // their sums through shared memory; each block adds and finishes an equal share. Large products, whose tiles don't come
 // out even, end with tiles that two blocks have together, which otherwise have one each.
 
-enum { BF16, FP16, FP32 };
+enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
 
+static constexpr int BITS = CODES == INT4 ? 4 : 8;
+static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
 static constexpr int LANES = GROUPS * SUBTILES * 64 / ROWS;   // warpgroups that take turns at a tile's chunks
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
@@ -52,7 +55,7 @@ static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // 
 // Whether a piece's codes are read while the products of the one before are issued, where there are registers for it.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
 static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
-// A code's bits as a number times FACTOR, plus OFFSET, are the code times UNIT: see two_of.
+// An integer's bits as a number times FACTOR, plus OFFSET, are it times UNIT: see two_of.
 static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
                                  : BITS == 4   ? 0x7d007f00
                                                : 0x7f007f00;
@@ -164,13 +167,15 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
 
 // ---- unpacking -------------------------------------------------------------------------------------------------------
 
+template <int TO>
 DEVICE uint32 packed(float low, float high) {
-    if constexpr (DTYPE == FP16) return to_half2(low, high);
+    if constexpr (TO == FP16) return to_half2(low, high);
     else return to_bf16x2(low, high);
 }
 
+// Of bias and residual.
 DEVICE float unpacked(uint32 bits) {
-    if constexpr (DTYPE == FP16) return from_half(bits & 0xffff);
+    if constexpr (OUT == FP16) return from_half(bits & 0xffff);
     else return bits_float(bits << 16);
 }
 
@@ -220,7 +225,7 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
     } else {
         const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + (1 << BITS - 1);
         const float lower = DTYPE == FP16 && BITS == 4 ? upper + 960.0f : upper;
-        group.offset = packed(-UNIT * lower, -UNIT * upper);
+        group.offset = packed<DTYPE>(-UNIT * lower, -UNIT * upper);
     }
     return group;
 }
@@ -229,7 +234,7 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
 struct Place {
     uint32 selector, factor;
     MEMBER Place(int t, const Shape &shape) {
-        selector = t * (BITS == 4 ? 0x0101 : 0x0202) + (BITS == 4 ? 0 : 0x0100);
+        selector = CODES == INT4 ? t * 0x0101 : CODES == INT8 ? t * 0x0202 + 0x0100 : t * 0x0022 + 0x0010;
         // constants, which the compiler, if it knew, would move to a register for each use
         factor = shape.m > 0 ? FACTOR : 0;
         in_use(selector);
@@ -238,9 +243,10 @@ struct Place {
 
 // Neighbours of eight codes along K, those of the thread's place in its four, times UNIT: 4 bits, byte `t` of a word; 8
 // bits, bytes 2 t and 2 t + 1 of two. Less the zero point. In bf16 the lowest 8 bits alone stand for multiples of 2**-133,
-// exactly; in fp16, or-ed into 1024, they are that number more.
+// exactly; in fp16, or-ed into 1024, they are that number more. E4M3 are numbers already.
 DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
+    if constexpr (CODES == E4M3) return from_e4m3x2(x & 0xffff);
     if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
     else x = masked_xor(x, 0x00ff00ff, DTYPE == FP16 ? 0x64806480 : 0x00800080);
     x = fused(x, place.factor, group.offset);
@@ -265,7 +271,7 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int
     for (int i = 0; i < VECTORS * 2; ++i) {
         const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
         const Group &group = i % 2 ? lower[run] : upper[run];
-        const uint32 scale = ROUNDED ? packed(group.scale, group.scale) : 0;
+        const uint32 scale = ROUNDED ? packed<DTYPE>(group.scale, group.scale) : 0;
         const uint4 x = codes[i / 2][i % 2];
         uint32 *to = a + i / 2 * (32 / BITS) + i % 2;
         if constexpr (BITS == 4) {
@@ -446,7 +452,7 @@ struct Rows {
         for (int i = 0; i < 2; ++i) {
             const int own = min(row + (int)threadIdx.x % 32 / 4 + i * 8, shape.n - 1);
             scale[i] = (GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE)) / UNIT;
-            bias[i] = epilogue.bias ? number_at(epilogue.bias, own, DTYPE) : 0.0f;
+            bias[i] = epilogue.bias ? number_at(epilogue.bias, own, OUT) : 0.0f;
         }
     }
 };
@@ -478,7 +484,7 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
         }
         x.x += rows.bias[i % 2], x.y += rows.bias[i % 2];
         if (epilogue.residual) x.x += unpacked(residual[i] & 0xffff), x.y += unpacked(residual[i] >> 16);
-        result[i] = packed(x.x, x.y);
+        result[i] = packed<OUT>(x.x, x.y);
     }
     store_matrices_turned(matrix, result);
     __syncwarp();
@@ -502,7 +508,7 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
         for (int i = 0; i < 4; ++i) {
             const float *two = &sums[j * 8 + i * 2];
             const float scale = rows.scale[i % 2], bias = rows.bias[i % 2];
-            result[i] = packed(fmaf(two[0], scale, bias), fmaf(two[1], scale, bias));
+            result[i] = packed<OUT>(fmaf(two[0], scale, bias), fmaf(two[1], scale, bias));
         }
         store_matrices_turned(matrix, result);
         __syncwarp();

@@ -1,4 +1,4 @@
-"""Launches ``weight_mm_many.cu``: int4 and int8 weights times many tokens, on GPUs of compute capability 9.0.
+"""Launches ``weight_mm_many.cu``: int4, int8 and float8 weights times many tokens, on GPUs of compute capability 9.0.
 
     out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
                 + bias[n] + residual[m, n]
@@ -19,7 +19,9 @@ from torch import Tensor
 from lowbit_kernels import nvrtc
 from lowbit_kernels.tensor_map import tensor_map
 
+E4M3 = torch.float8_e4m3fn
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+CODES = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
 BOX = 16 * 48  # bytes of shared memory of a warp
 SHARED_LIMIT = 227 * 1024
 MAX_STAGES = 12
@@ -181,11 +183,12 @@ def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_s
     pitch = codes.stride(0) if codes.shape[0] > 1 else codes.shape[1]
     return (
         bits in (4, 8)
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
+        and ((scale.shape[1] == 1 and x.shape[1] == width) or codes.dtype != E4M3)
         and scale.dtype in DTYPES
         and x.stride(1) == 1
         and codes.stride(1) == 1
-        and codes.dtype == (torch.uint8 if bits == 4 else torch.int8)
+        and codes.dtype in ((torch.uint8,) if bits == 4 else (torch.int8, E4M3))
         and pitch % 16 == 0
         and pitch >= codes.shape[1]
         and codes.data_ptr() % 16 == 0
@@ -207,29 +210,31 @@ def many_tokens_mm(
     *,
     bits: int,
     group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The product of the module's docstring, of operands for which `is_available` holds.
 
     Args:
         x: bfloat16 or float16 [M, K], M, K > 0, of any distance between rows.
-        codes: 4 bits: uint8 [N, Kp / 2], even k in the low nibble, nibble = code + 8; 8 bits: int8 [N, Kp].
+        codes: 4 bits: uint8 [N, Kp / 2], even k in the low nibble, nibble = code + 8; 8 bits: int8 [N, Kp],
+            or float8_e4m3fn [N, K] with one scale a row, for which x is float16.
         scale: float32, bfloat16 or float16 [N, Kp / group_size].
-        zero_point: int8, as `scale`, on the codes' grid; or None for 0.
-        bias: [N], residual: [M, N], of x's dtype, or None.
+        zero_point: int8, as `scale`, on the codes' grid; or None for 0, as for float8.
+        bias: [N], residual: [M, N], of `dtype`, or None.
         token_scale: float32 [M] or None.
         group_size: a multiple of 32; Kp for one scale a row.
+        dtype: of the result, bfloat16 or float16; None: x's.
 
     Returns:
-        [M, N] of x's dtype. Where x and scale are bfloat16 and there are 256 tokens or more, weights may be rounded to
+        [M, N] of `dtype`. Where x and scale are bfloat16 and there are 256 tokens or more, weights may be rounded to
         bfloat16, as they are if they are dequantized first; else only the result is rounded.
     """
     may_round = x.dtype == scale.dtype == torch.bfloat16
     group = 0 if scale.shape[1] == 1 else group_size
     processors = nvrtc.multiprocessors(x.device)
     chosen = plan(x.shape[0], codes.shape[0], x.shape[1], bits, group, processors, may_round)
-    return _planned(
-        chosen, x, codes, scale, zero_point, bias, residual, token_scale, bits=bits, group=group
-    )
+    operands = (x, codes, scale, zero_point, bias, residual, token_scale)
+    return _planned(chosen, *operands, bits=bits, group=group, dtype=dtype)
 
 
 def _planned(
@@ -244,6 +249,7 @@ def _planned(
     *,
     bits: int,
     group: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The product, divided as `plan` says; `group` 0: one scale a row."""
     (m, k), n = x.shape, codes.shape[0]
@@ -251,11 +257,12 @@ def _planned(
     optional = (zero_point, bias, residual, token_scale)
     others = [None if t is None else t.contiguous() for t in optional]
     address = [0 if t is None else t.data_ptr() for t in others]
-    out = x.new_empty((m, n))
+    out = x.new_empty((m, n), dtype=dtype or x.dtype)
     wide = n % 8 == 0 and address[2] % 16 == 0
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
-        macros = (x.dtype, scale.dtype, zero_point is not None, bits, group, plan[:8])
+        dtypes = (x.dtype, out.dtype, scale.dtype, codes.dtype)
+        macros = (*dtypes, zero_point is not None, group, plan[:8])
         product = _kernel(*macros, torch.cuda.current_device())
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
         share = plan.tokens // plan.beside
@@ -294,9 +301,10 @@ def _readable(x: Tensor) -> Tensor:
 
 def source(
     dtype: torch.dtype,
+    out: torch.dtype,
     scale: torch.dtype,
+    codes: torch.dtype,
     zero: bool,
-    bits: int,
     group: int,
     shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
@@ -309,7 +317,8 @@ def source(
     tokens, rows, groups, beside, split, rounded, chunk, stages = shape
     macros = {
         "DTYPE": DTYPES[dtype],
-        "BITS": bits,
+        "OUT": DTYPES[out],
+        "CODES": CODES[codes],
         "GROUP": group,
         "SCALE": DTYPES[scale],
         "ZERO": int(zero),
@@ -352,16 +361,18 @@ DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint32 b, int add) 
 @functools.cache
 def _kernel(
     dtype: torch.dtype,
+    out: torch.dtype,
     scale: torch.dtype,
+    codes: torch.dtype,
     zero: bool,
-    bits: int,
     group: int,
     shape: tuple[int, int, int, int, int, bool, int, int],
     device: int,
 ) -> nvrtc.Kernel:
-    code = source(dtype, scale, zero, bits, group, shape)
+    code = source(dtype, out, scale, codes, zero, group, shape)
     module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
+    bits = 4 if codes == torch.uint8 else 8
     shared = stages * (_stage(tokens, rows, bits, chunk) + 16) + _fixed(tokens, rows, groups, split)
     return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
 

@@ -293,6 +293,12 @@ static inline uint32 to_half(float x) {
 }
 static inline uint32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static inline uint32 to_half2(float low, float high) { return to_half(low) | to_half(high) << 16; }
+static inline float from_e4m3(uint32 byte) {
+    const uint32 exponent = byte >> 3 & 15, fraction = byte & 7;
+    const float magnitude = exponent ? ldexpf(8 + fraction, (int)exponent - 10) : ldexpf(fraction, -9);
+    return copysignf((byte & 127) == 127 ? NAN : magnitude, byte & 128 ? -1.0f : 1.0f);
+}
+static inline uint32 from_e4m3x2(uint32 pair) { return to_half2(from_e4m3(pair & 255), from_e4m3(pair >> 8)); }
 static inline uint32 subtract_bf16x2(uint32 a, uint32 b) {
     return to_bf16x2(from_bf16(a & 0xffff) - from_bf16(b & 0xffff), from_bf16(a >> 16) - from_bf16(b >> 16));
 }

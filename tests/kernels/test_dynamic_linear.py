@@ -16,7 +16,14 @@ from lowbit_kernels import (
     weight_mm_many,
     weight_mm_triton,
 )
-from lowbit_kernels.dynamic_linear import CASES, E4M3, Case, reference
+from lowbit_kernels.dynamic_linear import (
+    CASES,
+    E4M3,
+    MOST_FEW_TOKENS,
+    MOST_NUMBERS,
+    Case,
+    reference,
+)
 from lowbit_kernels.weight_linear import calls
 from tests.kernels.test_quantize_tokens import by_scheme
 
@@ -59,19 +66,24 @@ def test_reference_multiplies_the_schemes_codes(case: Case) -> None:
 
 @pytest.fixture
 def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for few tokens, done in PyTorch ops, take int8 products on the CPU."""
+    """The kernels for few tokens, done in PyTorch ops, take products on the CPU."""
 
-    def product(x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size):
+    def product(
+        x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size, dtype=None
+    ):
         assert bits == 8 and group_size == x.shape[1] and zero_point is None
-        assert torch.equal(x, x.round()) and x.abs().max() <= 128 and x.stride(1) == 1
+        assert scale.shape == (len(codes), 1) and token_scale.shape == (len(x),)
+        assert x.dtype == torch.float16 or codes.dtype == torch.int8
+        assert torch.equal(x, x.float().to(codes.dtype).to(x.dtype)) and x.stride(1) == 1
         out = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double().T
         for part in (bias, residual):
             out = out if part is None else out + part.double()
-        return out.to(x.dtype)
+        return out.to(dtype or x.dtype)
 
-    def kernel(x, *_):
-        halves = x.dtype != torch.float32 and len(x) <= 32
-        return ("few" if len(x) <= 8 else "many") if halves else None
+    def kernel(x, codes, scale):
+        if x.dtype == torch.float32 or len(x) > MOST_NUMBERS[codes.dtype]:
+            return None
+        return "few" if len(x) <= MOST_FEW_TOKENS[codes.dtype] else "many"
 
     monkeypatch.setattr(weight_mm_few, "few_tokens_mm", product)
     monkeypatch.setattr(weight_mm_many, "many_tokens_mm", product)
@@ -79,15 +91,19 @@ def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("of_numbers")
-@pytest.mark.parametrize("case", [c for c in INT8 if c.m * c.n * c.k], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.n * c.k], ids=lambda c: c.name)
 def test_few_tokens_go_as_numbers(case: Case) -> None:
     arguments = case.arguments()
-    names = [f"int8_dynamic_linear {kernel}" for kernel in ("few", "many")]
+    op = op_of(case)
+    names = [f"{op.__name__} {kernel}" for kernel in ("few", "many")]
     before = [calls[name] for name in names]
-    assert_close(op_of(case)(*arguments), case, arguments)
-    m = case.m * math.prod(case.leading) if case.dtype != torch.float32 else 33
+    assert_close(op(*arguments), case, arguments, sums=1e-6)
+    m = case.m * math.prod(case.leading)
+    if case.dtype == torch.float32 or (case.tensorwise and case.one_scale):
+        m = 65
     counted = [calls[name] - was for name, was in zip(names, before, strict=True)]
-    assert counted == [m <= 8, 8 < m <= 32]
+    few, most = (bound[arguments[1].dtype] for bound in (MOST_FEW_TOKENS, MOST_NUMBERS))
+    assert counted == [m <= few, few < m <= most]
 
 
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
@@ -175,15 +191,40 @@ def test_cuda(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("m", "kernel"), [(1, "few"), (8, "few"), (9, "many"), (32, "many")])
-def test_cuda_few_tokens_go_as_numbers(m: int, kernel: str, dtype: torch.dtype) -> None:
-    case = Case("", m, 4097, 4096, dtype=dtype, bias=True, residual=True)
+@pytest.mark.parametrize(
+    ("format", "m", "kernel", "scales"),
+    [
+        *(("int8", m, "few" if m < 9 else "many", "by_row") for m in (1, 8, 9, 32)),
+        *(
+            ("e4m3", m, "few" if m <= MOST_FEW_TOKENS[E4M3] else "many", scales)
+            for m in (1, 8, MOST_FEW_TOKENS[E4M3], MOST_NUMBERS[E4M3])
+            for scales in ("by_row", "one_scale", "tensorwise")
+        ),
+    ],
+)
+def test_cuda_few_tokens_go_as_numbers(
+    format: str, m: int, kernel: str, scales: str, dtype: torch.dtype
+) -> None:
+    options = {"bias": True, "residual": True} | ({} if scales == "by_row" else {scales: True})
+    case = Case("", m, 4097, 4096, format, dtype, **options)
     arguments = case.arguments("cuda")
-    if not dynamic_linear._of_numbers(arguments[0], arguments[1], arguments[2].reshape(-1, 1)):
+    op = op_of(case)
+    if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    before = calls[f"int8_dynamic_linear {kernel}"]
-    assert_close(op_of(case)(*arguments), case, arguments)
-    assert calls[f"int8_dynamic_linear {kernel}"] == before + 1
+    before = calls[f"{op.__name__} {kernel}"]
+    assert_close(op(*arguments), case, arguments, sums=1e-5)
+    assert calls[f"{op.__name__} {kernel}"] == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4, 12, 40, 200])
+def test_cuda_what_is_not_finite_is_where_the_reference_has_it(m: int) -> None:
+    x, codes, *rest = Case("", m, 48, 96, "e4m3", bias=True).arguments("cuda")
+    x[1, 3], x[2, 5], x[3, 6] = math.nan, math.inf, -math.inf
+    codes.view(torch.uint8)[7, 11] = 255  # NaN
+    out, expected = float8_linear(x, codes, *rest[:-1]), reference(x, codes, *rest)
+    assert torch.equal(out.isnan(), expected.isnan()) and expected.isnan().sum() == 3 * 48 + m - 3
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lowbit.scheme import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
 from lowbit_kernels import quantize_tokens, quantize_tokens_cuda
-from lowbit_kernels.quantize_tokens import CASES, FORMATS, Case, reference
+from lowbit_kernels.quantize_tokens import CASES, FORMATS, Case, codes_of, reference
 from tests.kernels import emulator
 from tests.kernels.interpreted import interpreted
 
@@ -78,7 +78,7 @@ def test_nan_and_infinity_show_in_the_scale(format: str) -> None:
 
 INTERPRETED = """
 import json, math, torch
-from lowbit_kernels.quantize_tokens import CASES, codes_of, reference
+from lowbit_kernels.quantize_tokens import CASES, FORMATS, codes_of, reference
 from tests.kernels.test_quantize_tokens import OP, by_scheme, same
 
 torch.manual_seed(0)
@@ -97,10 +97,13 @@ x = torch.randn(4, 8)
 x[0, 1], x[1, 2], x[2, 3] = math.nan, math.inf, -math.inf
 found = OP(x, "int8")[1]
 results["not-finite"] = str(found[:3].tolist()) == "[nan, inf, inf]"
-codes, scale = codes_of(x[3:], "int8", torch.bfloat16)
-results["as-bfloat16"] = codes.dtype == torch.bfloat16 and same(
-    (codes.to(torch.int8), scale), reference(x[3:], "int8")
-)
+for name, format, dtype in (
+    ("as-bfloat16", "int8", torch.bfloat16), ("e4m3-as-float16", "e4m3", torch.float16)
+):
+    codes, scale = codes_of(x[3:], format, dtype)
+    results[name] = codes.dtype == dtype and same(
+        (codes.to(FORMATS[format]), scale), reference(x[3:], format)
+    )
 print(json.dumps(results))
 """
 
@@ -110,7 +113,10 @@ def under_triton() -> dict[str, bool]:
     return interpreted(INTERPRETED)
 
 
-@pytest.mark.parametrize("name", [*(c.name for c in SMALL), "ties", "not-finite", "as-bfloat16"])
+NAMES = [*(c.name for c in SMALL), "ties", "not-finite", "as-bfloat16", "e4m3-as-float16"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
     assert under_triton[name]
 
@@ -121,7 +127,7 @@ def emulated(
     """What the CUDA kernel writes, run by the CPU; places that it leaves out are -1."""
     codes = torch.full(x.shape, -1.0).to(dtype or FORMATS[format])
     scale = torch.full((len(x),), -1.0)
-    emulator.quantize_tokens(x, codes, scale)
+    emulator.quantize_tokens(x, codes, scale, format)
     return codes, scale
 
 
@@ -151,8 +157,10 @@ def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
         finite = [0, 1, 2, 6, 7, 8]
         expected = tuple(part[finite] for part in reference(x, format))
         assert same((codes[finite], scale[finite]), expected)
-    codes, scale = emulated(x[6:], "int8", dtype)
-    assert codes.dtype == dtype and same((codes.to(torch.int8), scale), reference(x[6:], "int8"))
+    for format, numbers in (("int8", dtype), ("e4m3", torch.float16)):
+        codes, scale = emulated(x[6:], format, numbers)
+        assert codes.dtype == numbers
+        assert same((codes.to(FORMATS[format]), scale), reference(x[6:], format))
 
 
 @pytest.mark.parametrize("k", [16, 4096, 14336, 65536])
@@ -187,6 +195,16 @@ def test_wrong_arguments(arguments: tuple, raised: type[Exception], message: str
 def test_cuda(case: Case) -> None:
     x, *rest = case.arguments("cuda")
     assert same(OP(x, *rest), reference(x, *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [101, 4096])
+@pytest.mark.parametrize("tensorwise", [False, True])
+def test_cuda_e4m3_as_numbers(tensorwise: bool, k: int) -> None:
+    x = torch.randn(5, k, device="cuda").bfloat16()
+    codes, scale = codes_of(x, "e4m3", torch.float16, tensorwise)
+    assert codes.dtype == torch.float16
+    assert same((codes.to(torch.float8_e4m3fn), scale), reference(x, "e4m3", tensorwise))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, neighbours, plan,
 
 KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-VARIANT = Variant(4, 128, "BF16", "BF16", False, 8, 2, 1, 1, 1, True)
+VARIANT = Variant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True)
 
 
 # ---- how it is divided ---------------------------------------------------------------------------
@@ -150,7 +150,8 @@ def test_rows_that_lanes_read_at_once_lie_in_different_banks(bits: int, group: i
 def test_source_defines_what_the_kernel_asks_for() -> None:
     for variant in (
         VARIANT,
-        replace(VARIANT, bits=8, group=0, zero=True, scale="FP32", split=4),
+        replace(VARIANT, codes="INT8", group=0, zero=True, scale="FP32", split=4),
+        replace(VARIANT, codes="E4M3", group=0, x="FP16"),
     ):
         text = source(variant)
         for name, value in vars(variant).items():
@@ -219,6 +220,20 @@ def paired(x: list[float], bits: int) -> list[tuple[float, float]]:
         pairs.append((two[i][0], two[i + count // 2][0]))
         pairs.append((two[i][1], two[i + count // 2][1]))
     return pairs
+
+
+def test_only_float16_holds_float8() -> None:
+    """And only where a row's end is k's: what comes after may be NaN."""
+    codes = torch.zeros(16, 64, dtype=torch.float8_e4m3fn)
+    scale = torch.ones(16, 1)
+    for dtype, k, fits in (
+        (torch.float16, 64, True),
+        (torch.bfloat16, 64, False),
+        (torch.float16, 60, False),
+    ):
+        x = torch.zeros(2, k, dtype=dtype)
+        assert weight_mm_few._fits(x, codes, scale, 8, 64) == fits
+        assert weight_mm_few._fits(x, codes.view(torch.int8), scale, 8, 64)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

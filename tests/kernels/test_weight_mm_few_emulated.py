@@ -10,7 +10,7 @@ from lowbit_kernels import weight_mm_few
 from lowbit_kernels.weight_mm_few import neighbours, plan
 from tests.kernels import few_emulator
 from tests.kernels.hopper_emulator import COMPILER
-from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, operands
+from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, float8_operands, operands
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
@@ -26,9 +26,12 @@ def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1) -> Tensor:
         heights=(height,),
     )
     assert chosen is not None and chosen.split == split
-    values = [value for name, value in case.items() if name not in ("bits", "group_size")]
+    named = ("bits", "group_size", "dtype")
+    values = [value for name, value in case.items() if name not in named]
     with few_emulator.emulated():
-        return weight_mm_few._launch(tuple(values), bits, group, chosen)
+        return weight_mm_few._launch(
+            tuple(values), group, chosen, case.get("dtype", case["x"].dtype)
+        )
 
 
 def check(case: dict, **divided: int) -> None:
@@ -58,6 +61,33 @@ def test_groups(bits: int, group: int) -> None:
 def test_divisions(split: int, height: int, m: int) -> None:
     case = operands(m, 150, 2560, 4, 128, extras=True, device="cpu")
     check(case, blocks=2 * split, split=split, height=height)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "k", "split"), [(1, 1440, 1), (3, 1024, 1), (8, 96, 1), (8, 1440, 2), (16, 1024, 1)]
+)
+def test_float8(m: int, k: int, split: int, dtype: torch.dtype) -> None:
+    """In float16, with results of another dtype; a row's end need not be a whole chunk's."""
+    case = float8_operands(m, 40, k, dtype, extras=True, device="cpu")
+    case["scale"] /= 64  # results within float16
+    check(case, blocks=2 * split, split=split)
+
+
+def test_what_is_not_finite_of_float8_stays_in_its_row_and_column() -> None:
+    """Also what lies in memory after a row of the weight."""
+    case = float8_operands(3, 40, 96, extras=True, device="cpu")
+    clean = run(case)
+    wide = torch.full((40, 128), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert wide.float().isnan().all()
+    wide.view(torch.uint8)[:, :96] = case["codes"].view(torch.uint8)
+    assert torch.equal(run({**case, "codes": wide[:, :96]}), clean)
+    wide.view(torch.uint8)[7, 50], case["token_scale"][1] = 255, float("nan")
+    out = run({**case, "codes": wide[:, :96]})
+    expected = clean.clone()
+    expected[1], expected[:, 7] = float("nan"), float("nan")
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 
 
 def test_strided_rows() -> None:

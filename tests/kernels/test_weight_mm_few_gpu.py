@@ -55,7 +55,25 @@ def operands(
     }
 
 
-def exact(x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size) -> Tensor:
+def float8_operands(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    extras: bool = False,
+    device: str = "cuda",
+) -> dict:
+    """As `operands`: e4m3 by e4m3, a scale a row, results of `dtype`; k is a multiple of 32."""
+    case = operands(m, n, k, 8, 0, dtype, torch.float32, extras=extras, device=device)
+    nan = case["codes"].bitwise_and(127) == 127
+    numbers = (case["x"].float() * 112).clamp(-448, 448).to(torch.float8_e4m3fn).half()
+    codes = case["codes"].masked_fill(nan, 0).view(torch.float8_e4m3fn)
+    return {**case, "x": numbers, "codes": codes, "dtype": dtype}
+
+
+def exact(
+    x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size, dtype=None
+) -> Tensor:
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).double() - 8
     codes = codes.double().unflatten(1, (-1, group_size))
@@ -81,7 +99,11 @@ def run(case: dict) -> Tensor:
 
 def check(case: dict) -> None:
     out, expected = run(case), exact(**case)
-    assert out.dtype == case["x"].dtype and out.is_contiguous() and out.shape == expected.shape
+    assert (
+        out.dtype == case.get("dtype", case["x"].dtype)
+        and out.is_contiguous()
+        and out.shape == expected.shape
+    )
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm() / expected.norm()
     # Of few numbers the rounding of one may count alone: half of 2**-7, or 2**-10.
@@ -123,6 +145,16 @@ def test_layers(n: int, k: int, m: int, bits: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (65, 32), (1, 96), (1000, 1440)])
+def test_float8(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    case = float8_operands(m, n, k, dtype, extras=True)
+    case["scale"] /= 64  # results within float16
+    check(case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_of_scales(scale_dtype: torch.dtype) -> None:
     check(operands(4, 130, 640, 4, 64, torch.float16, scale_dtype))
@@ -142,7 +174,7 @@ def test_divisions(bits: int, height: int, split: int) -> None:
         assert bits == 8 and split < 4 and height == 2  # too much for the shared memory
         return
     arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
-    out = weight_mm_few._launch(tuple(arguments), bits, 128, chosen)
+    out = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
     expected = exact(**case)
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
 

@@ -35,8 +35,17 @@ def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> 
 
 
 def test_source_has_the_macros() -> None:
-    code = weight_mm_many.source(FP16, FP32, True, 8, 64, (64, 128, 4, 1, 2, False, 128, 5))
-    for macro in ("DTYPE FP16", "BITS 8", "GROUP 64", "SCALE FP32", "ZERO 1", "ROUNDED 0"):
+    shape = (64, 128, 4, 1, 2, False, 128, 5)
+    code = weight_mm_many.source(FP16, BF16, FP32, torch.int8, True, 64, shape)
+    for macro in (
+        "DTYPE FP16",
+        "OUT BF16",
+        "CODES INT8",
+        "GROUP 64",
+        "SCALE FP32",
+        "ZERO 1",
+        "ROUNDED 0",
+    ):
         assert f"#define {macro}\n" in code
     for macro in (
         "TOKENS 64",
@@ -102,6 +111,7 @@ class Operands:
         self.zero = zeros if zero else None
         self.x = torch.randn(m, k, device=device).to(dtype)
         self.bias = self.residual = self.token_scale = None
+        self.out = dtype
 
     def weight(self) -> torch.Tensor:
         codes = self.codes
@@ -122,7 +132,7 @@ class Operands:
         return out
 
     def more(self) -> Operands:
-        (m, _), n, dtype = self.x.shape, len(self.codes), self.x.dtype
+        (m, _), n, dtype = self.x.shape, len(self.codes), self.out
         device = self.x.device
         self.bias = torch.randn(n, device=device).to(dtype)
         self.residual = torch.randn(m, n, device=device).to(dtype)
@@ -140,15 +150,16 @@ class Operands:
         ):
             pytest.skip("needs a GPU of compute capability 9.0")
         if chosen is None:
-            return many_tokens_mm(*self.arguments(), **kinds)
+            return many_tokens_mm(*self.arguments(), **kinds, dtype=self.out)
         group = 0 if self.scale.shape[1] == 1 else self.group
-        return weight_mm_many._planned(chosen, *self.arguments(), bits=self.bits, group=group)
+        kinds = {"bits": self.bits, "group": group, "dtype": self.out}
+        return weight_mm_many._planned(chosen, *self.arguments(), **kinds)
 
     def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
-        assert out.shape == exact.shape and out.dtype == self.x.dtype and out.is_contiguous()
+        assert out.shape == exact.shape and out.dtype == self.out and out.is_contiguous()
         # of few results the roundings may be larger than most
-        limit = factor * ERROR[self.x.dtype] * (2 if exact.numel() < 1000 else 1)
+        limit = factor * ERROR[self.out] * (2 if exact.numel() < 1000 else 1)
         assert (out.double() - exact).norm() <= limit * exact.norm()
 
 
