@@ -13,10 +13,10 @@ Codes and scales of x are those of ``lowbit``'s dynamic schemes to the bit (`qua
 product is that of `scaled_mm`: int8 sums are exact in int32, which 131,071 products can't pass (a longer K raises).
 
 At most `MOST_NUMBERS` tokens: products of 8 bits by 8 have tiles of 128 tokens, and steps that take as long for fewer;
-the kernels for weights that are unpacked (``weight_mm_few``, from `MOST_FEW_TOKENS` on ``weight_mm_many``) are bound by
-the weight's bytes. They get the codes as numbers, which are exact: int8's of x's dtype, float8's of float16; and sum in
-float32. int8: exactly while a sum's parts stay below 2**24, beyond which (K over 1,040 at the earliest, when all codes
-are extreme) they round at 2**-23, far below the result's own rounding.
+the kernels for weights that are unpacked (``weight_mm_few`` or ``weight_mm_many``, as ``linear_table`` has it for int8
+weights) are bound by the weight's bytes. They get the codes as numbers, which are exact: int8's of x's dtype, float8's
+of float16; and sum in float32. int8: exactly while a sum's parts stay below 2**24, beyond which (K over 1,040 at the
+earliest, when all codes are extreme) they round at 2**-23, far below the result's own rounding.
 
 float8: ``tensorwise`` gives all tokens one scale. With one of the weight, too, few tokens go to `scaled_mm` as well:
 for that, it was no slower than the kernels above, which want scales by row. `scaled_mm` gets K padded to a multiple of
@@ -37,13 +37,14 @@ from torch.nn import functional as F
 
 from lowbit_kernels import weight_mm_few, weight_mm_many
 from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.linear_table import Regime, choose
 from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
 
 E4M3 = torch.float8_e4m3fn
-MOST_FEW_TOKENS, MOST_NUMBERS = {torch.int8: 8, E4M3: 16}, {torch.int8: 32, E4M3: 64}
+MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens
 MOST_K = (2**31 - 1) // 2**14  # of int8
 
 
@@ -105,17 +106,15 @@ def _numbers(x: Tensor, codes: Tensor) -> torch.dtype:
     return x.dtype if codes.dtype == torch.int8 else torch.float16
 
 
-def _of_numbers(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
+def _of_numbers(x: Tensor, codes: Tensor, scale: Tensor) -> Regime | None:
     """Which product of codes as numbers takes few tokens, "few" or "many"; scale is [N, 1]."""
     m, k = x.shape
     if not x.is_cuda or x.dtype not in HALVES or m > MOST_NUMBERS[codes.dtype]:
         return None
     x = x.view(_numbers(x, codes))  # as its codes will be
-    if m <= MOST_FEW_TOKENS[codes.dtype]:
-        takes = weight_mm_few.is_available(x, codes, scale, bits=8, group_size=k)
-        return "few" if takes else None
-    takes = weight_mm_many.is_available(x, codes, scale, bits=8, group_size=k)
-    return "many" if takes else None
+    kernel = choose(m, len(codes), k, 8, k)
+    product = weight_mm_few if kernel == "few" else weight_mm_many
+    return kernel if product.is_available(x, codes, scale, bits=8, group_size=k) else None
 
 
 def _linear(

@@ -11,6 +11,7 @@ from lowbit_kernels import (
     dynamic_linear,
     float8_linear,
     int8_dynamic_linear,
+    linear_table,
     scaled_mm,
     weight_mm_few,
     weight_mm_many,
@@ -19,7 +20,6 @@ from lowbit_kernels import (
 from lowbit_kernels.dynamic_linear import (
     CASES,
     E4M3,
-    MOST_FEW_TOKENS,
     MOST_NUMBERS,
     Case,
     reference,
@@ -29,6 +29,7 @@ from tests.kernels.test_quantize_tokens import by_scheme
 
 SMALL = [case for case in CASES if not case.large]
 INT8 = [case for case in SMALL if case.format == "int8"]
+FEW = 8  # tokens, that a stub has for few
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -83,7 +84,7 @@ def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(x, codes, scale):
         if x.dtype == torch.float32 or len(x) > MOST_NUMBERS[codes.dtype]:
             return None
-        return "few" if len(x) <= MOST_FEW_TOKENS[codes.dtype] else "many"
+        return "few" if len(x) <= FEW else "many"
 
     monkeypatch.setattr(weight_mm_few, "few_tokens_mm", product)
     monkeypatch.setattr(weight_mm_many, "many_tokens_mm", product)
@@ -102,8 +103,7 @@ def test_few_tokens_go_as_numbers(case: Case) -> None:
     if case.dtype == torch.float32 or (case.tensorwise and case.one_scale):
         m = 65
     counted = [calls[name] - was for name, was in zip(names, before, strict=True)]
-    few, most = (bound[arguments[1].dtype] for bound in (MOST_FEW_TOKENS, MOST_NUMBERS))
-    assert counted == [m <= few, few < m <= most]
+    assert counted == [m <= FEW, FEW < m <= MOST_NUMBERS[arguments[1].dtype]]
 
 
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
@@ -192,18 +192,18 @@ def test_cuda(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("format", "m", "kernel", "scales"),
+    ("format", "m", "scales"),
     [
-        *(("int8", m, "few" if m < 9 else "many", "by_row") for m in (1, 8, 9, 32)),
+        *(("int8", m, "by_row") for m in (1, 3, 8, 16, 17, MOST_NUMBERS[torch.int8])),
         *(
-            ("e4m3", m, "few" if m <= MOST_FEW_TOKENS[E4M3] else "many", scales)
-            for m in (1, 8, MOST_FEW_TOKENS[E4M3], MOST_NUMBERS[E4M3])
+            ("e4m3", m, scales)
+            for m in (1, 3, 8, 16, MOST_NUMBERS[E4M3])
             for scales in ("by_row", "one_scale", "tensorwise")
         ),
     ],
 )
 def test_cuda_few_tokens_go_as_numbers(
-    format: str, m: int, kernel: str, scales: str, dtype: torch.dtype
+    format: str, m: int, scales: str, dtype: torch.dtype
 ) -> None:
     options = {"bias": True, "residual": True} | ({} if scales == "by_row" else {scales: True})
     case = Case("", m, 4097, 4096, format, dtype, **options)
@@ -211,6 +211,7 @@ def test_cuda_few_tokens_go_as_numbers(
     op = op_of(case)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
+    kernel = linear_table.choose(m, case.n, case.k, 8, case.k)
     before = calls[f"{op.__name__} {kernel}"]
     assert_close(op(*arguments), case, arguments, sums=1e-5)
     assert calls[f"{op.__name__} {kernel}"] == before + 1

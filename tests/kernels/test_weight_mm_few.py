@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lowbit_kernels import weight_mm_few
@@ -33,6 +33,7 @@ def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: 
     assert chosen.stages >= 2
 
 
+@example(1, 1, 361, 8, 16, 32, 1)  # parts of 31 chunks, whose rows come apart by more than a box
 @given(
     st.integers(1, 16),
     st.integers(1, 40_000),
@@ -121,6 +122,17 @@ def test_the_fastest_division_is_chosen(bits: int, m: int, n: int, k: int, divis
     benchmarks/LOG.md has the figures."""
     chosen = plan(m, n, k, bits, 132, scale_bytes=k // 64 if bits == 4 else 2)
     assert chosen is not None and (chosen.split, chosen.height, chosen.parts) == division
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "k", "tokens"),
+    [(8, 1, 4096, 1), (8, 4, 4096, 8), (8, 2, 131072, 2), (4, 4, 4096, 4), (8, 12, 4096, 16)],
+)
+def test_few_tokens_of_8_bits_are_computed_as_eight_where_they_fit(
+    bits: int, m: int, k: int, tokens: int
+) -> None:
+    chosen = plan(m, 4096, k, bits, 132)
+    assert chosen is not None and chosen.tokens == tokens
 
 
 def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
