@@ -52,6 +52,7 @@ class Plan(NamedTuple):
         return -(-m // (TILE_M * self.under)), -(-n // (self.width * self.beside))
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
     """The division for which the longest-working cluster is expected to be done first.
 
