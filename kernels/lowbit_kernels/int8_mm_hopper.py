@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.tensor_map import tensor_map
 
 DTYPES = {
     torch.float32: "FP32",
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
         return -(-m // (TILE_M * self.under)), -(-n // (self.width * self.beside))
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
     """The division for which the longest-working cluster is expected to be done first.
 
@@ -111,9 +113,9 @@ def int8_mm(
             to = a.new_empty((slices * tall, -(-n // 4) * 4), dtype=torch.int32)
         box = 128 // to.itemsize
         maps = (
-            _map(a.data_ptr(), torch.int8, m, k, _row_stride(a), chosen.a_rows(m), 128),
-            _map(b.data_ptr(), torch.int8, n, k, _row_stride(b), width // chosen.under, 128),
-            _map(to.data_ptr(), to.dtype, to.shape[0], n, to.shape[1], 64, box),
+            _map(a.data_ptr(), 1, m, k, _row_stride(a), chosen.a_rows(m), 128),
+            _map(b.data_ptr(), 1, n, k, _row_stride(b), width // chosen.under, 128),
+            _map(to.data_ptr(), to.itemsize, to.shape[0], n, to.shape[1], 64, box),
         )
         product = _product(to.dtype, None if slices > 1 else bias_dtype, width, device)
         product(
@@ -196,44 +198,14 @@ def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.K
     return _module(out, bias, WIDTHS[0], device).kernel("combine", 13, overlaps=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _map(
-    address: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box: int, width: int
-) -> Any:
-    """A tensor map of `rows` x `columns` elements at `address`, copied in boxes of `box` rows of `width` elements (128
-    bytes), swizzled. It holds no memory and depends on nothing else, so that it may be kept."""
-    from cuda.bindings import driver
-
-    types = {
-        torch.int8: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        torch.int32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT32,
-    }
-    error, encoded = driver.cuTensorMapEncodeTiled(
-        types[dtype],
-        2,
-        address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(stride * dtype.itemsize)],
-        [driver.cuuint32_t(width), driver.cuuint32_t(box)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if int(error) != 0:
-        raise RuntimeError(
-            f"CUDA cannot describe {rows} x {columns} of {dtype} at {address:#x}, {stride} elements a row: {error!r}"
-        )
-    return encoded
+_map = functools.lru_cache(maxsize=4096)(tensor_map)
 
 
 def _is_readable(x: Tensor) -> bool:
-    """By the TMA: rows without gaps, each beginning at a multiple of 16 bytes."""
-    return x.stride(1) == 1 and _row_stride(x) % 16 == 0 and x.data_ptr() % 16 == 0
+    """By the TMA: rows without gaps that don't overlap, each beginning at a multiple of 16 bytes."""
+    stride = _row_stride(x)
+    apart = stride % 16 == 0 and stride >= x.shape[1]
+    return apart and x.stride(1) == 1 and x.data_ptr() % 16 == 0
 
 
 def _row_stride(x: Tensor) -> int:

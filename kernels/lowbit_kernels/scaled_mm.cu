@@ -24,6 +24,7 @@ static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
 static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
 static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // of the result, stored at once
+static constexpr int BOXES = TILE_N / BOX_COLUMNS;                        // of a tile: an even number, or 1
 static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // of a thread
 
 struct Shared {
@@ -204,21 +205,24 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         }
         product_wait<0>();
         release(shared, before);
+        // No such rows: of sums the place is not outside, and a box that is filled but not stored would be one that the
+        // last tile's store, for which nobody has waited, may still read.
+        if (row >= shape.m) continue;
 
 #pragma unroll
         for (int i = 0; i < COLUMN_SCALES; ++i) {
             if (TILE_N % 128 == 0 || thread < TILE_N) shared.scale[group][i * 128 + thread] = column_scale[i];
         }
 #pragma unroll
-        for (int i = 0; i < TILE_N / BOX_COLUMNS; ++i) {
+        for (int i = 0; i < BOXES; ++i) {
             const uint32 box = shared_address(shared.box[group][i % 2]);
-            if (thread == 0) store_wait<1>();
+            if (thread == 0) store_wait<(BOXES > 1)>();
             meet(1 + group, 128);  // the box is free, the scales are there
             fill_box(box, sums + i * (BOX_COLUMNS / 2), row_scale, shared.scale[group] + i * BOX_COLUMNS, bias,
                      column + i * BOX_COLUMNS, shape.n);
             fence_for_tma();
             meet(1 + group, 128);
-            if (thread == 0 && row < shape.m) {  // of sums the place is not outside
+            if (thread == 0) {
                 store_box(out, column + i * BOX_COLUMNS, schedule.out_row + group * 64, box);
                 store_commit();
             }

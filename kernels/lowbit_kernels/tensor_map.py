@@ -9,7 +9,7 @@ def tensor_map(
     address: int, size: int, rows: int, columns: int, stride: int, box: int, width: int
 ) -> Any:
     """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` rows of
-    `width` elements: of 1 and 2 bytes, swizzled over their 64 or 128 bytes; of 8 bytes, as they are. It holds no memory
+    `width` elements: of 1 to 4 bytes, swizzled over their 64 or 128 bytes; of 8 bytes, as they are. It holds no memory
     and depends on nothing else, so that it may be kept.
 
     Raises:
@@ -29,6 +29,7 @@ def tensor_map(
         {
             1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            4: types.CU_TENSOR_MAP_DATA_TYPE_UINT32,
             8: types.CU_TENSOR_MAP_DATA_TYPE_UINT64,
         }[size],
         2,

@@ -156,7 +156,14 @@ def trace_linears(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Linear
 
     Compiled parts run eagerly for it: what a compiled graph calls is chosen by the same table. The model keeps its
     mode (train or eval); call `model.eval()` first, where that matters.
+
+    Raises:
+        TypeError: the model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"trace_linears takes an nn.Module and its inputs, got {type(model).__name__}"
+        )
     recorder = _Recorder(model)
     with (
         torch.no_grad(),

@@ -145,7 +145,7 @@ def quantized_linear(
 
     Raises:
         RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or tensors on several devices.
     """
     with_grad = torch.is_grad_enabled()
     if with_grad and weight.requires_grad:
@@ -154,6 +154,7 @@ def quantized_linear(
             "lowbit.qat.prepare_ and convert afterwards"
         )
     check_linear(input, weight)
+    check_bias(weight, bias)
     check_residual(input, weight, residual)
     x, bias = autocast_inputs(input, weight, bias)
     if with_grad and any(t is not None and t.requires_grad for t in (x, bias, residual)):
@@ -184,12 +185,35 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
         )
 
 
+def check_bias(weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError where the bias isn't [N], or on another device than the weight: kernels take its address."""
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear with weight {tuple(weight.shape)} takes a bias of shape {tuple(weight.shape[:1])}, got "
+            f"{tuple(bias.shape)}"
+        )
+    if bias.device != weight.device:
+        raise ValueError(
+            f"linear of a bias on {bias.device} with a weight on {weight.device}; accepted: both on one device, by "
+            "model.to(device)"
+        )
+
+
 def check_residual(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError where the residual isn't of the product's shape."""
-    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+    """Raise ValueError where the residual isn't of the product's shape, or on another device."""
+    if residual is None:
+        return
+    if residual.shape != (*x.shape[:-1], weight.shape[0]):
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a residual of shape "
             f"{(*x.shape[:-1], weight.shape[0])}, got {tuple(residual.shape)}"
+        )
+    if residual.device != x.device:
+        raise ValueError(
+            f"linear of an input on {x.device} with a residual on {residual.device}; accepted: both on one device, by "
+            "residual.to(device)"
         )
 
 

@@ -115,3 +115,8 @@ def test_names_of_schemes() -> None:
     assert names["int5-blocks"] == "uint5-block4x8"
     assert names["int8xint4"] == "int4-g16-int8-token"
     assert len(set(names.values())) == len(names)
+
+
+def test_only_modules_are_traced() -> None:
+    with pytest.raises(TypeError, match=r"takes an nn\.Module and its inputs, got Tensor"):
+        trace_linears(torch.zeros(1))  # type: ignore[arg-type]

@@ -169,6 +169,22 @@ def test_a_residual_that_does_not_fit(quantized: bool) -> None:
         lb.quantize_(model, SERVED["int8"])
     with pytest.raises(ValueError, match=r"residual of shape \(5, 24\), got \(24,\)"):
         linear(x, model.weight, None, torch.zeros(24))
+    with pytest.raises(ValueError, match=r"input on cpu with a residual on meta; accepted"):
+        linear(x, model.weight, None, torch.zeros(5, 24, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "scheme", [lb.Int4WeightOnly(), lb.Int8DynamicActivationInt8Weight()], ids=["int4", "dynamic"]
+)
+def test_a_bias_that_does_not_fit(scheme: lb.Scheme) -> None:
+    model = nn.Linear(64, 24)
+    lb.quantize_(model, scheme)
+    x = torch.randn(5, 64)
+    for shape in ((23,), (1, 24), ()):
+        with pytest.raises(ValueError, match=r"bias of shape \(24,\), got"):
+            linear(x, model.weight, torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"bias on meta with a weight on cpu; accepted"):
+        linear(x, model.weight, torch.zeros(24, device="meta"))
 
 
 # ---- experts -----------------------------------------------------------------------------------------------

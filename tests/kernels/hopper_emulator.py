@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -18,10 +19,12 @@ from lowbit_kernels import host_compiler, weight_mm_many
 
 COMPILER = host_compiler.compiler()
 HEADER = Path(__file__).with_name("hopper_on_cpu.h")
-FOOTER = """
+DESCRIBED = """
 static TensorMap described(const uint64 *a) {
     return {(const unsigned char *)a[0], (long)a[2], (long)a[3], (long)a[4], (int)a[1], (int)a[5], (int)a[6]};
 }
+"""
+FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
@@ -69,7 +72,9 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 }}
 """
     defines = code[: code.index(ptx)]
-    library = _library("\n".join([defines, HEADER.read_text(), multiply, kernel, FOOTER]))
+    library = _library(
+        "\n".join([defines, HEADER.read_text(), multiply, kernel, DESCRIBED, FOOTER])
+    )
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
         codes, x, *rest = arguments
@@ -79,13 +84,19 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    """Within it ``weight_mm_many._planned`` takes tensors of the CPU."""
+def launches_on_cpu(module: ModuleType) -> Iterator[None]:
+    """Within it `module` describes matrices to the emulation, and needs no GPU."""
     with (
-        mock.patch.object(weight_mm_many, "_kernel", _kernel),
-        mock.patch.object(weight_mm_many, "_map", lambda *a: _Map(a)),
+        mock.patch.object(module, "_map", lambda *a: _Map(a)),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Within it ``weight_mm_many._planned`` takes tensors of the CPU."""
+    with launches_on_cpu(weight_mm_many), mock.patch.object(weight_mm_many, "_kernel", _kernel):
         yield

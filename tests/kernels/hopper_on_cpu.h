@@ -1,6 +1,7 @@
 // Runs kernels written with hopper.cuh on a CPU, for tests: all threads of all blocks as fibers, which switch where they
-// wait. It stands in for ptx.cuh and hopper.cuh. Copies and products are done where they are issued: what it shows is
-// the arithmetic of indices, swizzles, fragments and barriers, not races of what a GPU does meanwhile.
+// wait. It stands in for ptx.cuh and hopper.cuh. Loads and products are done where they are issued, stores by the TMA as
+// late as they may be: what it shows is the arithmetic of indices, swizzles, fragments and barriers, and shared memory
+// written to before it is stored, not other races of what a GPU does meanwhile.
 
 #include <math.h>
 #include <stdint.h>
@@ -31,15 +32,22 @@ struct Index { unsigned int x; };
 static Index threadIdx, blockIdx, gridDim;
 struct uint2 { uint32 x, y; };
 struct uint4 { uint32 x, y, z, w; };
+struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+static inline uint2 make_uint2(uint32 x, uint32 y) { return {x, y}; }
 static inline uint4 make_uint4(uint32 x, uint32 y, uint32 z, uint32 w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulation {
 constexpr size_t STACK = 64 * 1024, MEMORY = 228 * 1024;
+struct Store {
+    std::function<void()> copy;
+    bool committed = false;
+};
 struct Fiber {
     ucontext_t context;
+    std::vector<Store> stores;  // that are not done
     std::unique_ptr<char[]> stack;
     bool done = false;
     long meetings[2] = {};  // those of its warp and of its cluster
@@ -72,6 +80,7 @@ static unsigned char *memory() { return block().memory; }
 static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 static void enter() {
     body();
+    if (!fibers[current].stores.empty()) fail("nobody waits for a store");
     fibers[current].done = true;
     yield();
 }
@@ -242,6 +251,33 @@ static inline void load_box(const TensorMap &map, int x, int y, uint32 to, uint3
     for (uint32 rank = 0; rank < emulation::cluster; ++rank)
         if (ranks >> rank & 1) fill(map, x, y, to, emulation::block(rank), barrier);
 }
+static inline void store_box(const TensorMap &map, int x, int y, uint32 from) {
+    const int width = map.width * map.size;
+    if (width != 128 || from % 1024) emulation::fail("no such box");
+    const unsigned char *memory = emulation::memory();
+    emulation::fibers[emulation::current].stores.push_back({[=] {
+        for (int i = 0; i < map.box * width; ++i) {
+            const long row = y + i / width, byte = (long)x * map.size + i % width;
+            if (row < map.rows && byte < map.columns * map.size)
+                ((unsigned char *)map.base)[row * map.stride * map.size + byte] = memory[swizzled(from + i, width)];
+        }
+    }});
+}
+// The kernels commit each store on its own.
+static inline void store_commit() { emulation::fibers[emulation::current].stores.back().committed = true; }
+template <int PENDING> static inline void store_wait() {
+    auto &stores = emulation::fibers[emulation::current].stores;
+    for (; stores.size() > PENDING; stores.erase(stores.begin())) {
+        if (!stores[0].committed) emulation::fail("a store is not committed");
+        stores[0].copy();
+    }
+}
+static inline void fence_for_tma() {}
+static inline void store_pair(uint32 address, float a, float b) {
+    const float2 pair = {a, b};
+    memcpy(emulation::memory() + address, &pair, 8);
+}
+static inline int4 __ldcs(const int4 *p) { return *p; }
 static inline uint4 shared_vector(uint32 at) {
     uint4 x;
     memcpy(&x, emulation::memory() + at, 16);
@@ -260,6 +296,15 @@ static inline void turned(uint32 address, F move) {
             const unsigned int row = matrix * 8 + lane % 4 * 2 + i;
             move((unsigned short *)(emulation::memory() + emulation::fibers[me - lane + row].address) + lane / 4, matrix, i);
         }
+    emulation::meet_warp();
+}
+static inline void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    const uint32 x[4] = {a, b, c, d};
+    emulation::fibers[me].address = address;
+    emulation::meet_warp();
+    for (int matrix = 0; matrix < 4; ++matrix)
+        memcpy(emulation::memory() + emulation::fibers[me - lane + matrix * 8 + lane / 4].address + lane % 4 * 4, &x[matrix], 4);
     emulation::meet_warp();
 }
 static inline void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
@@ -363,6 +408,21 @@ static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint
         sums[i] = (add ? sums[i] : 0.0f) + sum;
     }
     emulation::meet_warp();
+}
+
+// 64 rows of 32 int8 and SUMS * 2 columns, both in shared memory in rows of 128 bytes, swizzled.
+template <int SUMS>
+static inline void multiply_bytes(int (&sums)[SUMS], uint32 a, uint32 b, bool add) {
+    const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const auto byte = [](uint32 operand, int row, int k) {
+        return (int)(signed char)emulation::memory()[swizzled((operand & 0x3fff) * 16 + row * 128 + k, 128)];
+    };
+    for (int i = 0; i < SUMS; ++i) {
+        int sum = 0;
+        for (int k = 0; k < 32; ++k)
+            sum += byte(a, own + i / 2 % 2 * 8, k) * byte(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+        sums[i] = (add ? sums[i] : 0) + sum;
+    }
 }
 
 // ---- products of warps -------------------------------------------------------------------------------------------------
