@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -270,6 +270,7 @@ def _check(
     size: int,
     dtype: torch.dtype,
 ) -> None:
+    check_one_device(packed=packed, scale=scale, zero_point=zero_point)
     if packed.dtype != torch.uint8:
         raise TypeError(f"dequantize_int4 takes packed as torch.uint8, got {packed.dtype}")
     for name, got in (("a scale", scale.dtype), ("a result", dtype)):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.dequantize_int4 import FLOATS, apply_groups, fill_by_rows
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 
@@ -183,6 +183,7 @@ def _check(
     size: int,
     dtype: torch.dtype,
 ) -> None:
+    check_one_device(codes=codes, scale=scale, zero_point=zero_point)
     if codes.dtype != torch.int8:
         raise TypeError(f"dequantize_int8 takes codes as torch.int8, got {codes.dtype}")
     for name, got in (("a scale", scale.dtype), ("a result", dtype)):

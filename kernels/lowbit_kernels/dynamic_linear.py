@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels import weight_mm_few, weight_mm_many
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.linear_table import Regime, choose
 from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
@@ -130,6 +130,7 @@ def _linear(
     calls[op] += 1
     k, n = x.shape[-1], codes.shape[0]
     shape, x = (*x.shape[:-1], n), x.reshape(prod(x.shape[:-1]), k)
+    x = x if x.stride(1) == 1 else x.contiguous()  # as the kernels read it
     bias = None if bias is None else bias.contiguous()
     if x.numel() and n and not (tensorwise and scale.numel() == 1):
         by_row = scale.reshape(-1, 1).expand(n, 1)
@@ -167,6 +168,7 @@ def _fake(
 def _check(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> None:
+    check_one_device(x=x, codes=codes, scale=scale, bias=bias, residual=residual)
     if codes.dtype not in (torch.int8, E4M3):
         raise TypeError(f"codes must be torch.int8 or {E4M3}, got {codes.dtype}")
     for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import weight_linear, weight_mm_triton
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_mm_triton import sums_of_blocks
 
@@ -230,6 +230,7 @@ def _check(
     group_size: int,
     bits: int,
 ) -> None:
+    check_one_device(x=x, codes=codes, scale=scale, zero_point=zero_point, offsets=offsets)
     if x.dim() != 2 or codes.dim() != 3 or scale.dim() != 3:
         raise ValueError(
             f"int{bits}_grouped_linear takes x [M, K], codes [E, N, .] and scale [E, N, Kp/G], got {tuple(x.shape)}, "
@@ -243,15 +244,14 @@ def _check(
         )
     if offsets.dtype != torch.int32:
         raise TypeError(f"offsets must be torch.int32, got {offsets.dtype}")
-    if offsets.shape != codes.shape[:1] or offsets.device != x.device:
+    if offsets.shape != codes.shape[:1]:
         raise ValueError(
-            f"offsets must have the shape ({codes.shape[0]},) on {x.device}, got {tuple(offsets.shape)} on "
-            f"{offsets.device}"
+            f"offsets must have the shape ({codes.shape[0]},), got {tuple(offsets.shape)}"
         )
     # one expert's, by shape and dtype alone
     one, its_scale = (part.new_empty(part.shape[1:], device="meta") for part in (codes, scale))
     zero = None if zero_point is None else zero_point.new_empty(scale.shape[1:], device="meta")
-    weight_linear.check(x, one, its_scale, zero, None, None, group_size, bits)
+    weight_linear.check(x.to("meta"), one, its_scale, zero, None, None, group_size, bits)
 
 
 for _bits, _codes in ((4, "packed"), (8, "codes")):

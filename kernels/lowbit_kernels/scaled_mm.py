@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import int8_mm_hopper, int8_mm_triton
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.triton_runtime import runs_on
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -246,10 +246,7 @@ def _check(
             raise ValueError(
                 f"{name} must have the shape ({size},) or (1,), got {tuple(scale.shape)}"
             )
-    others = (b, a_scale, b_scale) if bias is None else (b, a_scale, b_scale, bias)
-    if any(t.device != a.device for t in others):  # kernels would take addresses of other memory
-        devices = ", ".join(str(t.device) for t in (a, *others))
-        raise ValueError(f"operands, scales and bias must be on one device, got {devices}")
+    check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if bias is not None and bias.shape != (b.shape[0],):
         raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
     for name, got in (

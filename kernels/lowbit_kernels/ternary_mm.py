@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.scaled_mm import calls, int8_scaled_mm
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
@@ -211,6 +211,7 @@ def _check(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
+    check_one_device(a=a, packed=packed, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if a.dtype != torch.int8 or packed.dtype != torch.uint8:
         raise TypeError(f"ternary_mm takes int8 and packed uint8, got {a.dtype} and {packed.dtype}")
     if out_dtype not in FLOATS or (bias is not None and bias.dtype not in FLOATS):

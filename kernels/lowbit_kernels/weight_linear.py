@@ -49,7 +49,7 @@ from lowbit_kernels import (
     weight_mm_many,
     weight_mm_triton,
 )
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.triton_runtime import runs_on
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,6 +211,9 @@ def check(
     bits: int,
 ) -> None:
     op, of = f"int{bits}_linear", torch.uint8 if bits == 4 else torch.int8
+    check_one_device(
+        x=x, codes=codes, scale=scale, zero_point=zero_point, bias=bias, residual=residual
+    )
     if codes.dtype != of:
         raise TypeError(f"{op} takes codes as {of}, got {codes.dtype}")
     for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):

@@ -326,9 +326,9 @@ DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
     }
 }
 
-// Adds the products of the warp's chunk `c` to `sums`, of the columns of place `place` of those that share x. `codes` is the lane's of row g; of the scales and zero points of
-// that row and of row g + 8, `rest` places further on, `scales` and `zero_points` are those of the warp's first k,
-// `left` how many k there are from that on.
+// Adds the products of the warp's chunk `c` to `sums`, of the columns of place `place` of those that share x. `codes` is
+// the lane's of row g; of the scales and zero points of that row and of row g + 8, `rest` places further on, `scales` and
+// `zero_points` are those of the warp's first k, `left` how many k there are from that on.
 DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float (&x_sums)[TILES][2],
                            const unsigned char *codes, int pitch, const unsigned char *scales,
                            const signed char *zero_points, int rest, int first, int c, int left, int place) {

@@ -1,5 +1,6 @@
-// Weights of 4 or 8 bits, integers or float8, times many tokens, on sm_90a: out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] -
-// zero[n, k / GROUP]) * scale[n, k / GROUP] + bias[n] + residual[m, n].
+// Weights of 4 or 8 bits, integers or float8, times many tokens, on sm_90a:
+//   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero[n, k / GROUP]) * scale[n, k / GROUP]
+//               + bias[n] + residual[m, n]
 //
 // weight_mm_many.py compiles this once for each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual, out

@@ -180,6 +180,16 @@ def test_wrong_arguments(change: dict, raised: type[Exception], message: str) ->
         int8_dynamic_linear(**{name: part.to("meta") for name, part in wrong.items()})
 
 
+@pytest.mark.parametrize("name", ["codes", "scale", "bias", "residual"])
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+def test_tensors_of_two_devices_are_refused(format: str, name: str) -> None:
+    case = Case("", 2, 3, 16, format, bias=True, residual=True)
+    given = dict(zip(("x", "codes", "scale", "bias", "residual"), case.arguments(), strict=False))
+    given[name] = given[name].to("meta")
+    with pytest.raises(ValueError, match=f"one device, got x on cpu.*{name} on meta.*move them"):
+        op_of(case)(*given.values(), *([False] if format == "e4m3" else []))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda(case: Case) -> None:

@@ -243,6 +243,17 @@ def test_autocast_changes_nothing() -> None:
         ({"x": torch.zeros(2, 32)}, ValueError, r"K = 32, but 2 groups of 32 hold a K of 33 to 64"),
         ({"x": torch.zeros(2, 65)}, ValueError, r"K = 65"),
         ({"scale": torch.ones(1, 3, 2)}, ValueError, r"got \(2, 64\)"),
+        *(
+            ({name: torch.ones(shape, device="meta")}, ValueError, f"device, got .*{said} on meta")
+            for name, said, shape in (
+                ("x", "x", (2, 64)),
+                ("packed", "codes", (3, 32)),
+                ("scale", "scale", (3, 2)),
+                ("zero_point", "zero_point", (3, 2)),
+                ("bias", "bias", (3,)),
+                ("residual", "residual", (2, 3)),
+            )
+        ),
     ],
 )
 def test_wrong_arguments(change: dict, raised: type[Exception], message: str) -> None:
