@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-import torch
-
 from lowbit_kernels import weight_mm_few
-from tests.kernels.hopper_emulator import HEADER, _library, _Map, _words
+from tests.kernels.hopper_emulator import HEADER, _library, _words, launches_on_cpu
 
 FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *m, const uint64 *a) {
@@ -41,11 +39,5 @@ def _kernel(variant: weight_mm_few.Variant, *_: object) -> Callable[..., None]:
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     """Within it ``weight_mm_few._launch`` takes tensors of the CPU."""
-    with (
-        mock.patch.object(weight_mm_few, "_kernel", _kernel),
-        mock.patch.object(weight_mm_few, "_map", lambda *a: _Map(a)),
-        mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-    ):
+    with launches_on_cpu(weight_mm_few), mock.patch.object(weight_mm_few, "_kernel", _kernel):
         yield
