@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import hashlib
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from lowbit_kernels import host_compiler, quantize_rowcol_cuda, quantize_tokens_cuda
+from lowbit_kernels import quantize_rowcol_cuda, quantize_tokens_cuda
 from lowbit_kernels.fused_step import FusedStep, Variant
+from tests.kernels.compiled_on_cpu import library
 
-COMPILER = host_compiler.compiler()
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 FOOTER = """
 extern "C" void emulated_prepare(unsigned grid, unsigned threads, const uint64_t *a) {
@@ -39,38 +35,6 @@ extern "C" void emulated_step(unsigned grid, unsigned threads, const uint64_t *a
 """
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="cuda-on-cpu-")
-
-
-@functools.cache
-def _library(source: str) -> ctypes.CDLL:
-    assert COMPILER
-    path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
-    path.with_suffix(".cpp").write_text(source)
-    options = [
-        "-std=c++20",
-        "-O1",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-w",
-        "-fPIC",
-        "-shared",
-        "-Wl,-Bsymbolic",
-    ]
-    command = [
-        *COMPILER,
-        *options,
-        str(path.with_suffix(".cpp")),
-        "-o",
-        str(path.with_suffix(".so")),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(path.with_suffix(".so")))
-
-
 class EmulatedStep(FusedStep):
     """`FusedStep` for tensors on the CPU."""
 
@@ -78,9 +42,9 @@ class EmulatedStep(FusedStep):
         assert device.type == "cpu"
         self.variant, self.device = variant, device
         source = variant.source(primitives=HEADER.read_text()) + FOOTER
-        library = _library(source)
-        self._prepare = self._call(library.emulated_prepare)
-        self._step = self._call(library.emulated_step)
+        compiled = library(source)
+        self._prepare = self._call(compiled.emulated_prepare)
+        self._step = self._call(compiled.emulated_step)
         self._multiprocessors = 2
         self._tables = torch.from_numpy(variant.table_words().view("int32"))
 
@@ -114,7 +78,7 @@ extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
 
 
 def _emulated(source: str):
-    function = _library(source).emulated
+    function = library(source).emulated
 
     def call(stream: int, grid: int, threads: int, *values: int) -> None:
         function(grid, threads, (ctypes.c_uint64 * len(values))(*values))

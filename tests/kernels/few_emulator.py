@@ -8,7 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 from lowbit_kernels import weight_mm_few
-from tests.kernels.hopper_emulator import HEADER, _library, _words, launches_on_cpu
+from tests.kernels.compiled_on_cpu import library
+from tests.kernels.hopper_emulator import HEADER, _words, launches_on_cpu
 
 FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *m, const uint64 *a) {
@@ -28,10 +29,10 @@ def _kernel(variant: weight_mm_few.Variant, *_: object) -> Callable[..., None]:
     code = weight_mm_few.source(variant)
     folder = Path(weight_mm_few.__file__).parent
     ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_few.cu"))
-    library = _library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
+    compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
 
     def product(stream: int, grid: int, threads: int, codes: tuple[int, ...], *rest: int) -> None:
-        library.emulated_product(grid, _words(codes), _words(rest))
+        compiled.emulated_product(grid, _words(codes), _words(rest))
 
     return product
 

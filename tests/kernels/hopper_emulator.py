@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import hashlib
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import host_compiler, weight_mm_many
+from lowbit_kernels import weight_mm_many
+from tests.kernels.compiled_on_cpu import library
 
-COMPILER = host_compiler.compiler()
 HEADER = Path(__file__).with_name("hopper_on_cpu.h")
 DESCRIBED = """
 static TensorMap described(const uint64 *a) {
@@ -33,23 +29,6 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
     });
 }
 """
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="hopper-on-cpu-")
-
-
-@functools.cache
-def _library(source: str) -> ctypes.CDLL:
-    assert COMPILER
-    path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
-    path.with_suffix(".cpp").write_text(source)
-    options = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", "-shared"]
-    files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
-    done = subprocess.run([*COMPILER, *options, *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(path.with_suffix(".so")))
 
 
 def _words(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint64]:
@@ -72,13 +51,12 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 }}
 """
     defines = code[: code.index(ptx)]
-    library = _library(
-        "\n".join([defines, HEADER.read_text(), multiply, kernel, DESCRIBED, FOOTER])
-    )
+    source = "\n".join([defines, HEADER.read_text(), multiply, kernel, DESCRIBED, FOOTER])
+    product_of = library(source).emulated_product
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
         codes, x, *rest = arguments
-        library.emulated_product(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
+        product_of(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
 
     return product
 

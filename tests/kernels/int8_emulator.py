@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 
 from lowbit_kernels import int8_mm_hopper, nvrtc
-from tests.kernels.hopper_emulator import DESCRIBED, HEADER, _library, _words, launches_on_cpu
+from tests.kernels.compiled_on_cpu import library
+from tests.kernels.hopper_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
 
 MULTIPLY = """
 template <int SUMS> static inline void multiply(int (&sums)[SUMS], uint32 a, uint32 b, int add) {
@@ -42,14 +43,14 @@ def _kernel(
     folder = Path(int8_mm_hopper.__file__).parent
     ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "scaled_mm.cu"))
     defines = code[: code.index(ptx)]
-    library = _library(
+    compiled = library(
         "\n".join([defines, HEADER.read_text(), MULTIPLY, kernel, DESCRIBED, footer])
     )
 
     def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:
         maps = [word for one in arguments if isinstance(one, tuple) for word in one]
         rest = [one for one in arguments if not isinstance(one, tuple)]
-        library.emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
+        compiled.emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
 
     return launch
 

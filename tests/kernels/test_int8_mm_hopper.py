@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lowbit_kernels import int8_mm_hopper
 from lowbit_kernels.scaled_mm import Case
 from tests.kernels import int8_emulator
-from tests.kernels.hopper_emulator import COMPILER
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close
 
 

@@ -25,6 +25,7 @@ from lowbit_kernels.quantize_rowcol import (
     reference,
 )
 from tests.kernels import emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [case for case in CASES if not case.large]
@@ -184,7 +185,7 @@ EMULATED = {
 }
 
 
-@pytest.mark.skipif(not emulator.COMPILER, reason="no C++ compiler")
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
 def test_emulated_cuda(case) -> None:
     """The CUDA source, by this machine's C++ compiler."""

@@ -13,6 +13,7 @@ from lowbit.scheme import Float8DynamicActivationFloat8Weight, Int8DynamicActiva
 from lowbit_kernels import quantize_tokens, quantize_tokens_cuda
 from lowbit_kernels.quantize_tokens import CASES, FORMATS, Case, codes_of, reference
 from tests.kernels import emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -131,7 +132,7 @@ def emulated(
     return codes, scale
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
 @pytest.mark.parametrize(("m", "k"), [(3, 16), (2, 272), (40, 48), (1, 8208), (2, 33_024)])
@@ -141,7 +142,7 @@ def test_cuda_kernel_on_a_cpu(m: int, k: int, format: str, dtype: torch.dtype) -
     assert same(emulated(x, format), reference(x, format))
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
     x = torch.randn(9, 48).to(dtype)[:, :32]

@@ -9,7 +9,7 @@ from torch import Tensor
 from lowbit_kernels import weight_mm_few
 from lowbit_kernels.weight_mm_few import neighbours, plan
 from tests.kernels import few_emulator
-from tests.kernels.hopper_emulator import COMPILER
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, float8_operands, operands
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")

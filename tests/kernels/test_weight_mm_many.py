@@ -10,6 +10,7 @@ import torch
 from lowbit_kernels import weight_mm_many
 from lowbit_kernels.weight_mm_many import Plan, chunk_of, many_tokens_mm, stages
 from tests.kernels import hopper_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
@@ -195,7 +196,7 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
 ]
 
 
-@pytest.mark.skipif(not hopper_emulator.COMPILER, reason="no C++ compiler")
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("chosen", "m", "n", "k", "bits", "group", "dtype"),
     [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:9]],

@@ -8,6 +8,7 @@ import torch
 from lowbit_kernels import weight_mm_many
 from lowbit_kernels.weight_mm_many import Plan
 from tests.kernels import hopper_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_many import BF16, FP16, FP32, Operands, planned
 
 
@@ -42,7 +43,7 @@ def test_only_float16_holds_float8() -> None:
         assert weight_mm_many._is_supported(x, codes.view(torch.int8), scale, **kinds)
 
 
-@pytest.mark.skipif(not hopper_emulator.COMPILER, reason="no C++ compiler")
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("out", [BF16, FP16])
 @pytest.mark.parametrize(
     ("chosen", "m", "n", "k"),

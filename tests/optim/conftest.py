@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_kernels import host_compiler
-from tests.kernels import emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES, count, emulate
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -15,7 +15,7 @@ needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++
 @pytest.fixture(
     params=[
         pytest.param("cpu", marks=needs_compiler),
-        pytest.param("emulated", marks=pytest.mark.skipif(not emulator.COMPILER, reason="no g++")),
+        pytest.param("emulated", marks=pytest.mark.skipif(not COMPILER, reason="no g++")),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )

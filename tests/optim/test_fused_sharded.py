@@ -11,11 +11,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lowbit import optim
 from lowbit.optim import state as states
 from tests.distributed.launch import launch
-from tests.kernels import emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES, count, emulate
 from tests.optim.problems import rand
 
-pytestmark = pytest.mark.skipif(not emulator.COMPILER, reason="no g++")
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
 SHAPES = [(33, 512), (101, 320), (1, 4096), (7, 5, 300)]
 OPTIONS = {

@@ -14,12 +14,12 @@ from lowbit import Int8Weight, Int8WeightTensor, optim, train
 from lowbit.optim import eager
 from lowbit.optim import state as states
 from tests.distributed.launch import launch
-from tests.kernels import emulator
+from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES
 from tests.optim.problems import rand
 from tests.optim.test_fused_sharded import HOW
 
-pytestmark = pytest.mark.skipif(not emulator.COMPILER, reason="no g++")
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
 SHAPES = [(33, 512), (101, 320), (1, 4096)]  # of the last, one of two ranks has nothing
 OPTIONS = {"8bit": {"state": "8bit"}, "bf16": {"state": "bf16", "skip_nonfinite": True}}
