@@ -52,8 +52,7 @@ def measure_over(candidate: Candidate, number: int, repeats: int = REPEATS) -> T
     """The same, over so many sets of arguments in turn."""
     sets = [candidate.arguments() for _ in range(number)]
     time_sets = _time_graph if candidate.graph else _time_calls
-    timing = time_sets(candidate.run, sets, repeats)
-    return timing
+    return time_sets(candidate.run, sets, repeats)
 
 
 def copy_bandwidth(repeats: int = REPEATS) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
-from lowbit_kernels.tensor_map import tensor_map
+from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
 DTYPES = {
     torch.float32: "FP32",
@@ -113,9 +113,9 @@ def int8_mm(
             to = a.new_empty((slices * tall, -(-n // 4) * 4), dtype=torch.int32)
         box = 128 // to.itemsize
         maps = (
-            _map(a.data_ptr(), 1, m, k, _row_stride(a), chosen.a_rows(m), 128),
-            _map(b.data_ptr(), 1, n, k, _row_stride(b), width // chosen.under, 128),
-            _map(to.data_ptr(), to.itemsize, to.shape[0], n, to.shape[1], 64, box),
+            tensor_map(a.data_ptr(), 1, m, k, _row_stride(a), chosen.a_rows(m), 128),
+            tensor_map(b.data_ptr(), 1, n, k, _row_stride(b), width // chosen.under, 128),
+            tensor_map(to.data_ptr(), to.itemsize, to.shape[0], n, to.shape[1], 64, box),
         )
         product = _product(to.dtype, None if slices > 1 else bias_dtype, width, device)
         product(
@@ -198,13 +198,9 @@ def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.K
     return _module(out, bias, WIDTHS[0], device).kernel("combine", 13, overlaps=True)
 
 
-_map = functools.lru_cache(maxsize=4096)(tensor_map)
-
-
 def _is_readable(x: Tensor) -> bool:
     """By the TMA: rows without gaps that don't overlap, each beginning at a multiple of 16 bytes."""
-    stride = _row_stride(x)
-    apart = stride % 16 == 0 and stride >= x.shape[1]
+    apart = takes_rows(_row_stride(x), x.shape[1])
     return apart and x.stride(1) == 1 and x.data_ptr() % 16 == 0
 
 

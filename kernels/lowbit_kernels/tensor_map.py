@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
+def takes_rows(stride: int, row: int) -> bool:
+    """Whether the tensor memory accelerator reads rows of `row` bytes that begin `stride` bytes apart."""
+    return stride % 16 == 0 and stride >= row
+
+
+@functools.lru_cache(maxsize=16384)
 def tensor_map(
     address: int, size: int, rows: int, columns: int, stride: int, box: int, width: int
 ) -> Any:
     """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` rows of
     `width` elements: of 1 to 4 bytes, swizzled over their 64 or 128 bytes; of 8 bytes, as they are. It holds no memory
-    and depends on nothing else, so that it may be kept.
+    and depends on nothing else, and so is kept.
 
     Raises:
         RuntimeError: CUDA refuses; the message says what.

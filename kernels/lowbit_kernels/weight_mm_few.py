@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
-from lowbit_kernels.tensor_map import tensor_map
+from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
@@ -200,13 +200,8 @@ def _fits(x: Tensor, codes: Tensor, scale: Tensor, bits: int, group_size: int) -
         and (group_size % 32 == 0)
         and (codes.stride(1) == 1 or codes.shape[1] == 1)
         and codes.data_ptr() % 16 == 0
-        and (codes.shape[0] == 1 or _reaches(codes.stride(0), codes.shape[1]))
+        and (codes.shape[0] == 1 or takes_rows(codes.stride(0), codes.shape[1]))
     )
-
-
-def _reaches(stride: int, row: int) -> bool:
-    """Whether the TMA takes rows so far apart."""
-    return stride % 16 == 0 and stride >= row
 
 
 def few_tokens_mm(
@@ -285,7 +280,7 @@ def _launch(
     )
     row = codes.shape[1]
     box = (ROWS * chosen.height, chosen.pitch // 8)
-    codes_map = _map(
+    codes_map = tensor_map(
         codes.data_ptr(), 8, n, row // 8, (codes.stride(0) if n > 1 else row) // 8, *box
     )
     with torch.cuda.device_of(x):
@@ -336,9 +331,6 @@ def _planned(
     m: int, n: int, k: int, bits: int, processors: int, scale_bytes: int, vector: int
 ) -> Plan | None:
     return plan(m, n, k, bits, processors, scale_bytes=scale_bytes, vector=vector)
-
-
-_map = functools.lru_cache(maxsize=4096)(tensor_map)
 
 
 def _aligned(x: Tensor) -> Tensor:

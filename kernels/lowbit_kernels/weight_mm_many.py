@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
-from lowbit_kernels.tensor_map import tensor_map
+from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
@@ -189,8 +189,7 @@ def _is_supported(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_s
         and x.stride(1) == 1
         and codes.stride(1) == 1
         and codes.dtype in ((torch.uint8,) if bits == 4 else (torch.int8, E4M3))
-        and pitch % 16 == 0
-        and pitch >= codes.shape[1]
+        and takes_rows(pitch, codes.shape[1])
         and codes.data_ptr() % 16 == 0
         and width % 32 == 0
         and group_size % 32 == 0
@@ -267,7 +266,7 @@ def _planned(
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
         share = plan.tokens // plan.beside
         maps = (
-            _map(
+            tensor_map(
                 codes.data_ptr(),
                 1,
                 n,
@@ -276,7 +275,7 @@ def _planned(
                 min(plan.rows, 128),
                 plan.chunk * bits // 8,
             ),
-            _map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
+            tensor_map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
         )
         product(
             stream,
@@ -292,7 +291,7 @@ def _planned(
 
 def _readable(x: Tensor) -> Tensor:
     """x, or a copy whose rows begin at multiples of 16 bytes and don't overlap, as the TMA reads them."""
-    apart = x.shape[0] == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1])
+    apart = x.shape[0] == 1 or takes_rows(2 * x.stride(0), 2 * x.shape[1])
     if x.data_ptr() % 16 == 0 and apart:
         return x
     copy = x.new_empty((x.shape[0], -(-x.shape[1] // 8) * 8))[:, : x.shape[1]]
@@ -375,6 +374,3 @@ def _kernel(
     bits = 4 if codes == torch.uint8 else 8
     shared = stages * (_stage(tokens, rows, bits, chunk) + 16) + _fixed(tokens, rows, groups, split)
     return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
-
-
-_map = functools.lru_cache(maxsize=4096)(tensor_map)

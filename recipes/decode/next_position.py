@@ -44,16 +44,7 @@ def attend_next(
 
 
 @attend_next.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
+def _(query: Tensor, *_others: Tensor) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

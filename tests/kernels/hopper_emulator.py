@@ -65,7 +65,7 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 def launches_on_cpu(module: ModuleType) -> Iterator[None]:
     """Within it `module` describes matrices to the emulation, and needs no GPU."""
     with (
-        mock.patch.object(module, "_map", lambda *a: _Map(a)),
+        mock.patch.object(module, "tensor_map", lambda *a: _Map(a)),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
