@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit import LowbitTensor
 from lowbit.inference import linear
 from recipes.decode.fold_norms import are_folded
-from recipes.decode.next_position import attend_next, choose_next, gate_next, norm_next
+from recipes.decode.next_position import (
+    attend_next,
+    choose_next,
+    gate_next,
+    logits_next,
+    norm_next,
+)
 from recipes.llama import Block, Llama, rotate
 
 
@@ -28,12 +35,11 @@ def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
 def block_step(
     block: Block,
     x_BTD: Tensor,
-    cos_TP: Tensor,
-    sin_TP: Tensor,
+    cos_SP: Tensor,
+    sin_SP: Tensor,
     position_T: Tensor,
     keys_BKSE: Tensor,
     values_BKSE: Tensor,
-    arrived: Tensor,
 ) -> Tensor:
     """One block over T new positions, which are written to the cache: the first ones, or a single one after others.
 
@@ -47,10 +53,11 @@ def block_step(
     key = attention.key(h_BTD).view(split).transpose(1, 2)
     value = attention.value(h_BTD).view(split).transpose(1, 2)
     if new == 1:
-        new_position = (query, key, value, x_BTD, eps, cos_TP, sin_TP, position_T)
-        mixed = attend_next(*new_position, keys_BKSE, values_BKSE, arrived)
+        new_position = (query, key, value, x_BTD, eps, cos_SP, sin_SP, position_T)
+        mixed = attend_next(*new_position, keys_BKSE, values_BKSE)
     else:
-        query, key = rotate(query, cos_TP, sin_TP), rotate(key, cos_TP, sin_TP)
+        angles = cos_SP[position_T], sin_SP[position_T]
+        query, key = rotate(query, *angles), rotate(key, *angles)
         keys_BKSE.index_copy_(2, position_T, key)
         values_BKSE.index_copy_(2, position_T, value)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -61,17 +68,17 @@ def block_step(
     return project(mlp.down, h_BTF, x_BTD)
 
 
-def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the first block gets: [B, T, D], and cos and sin [T, E/2] of the positions."""
-    return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
+def embed(model: Llama, tokens_BT: Tensor) -> Tensor:
+    """What the first block gets: [B, T, D]."""
+    return model.embedding(tokens_BT)
 
 
-def choose(
-    model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor, arrived: Tensor
-) -> None:
-    """The most likely token after the last position, into `token_B1`; `position` goes on."""
-    last_B1D = norm_next(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
-    choose_next(model.head(last_B1D), token_B1, position, arrived)
+def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
+    """The most likely token after the last position, into `token_B1`; `position` goes on by one."""
+    last_B1D, head = norm_next(x_BTD[:, -1:], model.norm.weight, model.norm.eps), model.head
+    is_own = x_BTD.is_cuda and len(x_BTD) <= 16 and not isinstance(head.weight, LowbitTensor)
+    logits_B1V = logits_next(last_B1D, head.weight) if is_own else head(last_B1D)
+    choose_next(logits_B1V, token_B1, position)
 
 
 class Decoder:
@@ -95,10 +102,9 @@ class Decoder:
         self.values = [weight.new_zeros(shape) for _ in range(config.layers)]
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        self.arrived = torch.zeros(batch * config.kv_heads, dtype=torch.int32, device=weight.device)
         self._block: Callable[..., Tensor] = block_step
         self._choose: Callable[..., None] = choose
-        self._embed: Callable[..., tuple[Tensor, Tensor, Tensor]] = embed
+        self._embed: Callable[..., Tensor] = embed
         if backend is not None:
             options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
             self._block = torch.compile(block_step, **options)
@@ -108,12 +114,10 @@ class Decoder:
     def _run(self, tokens_BT: Tensor, position_T: Tensor) -> None:
         """The token after these to `token_B1`; they are the first positions, or a single one after others."""
         model = self.model
-        x_BTD, cos_TP, sin_TP = self._embed(model, tokens_BT, position_T)
-        for block, keys, values in zip(model.blocks, self.keys, self.values, strict=True):
-            x_BTD = self._block(
-                block, x_BTD, cos_TP, sin_TP, position_T, keys, values, self.arrived
-            )
-        self._choose(model, x_BTD, self.token_B1, self.position, self.arrived)
+        x_BTD, angles = self._embed(model, tokens_BT), (model.cos, model.sin)
+        for block, *cache in zip(model.blocks, self.keys, self.values, strict=True):
+            x_BTD = self._block(block, x_BTD, *angles, position_T, *cache)
+        self._choose(model, x_BTD, self.token_B1, self.position)
 
     def prefill(self, prompt_BT: Tensor) -> None:
         """Begin with a prompt: [B, T]. The next token is then in `token_B1`, its position in `position`."""

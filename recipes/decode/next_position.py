@@ -26,7 +26,7 @@ def factor_of(x: Tensor, eps: float) -> Tensor:
     return (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-@torch.library.custom_op("lowbit_recipes::attend_next", mutates_args=("keys", "values", "arrived"))
+@torch.library.custom_op("lowbit_recipes::attend_next", mutates_args=("keys", "values"))
 def attend_next(
     query: Tensor,
     key: Tensor,
@@ -38,21 +38,19 @@ def attend_next(
     position: Tensor,
     keys: Tensor,
     values: Tensor,
-    arrived: Tensor,
 ) -> Tensor:
     """softmax(q · kᵀ / √E) · v over positions 0 to `position`, inclusive: [B, H, 1, E] in query's dtype.
 
     query [B, H, 1, E], key and value [B, K, 1, E] of the new position, H a multiple of K, not turned yet, and made from
-    x [B, 1, D] before its norm: each counts times 1 / sqrt(mean(x²) + eps). cos and sin [1, E/2] of the position;
-    position int64 [1], below S. Of the caches keys and values [B, K, S, E], contiguous, `position` is written. arrived
-    int32 [at least B · K], zeros, which they are again afterwards. Where launches overlap (compute capability 9.0 and
-    above), x, the angles, `position` and what the caches hold must be older than the launch before this one, which made
-    the new query: they are read while it runs.
+    x [B, 1, D] before its norm: each counts times 1 / sqrt(mean(x²) + eps). cos and sin [S or more, E/2] of all
+    positions; position int64 [1], below S. Of the caches keys and values [B, K, S, E], contiguous, `position` is
+    written. Where launches overlap (compute capability 9.0 and above), x, `position` and what the caches hold must be
+    older than the launch before this one, which made the new query: they are read while it runs.
     """
     if query.is_cuda:
-        from recipes.decode.kernels import flash_decode
+        from recipes.decode.attention import flash_decode
 
-        return flash_decode(query, key, value, x, eps, cos, sin, position, keys, values, arrived)
+        return flash_decode(query, key, value, x, eps, cos, sin, position, keys, values)
     return reference(query, key, value, x, eps, cos, sin, position, keys, values)
 
 
@@ -74,7 +72,7 @@ def reference(
     values: Tensor,
 ) -> Tensor:
     """The formula with a mask over the whole cache."""
-    factor = factor_of(x, eps)[:, None]
+    cos, sin, factor = cos[position], sin[position], factor_of(x, eps)[:, None]
     query, key, value = ((t * factor).to(t.dtype) for t in (query, key, value))
     keys.index_copy_(2, position, rotate(key, cos, sin))
     values.index_copy_(2, position, value)
@@ -122,23 +120,36 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(
-    "lowbit_recipes::choose_next", mutates_args=("token", "position", "arrived")
-)
-def choose_next(logits: Tensor, token: Tensor, position: Tensor, arrived: Tensor) -> None:
+@torch.library.custom_op("lowbit_recipes::logits_next", mutates_args=())
+def logits_next(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, 1, D] by weight [V, D] transposed: [B, 1, V]; for few sequences, where reading the weight is all."""
+    if not x.is_cuda:
+        return F.linear(x, weight)
+    from recipes.decode.kernels import logits_of
+
+    return logits_of(x, weight)
+
+
+@logits_next.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("lowbit_recipes::choose_next", mutates_args=("token", "position"))
+def choose_next(logits: Tensor, token: Tensor, position: Tensor) -> None:
     """The most likely token, of equal ones the first, takes the place of `token`, and `position` goes on by one.
 
-    logits [B, 1, V], token int64 [B, 1], position int64 [1]; arrived int32 [at least B], zeros before and after.
+    logits [B, 1, V], token int64 [B, 1], position int64 [1].
     """
     if logits.is_cuda:
         from recipes.decode.kernels import choose_rows
 
-        choose_rows(logits, token, position, arrived)
+        choose_rows(logits, token, position)
     else:
         token.copy_(logits.argmax(-1))
         position.add_(1)
 
 
 @choose_next.register_fake
-def _(logits: Tensor, token: Tensor, position: Tensor, arrived: Tensor) -> None:
+def _(logits: Tensor, token: Tensor, position: Tensor) -> None:
     return None

@@ -163,9 +163,8 @@ def test_the_tinygemm_row_is_close_to_int4(plain: Llama) -> None:
     x, position = torch.randn(2, 7, 64), torch.arange(7)
     outs = []
     for d in (Decoder(m, 2, 20) for m in (model, folded(plain))):
-        angles = d.model.cos[:7], d.model.sin[:7]
-        caches = d.keys[0], d.values[0]
-        outs.append(d._block(d.model.blocks[0], x, *angles, position, *caches, d.arrived))
+        angles, caches = (d.model.cos, d.model.sin), (d.keys[0], d.values[0])
+        outs.append(d._block(d.model.blocks[0], x, *angles, position, *caches))
     assert 1e-3 < relative_error(*outs) < 0.2
 
 
@@ -177,7 +176,7 @@ def case(batch: int, heads: int, kv_heads: int, width: int, positions: int):
     joint = torch.randn(batch, 1, (heads + 2 * kv_heads) * width)
     sizes = (heads * width, kv_heads * width, kv_heads * width)
     new = [t.view(batch, 1, -1, width).transpose(1, 2) for t in joint.split(sizes, -1)]
-    angle = torch.rand(1, width // 2) * 6
+    angle = torch.rand(positions, width // 2) * 6
     caches = [torch.randn(batch, kv_heads, positions, width) for _ in range(2)]
     x = torch.randn(batch, 1, heads * width + 3) * torch.arange(1, batch + 1)[:, None, None]
     return [*new, x, 1e-5, angle.cos(), angle.sin(), *caches]
@@ -198,7 +197,7 @@ def exact(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result and the two caches, in float64."""
     keys, values = keys.double(), values.double()
-    scale = factor(x, eps)[:, None]
+    cos, sin, scale = cos[last], sin[last], factor(x, eps)[:, None]
     keys[:, :, last] = (turned(key, cos, sin) * scale)[:, :, 0]
     values[:, :, last] = (value.double() * scale)[:, :, 0]
     shared = query.shape[1] // keys.shape[1]
@@ -208,7 +207,7 @@ def exact(
 
 
 def check_attention(attend: Any, parts: list[Any], last: int, bound: float) -> None:
-    """What lies beyond `last`, and at it, is not read; what counts programs is as before."""
+    """What lies beyond `last`, and at it, is not read."""
     *new, keys, values = parts
     keys, values = keys.clone(), values.clone()
     keys[:, :, last:], values[:, :, last:] = 1e9, 1e9
@@ -216,9 +215,8 @@ def check_attention(attend: Any, parts: list[Any], last: int, bound: float) -> N
     position = torch.tensor([last], device=keys.device)
     if keys.is_cuda:  # what the caches hold is to be older than the launch before
         torch.cuda.synchronize()
-    arrived = torch.zeros(keys.shape[0] * keys.shape[1], dtype=torch.int32, device=keys.device)
-    got = attend(*new, position, keys, values, arrived)
-    assert relative_error(got, y) < bound and not arrived.any()
+    got = attend(*new, position, keys, values)
+    assert relative_error(got, y) < bound
     for cache, expected in ((keys, expected_keys), (values, expected_values)):
         assert torch.equal(cache[:, :, :last].double(), expected[:, :, :last])
         assert relative_error(cache[:, :, last], expected[:, :, last]) < bound
@@ -236,9 +234,7 @@ def test_attention_sees_the_positions_so_far(size: tuple[int, ...]) -> None:
 
 def test_the_attention_op_is_sound() -> None:
     *new, keys, values = case(2, 6, 2, 16, 40)
-    arrived = torch.zeros(4, dtype=torch.int32)
-    arguments = (*new, torch.tensor([17]), keys, values, arrived)
-    torch.library.opcheck(next_position.attend_next, arguments)
+    torch.library.opcheck(next_position.attend_next, (*new, torch.tensor([17]), keys, values))
 
 
 def check_between(norm: Any, gate: Any, batch: int, width: int, like: Tensor, bound: float) -> None:
@@ -300,22 +296,43 @@ def check_choice(choose: Any, logits: Tensor) -> None:
     batch, device = logits.shape[0], logits.device
     token = torch.full((batch, 1), -1, device=device)
     position = torch.tensor([7], device=device)
-    arrived = torch.zeros(batch, dtype=torch.int32, device=device)
-    choose(logits, token, position, arrived)
-    assert torch.equal(token, logits.argmax(-1)) and position.item() == 8 and not arrived.any()
-    choose(torch.full_like(logits, torch.nan), token, position, arrived)
+    choose(logits, token, position)
+    assert torch.equal(token, logits.argmax(-1)) and position.item() == 8
+    choose(torch.full_like(logits, torch.nan), token, position)
     assert bool(((token >= 0) & (token < logits.shape[-1])).all()) and position.item() == 9
 
 
+def check_logits(
+    logits: Any, batch: int, vocabulary: int, width: int, like: Tensor, bound: float
+) -> None:
+    x, weight = torch.randn(batch, 1, width).to(like), torch.randn(vocabulary, width).to(like)
+    got = logits(x, weight)
+    assert got.dtype == x.dtype
+    assert relative_error(got, x.double() @ weight.double().t()) < bound
+
+
+HEADS = [(1, 1, 1), (2, 103, 64), (16, 6, 4096), (1, 150, 1049)]
 CHOICES = [1, 100, 1024, 5000]
+
+
+def test_logits_of_a_position() -> None:
+    x, weight = torch.randn(2, 1, 24), torch.randn(50, 24)
+    torch.library.opcheck(next_position.logits_next, (x, weight))
+    check_logits(next_position.logits_next, 3, 50, 24, torch.empty(0), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", HEADS, ids=str)
+def test_logits_of_a_position_on_a_gpu(size: tuple[int, ...]) -> None:
+    check_logits(next_position.logits_next, *size, torch.empty(0).cuda().bfloat16(), 5e-3)
+    check_logits(next_position.logits_next, *size, torch.empty(0).cuda(), 1e-5)
 
 
 @pytest.mark.parametrize("size", CHOICES)
 def test_the_largest_of_a_vocabulary(size: int) -> None:
     check_choice(next_position.choose_next, torch.randint(-9, 9, (3, 1, size)).float())
-    arguments = torch.randn(2, 1, size), torch.zeros(2, 1, dtype=torch.int64)
-    counts = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    torch.library.opcheck(next_position.choose_next, (*arguments, *counts))
+    token, position = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    torch.library.opcheck(next_position.choose_next, (torch.randn(2, 1, size), token, position))
 
 
 @pytest.mark.gpu
@@ -327,14 +344,18 @@ def test_the_largest_of_a_vocabulary_on_a_gpu(size: int) -> None:
 
 INTERPRETED = """
 import torch
-from recipes.decode.kernels import choose_rows, flash_decode, gate_rows, norm_rows
+from recipes.decode.attention import flash_decode
+from recipes.decode.kernels import choose_rows, gate_rows, logits_of, norm_rows
 from tests.recipes.test_decode import (
-    BETWEEN, CHOICES, SIZES, case, check_attention, check_between, check_choice
+    BETWEEN, CHOICES, HEADS, SIZES,
+    case, check_attention, check_between, check_choice, check_logits
 )
 
 torch.manual_seed(0)
 for size in BETWEEN:
     check_between(norm_rows, gate_rows, *size, torch.empty(0), 1e-6)
+for size in HEADS:
+    check_logits(logits_of, *size, torch.empty(0), 1e-6)
 for size in CHOICES:
     check_choice(choose_rows, torch.randint(-9, 9, (3, 1, size)).float())
 for size in SIZES:
