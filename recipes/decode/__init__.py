@@ -10,7 +10,8 @@ in seconds.
     config.py          what is measured: presets, and the rows of the table
     decoder.py         the model's step over a static cache
     fold_norms.py      the norms' weights into the linears
-    next_position.py   attention and silu of one new position, the choice of the next; kernels.py has their kernels
+    next_position.py   attention and silu of one new position, the choice of the next; the kernels are in
+                       attention.py and kernels.py
     tinygemm.py        int4 linears in torch's own kernel, to compare with
     capture.py         a function captured in a CUDA graph
     measure.py         builds, quantizes, times

@@ -12,16 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit import LowbitTensor
 from lowbit.inference import linear
 from recipes.decode.fold_norms import are_folded
-from recipes.decode.next_position import (
-    attend_next,
-    choose_next,
-    gate_next,
-    logits_next,
-    norm_next,
-)
+from recipes.decode.next_position import attend_next, choose_next, gate_next, norm_next
 from recipes.llama import Block, Llama, rotate
 
 
@@ -75,10 +68,8 @@ def embed(model: Llama, tokens_BT: Tensor) -> Tensor:
 
 def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
     """The most likely token after the last position, into `token_B1`; `position` goes on by one."""
-    last_B1D, head = norm_next(x_BTD[:, -1:], model.norm.weight, model.norm.eps), model.head
-    is_own = x_BTD.is_cuda and len(x_BTD) <= 16 and not isinstance(head.weight, LowbitTensor)
-    logits_B1V = logits_next(last_B1D, head.weight) if is_own else head(last_B1D)
-    choose_next(logits_B1V, token_B1, position)
+    last_B1D = norm_next(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
+    choose_next(model.head(last_B1D), token_B1, position)
 
 
 class Decoder:

@@ -1,4 +1,4 @@
-"""The kernels of one new position but for attention: `gate_next`, `norm_next`, `logits_next` and `choose_next`.
+"""The kernels of one new position but for attention: `gate_next`, `norm_next` and `choose_next`.
 
 Where launches overlap (OVERLAPS; programmatic dependent launch), a kernel lets the next one begin when it begins
 itself, and waits for the results of the one before.
@@ -15,10 +15,6 @@ GATE_BLOCK = 256
 """Of silu(gate) · up, elements of a program."""
 CHOICE_BLOCK = 1024
 """Of logits, those that a program looks through."""
-LOGITS_ROWS, LOGITS_BLOCK = 64, 128
-"""Of the head's weight, what a program multiplies at a time."""
-LEAST_TOKENS = 16
-"""Of a product in tensor cores: tokens are padded to it."""
 
 
 @triton.jit
@@ -85,36 +81,6 @@ def _gate_rows(
 
 
 @triton.jit
-def _logits(
-    x,
-    weight,
-    result,
-    tokens,
-    vocabulary,
-    width,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    let_next_begin(OVERLAPS)
-    rows, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TOKENS)
-    columns, is_token = tl.arange(0, BLOCK), token < tokens
-    of_row = weight + tl.minimum(rows, vocabulary - 1)[:, None].to(tl.int64) * width
-    of_token = x + tl.minimum(token, tokens - 1)[:, None] * width
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    wait_for_previous(OVERLAPS)
-    for start in tl.range(0, width, BLOCK, num_stages=4):
-        at = start + columns[None, :]
-        w = tl.load(of_row + at, mask=at < width, other=0.0)
-        own = tl.load(of_token + at, mask=at < width, other=0.0)
-        total = tl.dot(w, tl.trans(own), total, input_precision="ieee")
-    to = result + token[None, :].to(tl.int64) * vocabulary + rows[:, None]
-    real = is_token[None, :] & (rows < vocabulary)[:, None]
-    tl.store(to, total.to(result.dtype.element_ty), mask=real)
-
-
-@triton.jit
 def _best_of_chunks(logits, best, best_at, vocabulary, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Of equal ones the first. An index stays within the vocabulary, whatever NaNs there are."""
     let_next_begin(OVERLAPS)
@@ -174,21 +140,6 @@ def gate_rows(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
         BLOCK=GATE_BLOCK,
         X_BLOCK=triton.next_power_of_2(x.shape[-1]),
         **overlapping(gate.device),
-    )
-    return result
-
-
-def logits_of(x: Tensor, weight: Tensor) -> Tensor:
-    """As `logits_next`."""
-    batch, _, width = x.shape
-    vocabulary = weight.shape[0]
-    result = x.new_empty((batch, 1, vocabulary))
-    _logits[(triton.cdiv(vocabulary, LOGITS_ROWS),)](
-        *(x.contiguous(), weight.contiguous(), result, batch, vocabulary, width),
-        TOKENS=max(triton.next_power_of_2(batch), LEAST_TOKENS),
-        ROWS=LOGITS_ROWS,
-        BLOCK=LOGITS_BLOCK,
-        **overlapping(x.device),
     )
     return result
 

@@ -120,21 +120,6 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("lowbit_recipes::logits_next", mutates_args=())
-def logits_next(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, 1, D] by weight [V, D] transposed: [B, 1, V]; for few sequences, where reading the weight is all."""
-    if not x.is_cuda:
-        return F.linear(x, weight)
-    from recipes.decode.kernels import logits_of
-
-    return logits_of(x, weight)
-
-
-@logits_next.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 @torch.library.custom_op("lowbit_recipes::choose_next", mutates_args=("token", "position"))
 def choose_next(logits: Tensor, token: Tensor, position: Tensor) -> None:
     """The most likely token, of equal ones the first, takes the place of `token`, and `position` goes on by one.
