@@ -2,7 +2,8 @@
 
     (factor · x ∘ w) Aᵀ = factor · x (A ∘ w)ᵀ     factor = 1 / sqrt(mean(x²) + eps), w of each column
 
-A norm without a weight multiplies a position by one number, which can as well come after the linears.
+A norm without a weight multiplies a position by one number, which can as well come after the linears. What they give is
+then as large as x makes it, which bfloat16 and float32 have room for; float16 may not.
 """
 
 from __future__ import annotations
