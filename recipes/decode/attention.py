@@ -130,7 +130,8 @@ def _stretches(
     """A stretch is its last block, read early, then the blocks before it.
 
     Position, angles, cache and x are read before the wait: older than the launch before, a linear, which lets this
-    one begin after its own wait."""
+    one begin after its own wait.
+    """
     let_next_begin(OVERLAPS)
     head, split, columns = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     batch, own_head = head // HEADS, head % HEADS
