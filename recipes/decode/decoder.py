@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.inference import linear
-from recipes.decode.next_position import attend_next, gate_next, norm_next
+from recipes.decode.fold_norms import are_folded
+from recipes.decode.next_position import attend_next, choose_next, gate_next, norm_next
 from recipes.llama import Block, Llama, rotate
 
 
@@ -24,70 +25,58 @@ def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
     return module(x_BTD) + residual_BTD
 
 
-def norm(module: nn.RMSNorm, x_BTD: Tensor) -> Tensor:
-    """module(x), for one position in a launch that overlaps with the next one."""
-    if x_BTD.shape[1] > 1:
-        return module(x_BTD)
-    return norm_next(x_BTD, module.weight, module.eps)
-
-
 def block_step(
     block: Block,
     x_BTD: Tensor,
-    cos_TP: Tensor,
-    sin_TP: Tensor,
+    cos_SP: Tensor,
+    sin_SP: Tensor,
     position_T: Tensor,
     keys_BKSE: Tensor,
     values_BKSE: Tensor,
 ) -> Tensor:
-    """One block over T new positions, which are written to the cache: the first ones, or a single one after others."""
-    attention, mlp = block.attention, block.mlp
+    """One block over T new positions, which are written to the cache: the first ones, or a single one after others.
+
+    For that one the norms, which have no weights, are left to what follows the linears.
+    """
+    attention, mlp, eps = block.attention, block.mlp, block.attention.config.norm_eps
     batch, new, _ = x_BTD.shape
     split = (batch, new, -1, attention.config.head_dim)
-    h_BTD = norm(block.attention_norm, x_BTD)
+    h_BTD = x_BTD if new == 1 else block.attention_norm(x_BTD)
     query = attention.query(h_BTD).view(split).transpose(1, 2)
     key = attention.key(h_BTD).view(split).transpose(1, 2)
     value = attention.value(h_BTD).view(split).transpose(1, 2)
     if new == 1:
-        new_position = (query, key, value, cos_TP, sin_TP, position_T)
+        new_position = (query, key, value, x_BTD, eps, cos_SP, sin_SP, position_T)
         mixed = attend_next(*new_position, keys_BKSE, values_BKSE)
     else:
-        query, key = rotate(query, cos_TP, sin_TP), rotate(key, cos_TP, sin_TP)
+        angles = cos_SP[position_T], sin_SP[position_T]
+        query, key = rotate(query, *angles), rotate(key, *angles)
         keys_BKSE.index_copy_(2, position_T, key)
         values_BKSE.index_copy_(2, position_T, value)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
-    h_BTD = norm(block.mlp_norm, x_BTD)
+    h_BTD = x_BTD if new == 1 else block.mlp_norm(x_BTD)
     gate, up = mlp.gate(h_BTD), mlp.up(h_BTD)
-    return project(mlp.down, gate_next(gate, up) if new == 1 else F.silu(gate) * up, x_BTD)
+    h_BTF = gate_next(gate, up, x_BTD, eps) if new == 1 else F.silu(gate) * up
+    return project(mlp.down, h_BTF, x_BTD)
 
 
-CHUNK = 256
+def embed(model: Llama, tokens_BT: Tensor) -> Tensor:
+    """What the first block gets: [B, T, D]."""
+    return model.embedding(tokens_BT)
 
 
-def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the first block gets: [B, T, D], and cos and sin [T, E/2] of the positions."""
-    return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
-
-
-def largest(logits_B1V: Tensor) -> Tensor:
-    """`argmax(-1)`, of chunks first: one reduction of a whole vocabulary would keep a GPU's one multiprocessor busy."""
-    if logits_B1V.shape[-1] % CHUNK:
-        return logits_B1V.argmax(-1)
-    value_B1C, index_B1C = logits_B1V.unflatten(-1, (-1, CHUNK)).max(-1)
-    chunk_B11 = value_B1C.argmax(-1, keepdim=True)
-    return (chunk_B11 * CHUNK + index_B1C.gather(-1, chunk_B11)).squeeze(-1)
-
-
-def choose_token(model: Llama, x_BTD: Tensor) -> Tensor:
-    """The most likely token after the last position: int64 [B, 1]."""
-    return largest(model.head(norm(model.norm, x_BTD[:, -1:])))
+def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
+    """The most likely token after the last position, into `token_B1`; `position` goes on by one."""
+    last_B1D = norm_next(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
+    choose_next(model.head(last_B1D), token_B1, position)
 
 
 class Decoder:
     """Greedy decoding of `batch` sequences over a cache of `positions`.
 
     Args:
+        model: without weights in its blocks' norms: `fold_norms_`.
         backend: of torch.compile, for each block (one compilation, as they are alike), what comes before and what
             after them; None: uncompiled.
     """
@@ -95,6 +84,8 @@ class Decoder:
     def __init__(
         self, model: Llama, batch: int, positions: int, backend: str | None = None
     ) -> None:
+        if not are_folded(model):
+            raise ValueError("the blocks' norms have weights; fold_norms_(model) first")
         self.model, config = model, model.config
         weight = model.embedding.weight
         shape = (batch, config.kv_heads, positions, config.head_dim)
@@ -103,32 +94,30 @@ class Decoder:
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._block: Callable[..., Tensor] = block_step
-        self._choose: Callable[..., Tensor] = choose_token
-        self._embed: Callable[..., tuple[Tensor, Tensor, Tensor]] = embed
+        self._choose: Callable[..., None] = choose
+        self._embed: Callable[..., Tensor] = embed
         if backend is not None:
             options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
             self._block = torch.compile(block_step, **options)
-            self._choose = torch.compile(choose_token, **options)
+            self._choose = torch.compile(choose, **options)
             self._embed = torch.compile(embed, **options)
 
-    def forward(self, tokens_BT: Tensor, position_T: Tensor) -> Tensor:
-        """The token after these; they are the first positions, or a single one after those in the cache."""
+    def _run(self, tokens_BT: Tensor, position_T: Tensor) -> None:
+        """The token after these to `token_B1`; they are the first positions, or a single one after others."""
         model = self.model
-        x_BTD, cos_TP, sin_TP = self._embed(model, tokens_BT, position_T)
-        for block, keys, values in zip(model.blocks, self.keys, self.values, strict=True):
-            x_BTD = self._block(block, x_BTD, cos_TP, sin_TP, position_T, keys, values)
-        return self._choose(model, x_BTD)
+        x_BTD, angles = self._embed(model, tokens_BT), (model.cos, model.sin)
+        for block, *cache in zip(model.blocks, self.keys, self.values, strict=True):
+            x_BTD = self._block(block, x_BTD, *angles, position_T, *cache)
+        self._choose(model, x_BTD, self.token_B1, self.position)
 
     def prefill(self, prompt_BT: Tensor) -> None:
         """Begin with a prompt: [B, T]. The next token is then in `token_B1`, its position in `position`."""
-        position_T = torch.arange(prompt_BT.shape[1], device=prompt_BT.device)
-        self.token_B1.copy_(self.forward(prompt_BT, position_T))
+        self._run(prompt_BT, torch.arange(prompt_BT.shape[1], device=prompt_BT.device))
         self.position.fill_(prompt_BT.shape[1])
 
     def step(self) -> None:
         """Decode the token after `token_B1`, which takes its place. No host is needed, so a CUDA graph can hold it."""
-        self.token_B1.copy_(self.forward(self.token_B1, self.position))
-        self.position.add_(1)
+        self._run(self.token_B1, self.position)
 
     def generate(self, prompt_BT: Tensor, new_tokens: int) -> Tensor:
         """The prompt and `new_tokens` after it: int64 [B, T + new_tokens]."""

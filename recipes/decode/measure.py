@@ -17,6 +17,7 @@ from lowbit.inference import LinearReport, fuse_linears_, trace_linears
 from recipes.decode.capture import WARM_UP, captured
 from recipes.decode.config import DecodeConfig, Row
 from recipes.decode.decoder import Decoder
+from recipes.decode.fold_norms import fold_norms_
 from recipes.decode.tinygemm import use_tinygemm_
 from recipes.llama import Llama
 
@@ -58,6 +59,7 @@ def build(config: DecodeConfig, device: torch.device) -> Llama:
 
 def convert_(model: Llama, row: Row, group_size: int) -> None:
     """Make the model what the row says, in place, layer by layer."""
+    fold_norms_(model)
     if row.tinygemm:
         use_tinygemm_(model.blocks, group_size)
     elif row.scheme is not None:

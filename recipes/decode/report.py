@@ -33,8 +33,8 @@ def text(config: DecodeConfig, measured: list[Measured], command: str, device: t
         f"*decode*: {config.tokens} tokens a sequence from position {config.start} of a cache of {config.positions}; "
         f"*prefill*: {config.prompt} tokens a sequence. Medians of {config.repeats}. {_how(device)} *peak*: the most "
         "that tensors took, weights and cache included. *extra*: the peak of quantizing beyond the high-precision "
-        "model. int8 and int4 have q, k and v in one product, gate and up in another, and the residual in the "
-        "products that end in it; bf16 and tinygemm are as a model's code has them.",
+        "model. The linears have the norms' weights. int8 and int4 have q, k and v in one product, gate and up in "
+        "another, and the residual in the products that end in it; bf16 and tinygemm are as a model's code has them.",
         "",
         "| weights | | stored GiB | quantized in s | extra GiB |",
         "|---|---|--:|--:|--:|",

@@ -1,4 +1,4 @@
-"""The decode recipe: the same tokens as the plain model's, one compilation for all blocks, attention, the page."""
+"""The decode recipe: the same tokens as the plain model's, one compilation for all blocks, the page."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import copy
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import lowbit as lb
-from recipes.decode import next_position
 from recipes.decode.__main__ import main
 from recipes.decode.capture import captured
 from recipes.decode.config import PRESETS, Row, llama_8b, rows, tiny
-from recipes.decode.decoder import Decoder, largest
+from recipes.decode.decoder import Decoder
+from recipes.decode.fold_norms import fold_norms_
 from recipes.decode.measure import build, convert_, stored_bytes, trace
 from recipes.decode.tinygemm import TinygemmLinear
 from recipes.llama import Llama
@@ -57,9 +53,15 @@ def prompt(batch: int = 2, length: int = 7) -> Tensor:
     return torch.randint(256, (batch, length), generator=generator)
 
 
+def folded(model: Llama) -> Llama:
+    model = copy.deepcopy(model)
+    fold_norms_(model)
+    return model
+
+
 def converted(model: Llama, row: Row) -> tuple[Llama, Llama]:
     """Quantized, with separate linears and with fused ones."""
-    separate, fused = copy.deepcopy(model), copy.deepcopy(model)
+    separate, fused = folded(model), copy.deepcopy(model)
     lb.quantize_(separate, row.scheme)
     convert_(fused, row, CONFIG.group_size)
     return separate, fused
@@ -68,9 +70,23 @@ def converted(model: Llama, row: Row) -> tuple[Llama, Llama]:
 @torch.no_grad()
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_the_tokens_of_the_plain_model(plain: Llama, backend: str | None) -> None:
-    found = Decoder(plain, 2, 20, backend).generate(prompt(), 9)
+    found = Decoder(folded(plain), 2, 20, backend).generate(prompt(), 9)
     assert torch.equal(found, plain.generate(prompt(), 9, temperature=0))
     assert len(set(found[0].tolist())) > 5
+
+
+@torch.no_grad()
+def test_folded_norms_have_no_weights_and_change_nothing_else(plain: Llama) -> None:
+    model = folded(plain)
+    names = {name for name, _ in plain.named_parameters()} - dict(model.named_parameters()).keys()
+    blocks = range(CONFIG.model.layers)
+    assert names == {f"blocks.{i}.{n}_norm.weight" for i in blocks for n in ("attention", "mlp")}
+    expected, tokens = plain(prompt()), model(prompt())
+    assert relative_error(tokens, expected) < 1e-5
+    fold_norms_(model)
+    assert torch.equal(model(prompt()), tokens)
+    with pytest.raises(ValueError, match="norms have weights; fold_norms_"):
+        Decoder(plain, 2, 20)
 
 
 @torch.no_grad()
@@ -113,7 +129,7 @@ def test_a_step_calls_four_kernels_a_block(monkeypatch: pytest.MonkeyPatch) -> N
 
 @torch.no_grad()
 def test_captured_steps_go_on_from_each_other(plain: Llama) -> None:
-    decoder = Decoder(plain, 2, 20)
+    decoder = Decoder(folded(plain), 2, 20)
     expected = decoder.generate(prompt(), 6)
     decoder.prefill(prompt())
     step = captured(decoder.step, CPU)  # which runs it three times
@@ -140,168 +156,11 @@ def test_the_tinygemm_row_is_close_to_int4(plain: Llama) -> None:
     assert not any(isinstance(m, nn.Linear) for m in model.blocks.modules())
     assert stored_bytes(model) < stored_bytes(plain)
     x, position = torch.randn(2, 7, 64), torch.arange(7)
-    blocks = [Decoder(m, 2, 20) for m in (model, plain)]
-    outs = [
-        d._block(
-            d.model.blocks[0], x, d.model.cos[:7], d.model.sin[:7], position, d.keys[0], d.values[0]
-        )
-        for d in blocks
-    ]
+    outs = []
+    for d in (Decoder(m, 2, 20) for m in (model, folded(plain))):
+        angles, caches = (d.model.cos, d.model.sin), (d.keys[0], d.values[0])
+        outs.append(d._block(d.model.blocks[0], x, *angles, position, *caches))
     assert 1e-3 < relative_error(*outs) < 0.2
-
-
-@pytest.mark.parametrize("size", [100, 256, 1024])
-def test_the_largest_of_a_vocabulary_in_chunks(size: int) -> None:
-    logits = torch.randint(-9, 9, (3, 1, size)).float()  # with ties, of which the first counts
-    assert torch.equal(largest(logits), logits.argmax(-1))
-
-
-# ---- attention ---------------------------------------------------------------------------------------------
-
-
-def case(batch: int, heads: int, kv_heads: int, width: int, positions: int):
-    """query, key, value, cos, sin, and the two caches; the first three as slices of one tensor."""
-    joint = torch.randn(batch, 1, (heads + 2 * kv_heads) * width)
-    sizes = (heads * width, kv_heads * width, kv_heads * width)
-    new = [t.view(batch, 1, -1, width).transpose(1, 2) for t in joint.split(sizes, -1)]
-    angle = torch.rand(1, width // 2) * 6
-    caches = [torch.randn(batch, kv_heads, positions, width) for _ in range(2)]
-    return [*new, angle.cos(), angle.sin(), *caches]
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.double().chunk(2, -1)
-    cos, sin = cos.to(x.dtype).double(), sin.to(x.dtype).double()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def exact(query, key, value, cos, sin, keys, values, last: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The result and the two caches, in float64."""
-    keys, values = keys.double(), values.double()
-    keys[:, :, last], values[:, :, last] = turned(key, cos, sin)[:, :, 0], value[:, :, 0].double()
-    shared = query.shape[1] // keys.shape[1]
-    seen = [t[:, :, : last + 1].repeat_interleave(shared, 1) for t in (keys, values)]
-    scores = turned(query, cos, sin) @ seen[0].transpose(-1, -2) / query.shape[-1] ** 0.5
-    return scores.softmax(-1) @ seen[1], keys, values
-
-
-def check_attention(attend: Any, parts: list[Tensor], last: int, bound: float) -> None:
-    """What lies beyond `last`, and at it, is not read."""
-    *new, keys, values = parts
-    keys, values = keys.clone(), values.clone()
-    keys[:, :, last:], values[:, :, last:] = 1e9, 1e9
-    y, expected_keys, expected_values = exact(*new, keys, values, last)
-    position = torch.tensor([last], device=keys.device)
-    if keys.is_cuda:  # what the caches hold is to be older than the launch before
-        torch.cuda.synchronize()
-    got = attend(*new, position, keys, values)
-    assert relative_error(got, y) < bound
-    seen = slice(last + 1)
-    assert relative_error(keys[:, :, seen], expected_keys[:, :, seen]) < bound
-    assert torch.equal(values.double(), expected_values)
-    assert bool((keys[:, :, last + 1 :] == 1e9).all())
-
-
-SIZES = [(1, 4, 2, 16, 48), (2, 6, 2, 32, 300), (1, 8, 8, 16, 130)]
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_attention_sees_the_positions_so_far(size: tuple[int, ...]) -> None:
-    for last in (0, 1, size[-1] // 3, size[-1] - 1):
-        check_attention(next_position.attend_next, case(*size), last, 1e-6)
-
-
-def test_the_attention_op_is_sound() -> None:
-    *new, keys, values = case(2, 6, 2, 16, 40)
-    torch.library.opcheck(next_position.attend_next, (*new, torch.tensor([17]), keys, values))
-
-
-def check_between(norm: Any, gate: Any, batch: int, width: int, like: Tensor, bound: float) -> None:
-    """Of rows with outliers, a gate and an up that lie beside each other, huge and tiny values, zeros and a NaN."""
-    x = torch.randn(batch, 1, width).to(like) * torch.tensor([1e-3, 1.0, 1e3])[
-        :batch, None, None
-    ].to(like)
-    x[0, 0, 0] *= 100
-    weight, eps = torch.randn(width).to(like), 1e-5
-    exact = x.double()
-    exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-    got = norm(x, weight, eps)
-    assert got.dtype == x.dtype and got.is_contiguous()
-    for row, expected in zip(got, exact, strict=True):
-        assert relative_error(row, expected) < bound
-    assert not norm(torch.zeros_like(x), weight, eps).any()
-    both = torch.cat([x, torch.randn(batch, 1, width).to(like)], -1)
-    first, second = both.split(width, -1)
-    got = gate(first, second)
-    assert got.dtype == x.dtype and got.is_contiguous()
-    exact = F.silu(first.double()) * second.double()
-    for row, expected in zip(got, exact, strict=True):
-        assert relative_error(row, expected) < bound
-    x[-1, 0, -1] = torch.nan
-    assert norm(x, weight, eps)[-1].isnan().all() and not norm(x, weight, eps)[:-1].isnan().any()
-    assert gate(x, x).isnan().sum() == 1
-
-
-BETWEEN = [(1, 64), (3, 1031), (2, 1), (3, 4096)]
-
-
-@pytest.mark.parametrize("size", BETWEEN, ids=str)
-def test_norm_and_gate_of_a_position(size: tuple[int, int]) -> None:
-    check_between(next_position.norm_next, next_position.gate_next, *size, torch.empty(0), 1e-6)
-    check_between(
-        next_position.norm_next, next_position.gate_next, *size, torch.empty(0).bfloat16(), 5e-3
-    )
-    x, weight = torch.randn(2, 1, 24), torch.randn(24)
-    torch.library.opcheck(next_position.norm_next, (x, weight, 1e-5))
-    torch.library.opcheck(next_position.gate_next, (x, torch.randn(2, 1, 48)[..., 24:]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", BETWEEN, ids=str)
-def test_norm_and_gate_of_a_position_on_a_gpu(size: tuple[int, int]) -> None:
-    check_between(
-        next_position.norm_next, next_position.gate_next, *size, torch.empty(0).cuda(), 1e-5
-    )
-    like = torch.empty(0).cuda().bfloat16()
-    check_between(next_position.norm_next, next_position.gate_next, *size, like, 5e-3)
-
-
-INTERPRETED = """
-import torch
-from recipes.decode.kernels import flash_decode, gate_rows, norm_rows
-from tests.recipes.test_decode import BETWEEN, SIZES, case, check_attention, check_between
-
-torch.manual_seed(0)
-for size in BETWEEN:
-    check_between(norm_rows, gate_rows, *size, torch.empty(0), 1e-6)
-for size in SIZES:
-    for last in (0, 1, 63, 64, size[-1] // 3, size[-1] - 1):
-        if last < size[-1]:
-            check_attention(flash_decode, case(*size), last, 1e-6)
-"""
-
-
-def test_the_kernels_of_one_position_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the switch when it is imported."""
-    pytest.importorskip("triton")
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [(1, 32, 8, 128, 1024), (16, 32, 8, 128, 2304), (3, 6, 2, 64, 77)])
-def test_the_attention_kernels_on_a_gpu(size: tuple[int, ...]) -> None:
-    parts = [t.cuda().bfloat16() for t in case(*size)]
-    for last in (0, 5, size[-1] // 2, size[-1] - 1):
-        check_attention(next_position.attend_next, parts, last, 5e-3)
 
 
 @pytest.mark.gpu
