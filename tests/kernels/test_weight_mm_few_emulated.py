@@ -63,6 +63,23 @@ def test_divisions(split: int, height: int, m: int) -> None:
     check(case, blocks=2 * split, split=split, height=height)
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "split"), [(8, 4096, 2), (5, 1440, 1), (16, 2560, 2), (16, 8192, 2)]
+)
+def test_x_in_boxes(m: int, k: int, split: int) -> None:
+    """Also of fewer tokens and less of k than a box has, and where stages take its place; loaded, where the TMA can't
+    read it, it gives the same."""
+    case = operands(m, 70, k, device="cpu", zero=True)
+    out = run(case, blocks=2 * split, split=split)
+    expected = exact(**case)
+    assert (out.double() - expected).norm() <= BOUND[out.dtype] * expected.norm()
+    for width, first in ((k + 8, 8), (k + 1, 0), (k + 16, 3)) if k < 8192 else ():
+        x = torch.full((m, width), float("nan"), dtype=torch.bfloat16)
+        x[:, first : first + k] = case["x"]
+        x = x[:, first : first + k]
+        assert torch.equal(run({**case, "x": x}, blocks=2 * split, split=split), out)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("m", "k", "split"), [(1, 1440, 1), (3, 1024, 1), (8, 96, 1), (8, 1440, 2), (16, 1024, 1)]
