@@ -191,6 +191,9 @@ DEVICE int boxes_of(const Problem &p, int rank) {
     return (last.first + last.count - part_of(p, rank, 0).first + BOX - 1) / BOX;
 }
 
+// Those of the block that has the most.
+DEVICE int most_boxes(const Problem &p) { return ((p.chunks + SPLIT - 1) / SPLIT + BOX - 1) / BOX; }
+
 // All boxes of x, which are of all tokens: what does not exist is 0. Before the codes, which are wanted later.
 DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, const unsigned char *to, int rank) {
     const int first = part_of(p, rank, 0).first;
@@ -616,10 +619,10 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
 // bytes], here if WHOLE and else as a map: of elements of 8 bytes, in boxes of ROWS of them, `pitch` bytes wide. x [m, k],
 // scale and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
 // null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks` is of a row. With BOX x is a map, too, of
-// elements of 8 bytes in boxes of TOKENS rows, BOX_PITCH bytes wide. Shared memory: Shared; with SPLIT > 1 512 bytes for
-// each of a cluster's pieces of sums, its tiles a multiple of SPLIT; `stages` of Problem::stage_bytes(), 128 bytes that may
-// be read past them; what Slice takes for m tokens if COPIES_X. Boxes of x lie after the first `apart` stages, where the
-// others are once x is in registers.
+// elements of 8 bytes in boxes of TOKENS rows, BOX_PITCH bytes wide; they lie after the first `apart` stages, where the
+// others are once x is in registers. Shared memory: Shared, `stages` of Problem::stage_bytes(), 128 bytes that may be read
+// past them, all boxes; with SPLIT > 1 512 bytes for each of a cluster's pieces of sums, its tiles a multiple of SPLIT;
+// what Slice takes for m tokens if COPIES_X.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     few_tokens_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
                   const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
@@ -632,10 +635,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        m, n, k, chunks, groups, pitch, stages, apart};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp - WARPS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
-    float4 *kept = (float4 *)(memory + sizeof(Shared));
-    unsigned char *ring = (unsigned char *)kept;
-    if constexpr (SPLIT > 1) ring += (rounds_of(p) + SPLIT - 1) / SPLIT * SPLIT * PIECES * 512;
-    const unsigned char *copy = ring + (BOX > 0 ? apart : stages) * p.stage_bytes() + (BOX > 0 ? 0 : 128);
+    unsigned char *ring = memory + sizeof(Shared), *past = ring + stages * p.stage_bytes() + 128;
+    const unsigned char *copy = past + (SPLIT > 1 ? (rounds_of(p) + SPLIT - 1) / SPLIT * SPLIT * PIECES * 512 : 0);
+    if constexpr (BOX > 0) {
+        copy = ring + apart * p.stage_bytes();
+        past += max((int)(copy + most_boxes(p) * TOKENS * BOX_PITCH - past), 0);
+    }
+    float4 *kept = (float4 *)past;
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
