@@ -117,13 +117,16 @@ def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: 
     waves = math.ceil(one.grid / multiprocessors)
     rounds = waves * math.ceil(-(-n // (ROWS * one.height)) / (one.grid // one.split))
     chunks = one.height * one.parts * one.chunks * 4 / bits  # of a warp, in those of 4 bits
-    work = 450 + 400 * chunks if m > 8 else 380 + 170 * chunks
-    exchange = 525 + 250 * one.split
-    if one.box > 0:  # measured apart
-        work = 640 * chunks if m > 8 else work
-        exchange = 100 + 175 * one.split if m > 8 else 450 + 125 * one.split
+    seen = 0.6 if bits == 8 or one.box > 0 else 1.0
+    work, exchange = 380 + 170 * chunks, 525 + 250 * one.split
+    if m > 8:
+        work = 450 + 400 * chunks
+    if m > 8 and one.box > 0:
+        seen, work, exchange = 0.35, 640 * chunks, 200 * one.split
+    elif one.box > 0:
+        exchange = 450 + 125 * one.split
     tile = max(one.height * ROWS * slice_ * one.grid / waves / 4100, work)
-    x = m * slice_ * 16 / bits / 31 * (0.6 if bits == 8 or (one.box > 0 and m <= 8) else 1)
+    x = m * slice_ * 16 / bits / 31 * seen
     return rounds * tile + waves * x + (exchange if one.split > 1 else 0)
 
 
@@ -181,14 +184,19 @@ def _divided(
         return None
     shared, box, apart = fixed + stages * stage, 0, stages
     if bits == 4 and tokens >= 8:  # of 8 bits x takes less time than codes do
-        copies = -(-slice_ * CHUNK * 2 // X_BYTES)
-        most = -(-slice_ // copies)
-        x = copies * most * CHUNK * 2 * tokens
+        most, x = _boxes(slice_, tokens)
         if fixed + x + stage <= SHARED_LIMIT:
             box, apart = most, min((SHARED_LIMIT - fixed - x) // stage, stages)
             shared = max(shared, fixed + apart * stage + x)
     grid = clusters * split
     return Plan(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart)
+
+
+def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
+    """Of x that belongs to `slice_` chunks: chunks of a box, all alike, and bytes of all boxes."""
+    count = -(-slice_ * CHUNK * 2 // X_BYTES)
+    box = -(-slice_ // count)
+    return box, -(-slice_ // box) * box * CHUNK * 2 * tokens
 
 
 def neighbours(bits: int, group: int) -> int:
