@@ -14,6 +14,7 @@ import functools
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,12 +149,7 @@ def _divided(
     if split > chunks:
         return None
     slice_ = -(-chunks // split)
-    gap = 0 if vector == 4 else 112  # at most, of a row
-    parts = -(-slice_ // ((BOX_BYTES - gap) // CHUNK_BYTES))
-    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
-        parts = slice_ // WARPS  # measured: 7% faster where all of k is four parts
-    even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * WARPS) == 0)
-    parts = next(even, parts)  # 3 to 5% faster, be it with more parts
+    parts = _parts(slice_, bits, vector)
     part = -(-slice_ // parts)
     own = -(-part // WARPS)  # of a warp
     sets = -(-parts * own // max(8 // tokens, 1))
@@ -190,6 +186,16 @@ def _divided(
             shared = max(shared, fixed + apart * stage + x)
     grid = clusters * split
     return Plan(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart)
+
+
+def _parts(slice_: int, bits: int, vector: int) -> int:
+    """Into how many parts a slice's chunks are divided."""
+    gap = 0 if vector == 4 else 112  # at most, of a row
+    parts = -(-slice_ // ((BOX_BYTES - gap) // CHUNK_BYTES))
+    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
+        parts = slice_ // WARPS  # measured: 7% faster where all of k is four parts
+    even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * WARPS) == 0)
+    return next(even, parts)  # 3 to 5% faster, be it with more parts
 
 
 def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
@@ -291,10 +297,7 @@ def _launch(
     (m, k), n, groups = x.shape, codes.shape[0], scale.shape[1]
     out = x.new_empty((m, n), dtype=dtype)
     chunks = -(-codes.shape[1] // CHUNK_BYTES)
-    takes_x = (
-        x.data_ptr() % 16 == 0 and k % 8 == 0 and (m == 1 or takes_rows(2 * x.stride(0), 2 * k))
-    )
-    box = chosen.box if takes_x else 0
+    x_map = _x_map(x, chosen)
     variant = Variant(
         CODES[codes.dtype],
         0 if groups == 1 else group_size,
@@ -309,7 +312,7 @@ def _launch(
         chosen.parts,
         chosen.parts * chosen.split == 1 and chosen.pitch == codes.stride(0) == codes.shape[1],
         chosen.split * chosen.parts * chosen.chunks * WARPS == chunks,
-        box,
+        chosen.box if x_map is not None else 0,
     )
     addresses = (
         0 if one is None else one.data_ptr()
@@ -317,29 +320,28 @@ def _launch(
     )
     row = codes.shape[1]
     stride = codes.stride(0) if n > 1 else row
-    codes_map = x_map = tensor_map(
+    codes_map = tensor_map(
         codes.data_ptr(), 8, n, row // 8, stride // 8, ROWS * chosen.height, chosen.pitch // 8
     )
-    if box > 0:
-        stride = x.stride(0) if m > 1 else k
-        x_map = tensor_map(x.data_ptr(), 8, m, k // 4, stride // 4, chosen.tokens, box * CHUNK // 4)
+    maps = (codes_map.getPtr(), (codes_map if x_map is None else x_map).getPtr())
+    x_stride = x.stride(0) if m > 1 else 0
+    sizes = (m, n, k, chunks, groups, chosen.pitch, chosen.stages, chosen.apart)
     with torch.cuda.device_of(x):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         _kernel(variant, chosen.shared, overlaps, device)(
-            *(stream, chosen.grid, THREADS, codes_map.getPtr(), x_map.getPtr(), *addresses),
-            *(
-                x.stride(0) if m > 1 else 0,
-                m,
-                n,
-                k,
-                chunks,
-                groups,
-                chosen.pitch,
-                chosen.stages,
-                chosen.apart,
-            ),
+            *(stream, chosen.grid, THREADS, *maps, *addresses, x_stride, *sizes)
         )
     return out
+
+
+def _x_map(x: Tensor, chosen: Plan) -> Any:
+    """x in boxes; None where the plan has none, or the tensor memory accelerator can't read it."""
+    (m, k), stride = x.shape, x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    if chosen.box == 0 or x.data_ptr() % 16 or k % 8 or not takes_rows(2 * stride, 2 * k):
+        return None
+    return tensor_map(
+        x.data_ptr(), 8, m, k // 4, stride // 4, chosen.tokens, chosen.box * CHUNK // 4
+    )
 
 
 def source(variant: Variant) -> str:
