@@ -14,6 +14,8 @@
 //   PARTS              of a tile's slice, copied one after the other
 //   CHUNKS             of a part that a warp has, at most: each 64 bytes of a row's codes
 //   WHOLE              whether a part is whole rows that have no gaps between them
+//   EVEN               whether every warp has CHUNKS chunks of every part
+//   BOX                chunks whose x comes to shared memory by one copy, a box of all tokens; 0: not so
 // and puts ptx.cuh and hopper.cuh before it.
 //
 // A cluster takes every n-th tile of the weight. One thread of a block has the TMA bring parts of tiles into a ring, no
@@ -35,7 +37,7 @@ static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, one copies codes, one x
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile of the weight; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows, 8 tokens
-static constexpr int MAX_STAGES = 4;
+static constexpr int MAX_STAGES = 6;
 static constexpr int WORD = 32 / BITS;  // codes of a word
 static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
 static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;  // of a scale
@@ -44,21 +46,23 @@ static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // neighbouring 
 static constexpr int PAIRS = WORD / 2;                             // of x, in registers, for a word
 static constexpr int SHARE = TOKENS < 8 ? 8 / TOKENS : 1;          // chunks whose x is in the same registers
 static constexpr int SETS = (PARTS * CHUNKS + SHARE - 1) / SHARE;  // of such registers
-// Whether x comes by way of shared memory: lanes would load it from places far apart, of one token or of many parts. Else
-// that takes longer, in the queue that codes come through.
-static constexpr bool COPIES_X = TOKENS == 1 || (SHARE > 1 && PARTS > 2);
+// Whether x comes by way of shared memory, token by token: lanes would load it from places far apart, of one token or of
+// many parts. Else that takes longer, in the queue that codes come through.
+static constexpr bool COPIES_X = BOX == 0 && (TOKENS == 1 || (SHARE > 1 && PARTS > 2));
+static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
 static constexpr bool MANY = SETS * 4 * TILES * PAIRS > 32;  // registers of x
 static constexpr int REGISTERS[2] = {MANY ? 112 : 104, MANY ? 32 : 64};  // of warps that multiply; of the others
 static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
 // Whether products are of the codes + 136, and 136 + zero point times the sum of x comes off a unit's sum: exact in
 // float32 but for what 136 times larger sums lose. Otherwise codes lose it one by one.
 static constexpr bool FOLD = CODES == INT4 && X == BF16 && UNITS == 1;
-static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)), "");
+static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)) && (BOX == 0 || (BITS == 4 && SHARE == 1)), "");
 
 // What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
 struct Shared {
     uint64 full[MAX_STAGES], empty[MAX_STAGES];
-    uint64 copied;               // x is in shared memory
+    uint64 copied, arrived[MAX_BOXES];  // x is in shared memory; the x of a box is
+    uint64 loaded;               // the warps have x in registers
     uint64 received;             // sums of all blocks are here
     uint64 summed[2], added[2];  // the warps' sums are there; they have been read
     alignas(512) float4 sums[2][WARPS][PIECES][32];
@@ -71,7 +75,7 @@ struct Problem {
     const float *token_scale;
     unsigned short *out;
     long long x_stride;  // in elements
-    int m, n, k, chunks, groups, pitch, stages;  // pitch: of a part's rows, in bytes
+    int m, n, k, chunks, groups, pitch, stages, apart;  // pitch: of a part's rows, in bytes
 
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
     MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // of a tile; a multiple of 16
@@ -142,6 +146,7 @@ DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, un
             unsigned char *stage = stages + ring.slot * p.stage_bytes();
             const uint32 full = shared_address(&shared.full[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+            if (BOX > 0 && ring.slot >= p.apart) barrier_wait(shared_address(&shared.loaded), 0);
             unsigned char *scale_to = stage + ROWS * p.pitch, *zero_to = scale_to + p.scale_bytes();
             const unsigned char *scale = p.scale + first * SCALE_SIZE, *zero_point = p.zero_point + first;
             const uint32 scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
@@ -178,6 +183,26 @@ DEVICE void copy_x(const Problem &p, Shared &shared, const unsigned char *to, in
     barrier_expect(barrier, p.m * bytes);
     for (int token = 0; token < p.m && bytes > 0; ++token)
         load_bulk(shared_address(to) + token * own.pitch(), p.x + token * p.x_stride + own.first, bytes, barrier);
+}
+
+// The block's boxes of x.
+DEVICE int boxes_of(const Problem &p, int rank) {
+    const Range last = part_of(p, rank, PARTS - 1);
+    return (last.first + last.count - part_of(p, rank, 0).first + BOX - 1) / BOX;
+}
+
+// Those of the block that has the most.
+DEVICE int most_boxes(const Problem &p) { return ((p.chunks + SPLIT - 1) / SPLIT + BOX - 1) / BOX; }
+
+// All boxes of x, which are of all tokens: what does not exist is 0. Before the codes, which are wanted later.
+DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, const unsigned char *to, int rank) {
+    const int first = part_of(p, rank, 0).first;
+#pragma unroll 1
+    for (int i = 0; i < boxes_of(p, rank); ++i) {
+        const uint32 arrived = shared_address(&shared.arrived[i]);
+        barrier_expect(arrived, TOKENS * BOX_PITCH);
+        load_box(x, (first + i * BOX) * (CHUNK / 4), 0, shared_address(to) + i * TOKENS * BOX_PITCH, arrived);
+    }
 }
 
 // ---- multiplying -------------------------------------------------------------------------------------------------------
@@ -243,6 +268,48 @@ DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const uns
                                 exists && token < p.m ? p.k - start : 0);
             }
     }
+}
+
+// Exchanges words whose numbers differ in `BIT`.
+template <int BIT>
+DEVICE void exchange(Tokens &x, bool does) {
+#pragma unroll
+    for (int word = 0; word < 4; ++word)
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                if (word & BIT) continue;
+                const uint32 own = x[word][tile][i], other = x[word | BIT][tile][i];
+                x[word][tile][i] = does ? other : own;
+                x[word | BIT][tile][i] = does ? own : other;
+            }
+}
+
+// From boxes, a set as soon as its box is there. Chunks that a warp does not have are not multiplied. Where a lane's words
+// are neighbours, the eight lanes that are served at once read in four orders, from banks of their own.
+DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, const unsigned char *boxes, int rank) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int end = boxes_of(p, rank) * BOX, turn = VECTOR == 4 ? t / 2 + g % 2 * 2 : 0;
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) {
+        const Range own = share_of(part_of(p, rank, set / CHUNKS), warp, set / CHUNKS);
+        const int chunk = min(own.first + set % CHUNKS - part_of(p, rank, 0).first, end - 1);
+        const unsigned char *box = boxes + chunk / BOX * (TOKENS * BOX_PITCH) + chunk % BOX * (CHUNK * 2);
+        barrier_wait(shared_address(&shared.arrived[chunk / BOX]), 0);
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const unsigned char *from = box + (tile * 8 + g) * BOX_PITCH;
+                const int k = word_at(word ^ turn, t) * (8 / BITS);
+                load_x<true>(x[set][word][tile], (const unsigned short *)from, k, CHUNK);
+            }
+        exchange<1>(x[set], turn & 1);
+        exchange<2>(x[set], turn & 2);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.loaded));
 }
 
 DEVICE uint32 subtract(uint32 a, uint32 b) {
@@ -371,8 +438,10 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
 DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, const unsigned char *copy, int rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     Tokens x[SETS];
-    if (COPIES_X) meet(1, THREADS);
-    if (!is_aligned(p)) {
+    if (COPIES_X || BOX > 0) meet(1, THREADS);
+    if constexpr (BOX > 0) {
+        load_boxes(x, p, shared, copy, rank);
+    } else if (!is_aligned(p)) {
         load_tokens<false>(x, p, rank, p.x, p.x_stride, 0);
     } else if (COPIES_X) {
         const Slice own(p, rank);
@@ -381,7 +450,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     } else {
         load_tokens<true>(x, p, rank, p.x, p.x_stride, 0);
     }
-    if (!COPIES_X) meet(1, THREADS);
+    if (!COPIES_X && BOX == 0) meet(1, THREADS);
     float x_sums[SETS][TILES][2];
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
@@ -409,7 +478,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
             barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                if (c < own.count)
+                if (EVEN || c < own.count)
 #pragma unroll
                     for (int high = 0; high < HEIGHT; ++high) {
                         const int set = (part * CHUNKS + c) / SHARE, place = (part * CHUNKS + c) % SHARE;
@@ -549,24 +618,30 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
 // Grid: a multiple of SPLIT blocks, at least one for each of them, at most SPLIT a tile; clusters of SPLIT. codes [n, row
 // bytes], here if WHOLE and else as a map: of elements of 8 bytes, in boxes of ROWS of them, `pitch` bytes wide. x [m, k],
 // scale and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
-// null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks` is of a row. Shared memory: Shared, `stages` of
-// Problem::stage_bytes(), 128 bytes that may be read past them; with SPLIT > 1 512 bytes for each of a cluster's pieces
-// of sums, its tiles a multiple of SPLIT; what Slice takes for m tokens if COPIES_X.
+// null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks` is of a row. With BOX x is a map, too, of
+// elements of 8 bytes in boxes of TOKENS rows, BOX_PITCH bytes wide; they lie after the first `apart` stages, where the
+// others are once x is in registers. Shared memory: Shared, `stages` of Problem::stage_bytes(), 128 bytes that may be read
+// past them, all boxes; with SPLIT > 1 512 bytes for each of a cluster's pieces of sums, its tiles a multiple of SPLIT;
+// what Slice takes for m tokens if COPIES_X.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    few_tokens_mm(const __grid_constant__ TensorMap map, const unsigned short *x, const unsigned char *codes,
-                  const unsigned char *scale, const unsigned char *zero_point, const unsigned short *bias,
-                  const unsigned short *residual, const float *token_scale, unsigned short *out, long long x_stride, int m,
-                  int n, int k, int chunks, int groups, int pitch, int stages) {
+    few_tokens_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
+                  const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
+                  const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
+                  const float *token_scale, unsigned short *out, long long x_stride, int m, int n, int k, int chunks,
+                  int groups, int pitch, int stages, int apart) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    unsigned char *ring = memory + sizeof(Shared);
     const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, out, x_stride,
-                       m, n, k, chunks, groups, pitch, stages};
+                       m, n, k, chunks, groups, pitch, stages, apart};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp - WARPS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
-    unsigned char *past = ring + stages * p.stage_bytes() + 128;
-    float4 *kept = (float4 *)past;
+    unsigned char *ring = memory + sizeof(Shared), *past = ring + stages * p.stage_bytes() + 128;
     const unsigned char *copy = past + (SPLIT > 1 ? (rounds_of(p) + SPLIT - 1) / SPLIT * SPLIT * PIECES * 512 : 0);
+    if constexpr (BOX > 0) {
+        copy = ring + apart * p.stage_bytes();
+        past += max((int)(copy + most_boxes(p) * TOKENS * BOX_PITCH - past), 0);
+    }
+    float4 *kept = (float4 *)past;
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
@@ -577,12 +652,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         give_registers<REGISTERS[1]>();
         if (role == 2 && lane == 0) {
             fetch(p, map, rank);
-#pragma unroll
-            for (int i = 0; i < MAX_STAGES; ++i) {
+            for (int i = 0; i < stages; ++i) {
                 barrier_init(shared_address(&shared.full[i]), 1);
                 barrier_init(shared_address(&shared.empty[i]), WARPS);
             }
             barrier_init(shared_address(&shared.copied), 1);
+            if constexpr (BOX > 0) {
+                barrier_init(shared_address(&shared.loaded), WARPS);
+                for (int i = 0; i < boxes_of(p, rank); ++i) barrier_init(shared_address(&shared.arrived[i]), 1);
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 barrier_init(shared_address(&shared.summed[i]), WARPS);
@@ -602,6 +680,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_for_previous();
         if (COPIES_X && role == 3 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
         if (role == 2 && lane == 0) {
+            if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
             produce(p, map, shared, ring, rank);
             let_next_start();  // whose copies would delay these
         }

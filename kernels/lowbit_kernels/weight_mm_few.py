@@ -14,6 +14,7 @@ import functools
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ from lowbit_kernels.tensor_map import takes_rows, tensor_map
 E4M3 = torch.float8_e4m3fn
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 CODES = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
-MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 4
+MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
 CHUNK_BYTES = 64  # of codes of a row
+CHUNK = 128  # of them, at 4 bits
 BOX_BYTES = 2048  # of a row, at most, that one copy brings
+X_BYTES = 1024  # of a token's x, at most, that one copy brings
 SHARED_LIMIT = 227 * 1024
 ON_THEIR_WAY = (
     112 * 1024
@@ -52,13 +55,16 @@ class Variant:
     split: int
     parts: int
     whole: bool
+    even: bool
+    box: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a product is divided: `tokens` computed (a power of 2), tiles of `height` times 16 rows, `split` blocks that
     share k, `parts` of a block's k, `chunks` of a part that a warp has, `pitch` bytes from row to row of a part, `grid`
-    blocks, `stages` of the ring, `shared` bytes of shared memory."""
+    blocks, `stages` of the ring, `shared` bytes of shared memory, `box` chunks (0: none) whose x is copied at once;
+    `apart` stages share no memory with x."""
 
     tokens: int
     height: int
@@ -69,6 +75,8 @@ class Plan:
     grid: int
     stages: int
     shared: int
+    box: int
+    apart: int
 
 
 def plan(
@@ -85,8 +93,8 @@ def plan(
 ) -> Plan | None:
     """The division that is expected to be done first; None where k is too long for any. `k` is the codes' (padded),
     `scale_bytes` those of the scales and zero points of a row, `vector` as `neighbours` has it, `splits` and `heights`
-    what to choose from (by default no higher tiles for at most 8 tokens: they were never faster)."""
-    heights = heights or ((1,) if m <= 8 else (1, 2))
+    what to choose from (by default no higher tiles where they were never faster)."""
+    heights = heights or ((1,) if m <= 8 or bits == 4 else (1, 2))
     least = 1 << (m - 1).bit_length()
     # 8 bits: 8 tokens where x fits so; measured for 4, whose x would come through shared memory: 5 to 13% faster.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
@@ -105,15 +113,22 @@ def plan(
 def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: int) -> float:
     """But for 2.2 us of any launch, as measured on an H200: 4,100 bytes a nanosecond of the weight for all blocks
     together, while no tile takes less time than adding up and its chunks one after the other; before that 31 of x
-    for each block, which shows less where 8 bits take longer; then the exchange between blocks."""
+    for each block, which shows less where 8 bits take longer or it comes in boxes; then the exchange between blocks."""
     slice_ = k * bits / (8 * one.split)
     waves = math.ceil(one.grid / multiprocessors)
     rounds = waves * math.ceil(-(-n // (ROWS * one.height)) / (one.grid // one.split))
     chunks = one.height * one.parts * one.chunks * 4 / bits  # of a warp, in those of 4 bits
-    work = 450 + 400 * chunks if m > 8 else 380 + 170 * chunks
+    seen = 0.6 if bits == 8 or one.box > 0 else 1.0
+    work, exchange = 380 + 170 * chunks, 525 + 250 * one.split
+    if m > 8:
+        work = 450 + 400 * chunks
+    if m > 8 and one.box > 0:
+        seen, work, exchange = 0.35, 640 * chunks, 200 * one.split
+    elif one.box > 0:
+        exchange = 450 + 125 * one.split
     tile = max(one.height * ROWS * slice_ * one.grid / waves / 4100, work)
-    x = m * slice_ * 16 / bits / 31 * (1 if bits == 4 else 0.6)
-    return rounds * tile + waves * x + (525 + 250 * one.split if one.split > 1 else 0)
+    x = m * slice_ * 16 / bits / 31 * seen
+    return rounds * tile + waves * x + (exchange if one.split > 1 else 0)
 
 
 def _divided(
@@ -134,10 +149,7 @@ def _divided(
     if split > chunks:
         return None
     slice_ = -(-chunks // split)
-    gap = 0 if vector == 4 else 112  # at most, of a row
-    parts = -(-slice_ // ((BOX_BYTES - gap) // CHUNK_BYTES))
-    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
-        parts = slice_ // WARPS  # measured: 7% faster where all of k is four parts
+    parts = _parts(slice_, bits, vector)
     part = -(-slice_ // parts)
     own = -(-part // WARPS)  # of a warp
     sets = -(-parts * own // max(8 // tokens, 1))
@@ -161,12 +173,36 @@ def _divided(
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
         fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
-    wanted = min(MAX_STAGES, rounds * parts)
-    stages = min((SHARED_LIMIT - fixed) // stage, max(ON_THEIR_WAY // stage, 2), wanted)
+    wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)  # more did not pay elsewhere
+    wanted = min(wanted, max(ON_THEIR_WAY // stage, 2))
+    stages = min((SHARED_LIMIT - fixed) // stage, wanted)
     if stages < min(2, wanted):
         return None
-    shared = fixed + stages * stage
-    return Plan(tokens, height, split, parts, own, pitch, clusters * split, stages, shared)
+    shared, box, apart = fixed + stages * stage, 0, stages
+    if bits == 4 and tokens >= 8:  # of 8 bits x takes less time than codes do
+        most, x = _boxes(slice_, tokens)
+        if fixed + x + stage <= SHARED_LIMIT:
+            box, apart = most, min((SHARED_LIMIT - fixed - x) // stage, stages)
+            shared = max(shared, fixed + apart * stage + x)
+    grid = clusters * split
+    return Plan(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart)
+
+
+def _parts(slice_: int, bits: int, vector: int) -> int:
+    """Into how many parts a slice's chunks are divided."""
+    gap = 0 if vector == 4 else 112  # at most, of a row
+    parts = -(-slice_ // ((BOX_BYTES - gap) // CHUNK_BYTES))
+    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
+        parts = slice_ // WARPS  # measured: 7% faster where all of k is four parts
+    even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * WARPS) == 0)
+    return next(even, parts)  # 3 to 5% faster, be it with more parts
+
+
+def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
+    """Of x that belongs to `slice_` chunks: chunks of a box, all alike, and bytes of all boxes."""
+    count = -(-slice_ * CHUNK * 2 // X_BYTES)
+    box = -(-slice_ // count)
+    return box, -(-slice_ // box) * box * CHUNK * 2 * tokens
 
 
 def neighbours(bits: int, group: int) -> int:
@@ -260,6 +296,8 @@ def _launch(
     )
     (m, k), n, groups = x.shape, codes.shape[0], scale.shape[1]
     out = x.new_empty((m, n), dtype=dtype)
+    chunks = -(-codes.shape[1] // CHUNK_BYTES)
+    x_map = _x_map(x, chosen)
     variant = Variant(
         CODES[codes.dtype],
         0 if groups == 1 else group_size,
@@ -273,32 +311,37 @@ def _launch(
         chosen.split,
         chosen.parts,
         chosen.parts * chosen.split == 1 and chosen.pitch == codes.stride(0) == codes.shape[1],
+        chosen.split * chosen.parts * chosen.chunks * WARPS == chunks,
+        chosen.box if x_map is not None else 0,
     )
     addresses = (
         0 if one is None else one.data_ptr()
         for one in (x, codes, scale, zero_point, bias, residual, token_scale, out)
     )
     row = codes.shape[1]
-    box = (ROWS * chosen.height, chosen.pitch // 8)
+    stride = codes.stride(0) if n > 1 else row
     codes_map = tensor_map(
-        codes.data_ptr(), 8, n, row // 8, (codes.stride(0) if n > 1 else row) // 8, *box
+        codes.data_ptr(), 8, n, row // 8, stride // 8, ROWS * chosen.height, chosen.pitch // 8
     )
+    maps = (codes_map.getPtr(), (codes_map if x_map is None else x_map).getPtr())
+    x_stride = x.stride(0) if m > 1 else 0
+    sizes = (m, n, k, chunks, groups, chosen.pitch, chosen.stages, chosen.apart)
     with torch.cuda.device_of(x):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         _kernel(variant, chosen.shared, overlaps, device)(
-            *(stream, chosen.grid, THREADS, codes_map.getPtr(), *addresses),
-            *(
-                x.stride(0) if m > 1 else 0,
-                m,
-                n,
-                k,
-                -(-row // CHUNK_BYTES),
-                groups,
-                chosen.pitch,
-                chosen.stages,
-            ),
+            *(stream, chosen.grid, THREADS, *maps, *addresses, x_stride, *sizes)
         )
     return out
+
+
+def _x_map(x: Tensor, chosen: Plan) -> Any:
+    """x in boxes; None where the plan has none, or the tensor memory accelerator can't read it."""
+    (m, k), stride = x.shape, x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    if chosen.box == 0 or x.data_ptr() % 16 or k % 8 or not takes_rows(2 * stride, 2 * k):
+        return None
+    return tensor_map(
+        x.data_ptr(), 8, m, k // 4, stride // 4, chosen.tokens, chosen.box * CHUNK // 4
+    )
 
 
 def source(variant: Variant) -> str:
@@ -342,7 +385,7 @@ def _aligned(x: Tensor) -> Tensor:
 @functools.cache
 def _kernel(variant: Variant, shared: int, overlaps: bool, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
-        "few_tokens_mm", 17, structs=1, shared=shared, cluster=variant.split, overlaps=overlaps
+        "few_tokens_mm", 19, structs=2, shared=shared, cluster=variant.split, overlaps=overlaps
     )
 
 

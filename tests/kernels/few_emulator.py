@@ -12,14 +12,15 @@ from tests.kernels.compiled_on_cpu import library
 from tests.kernels.hopper_emulator import HEADER, _words, launches_on_cpu
 
 FOOTER = """
-extern "C" void emulated_product(unsigned grid, const uint64 *m, const uint64 *a) {
-    const TensorMap codes = {(const unsigned char *)m[0], (long)m[2], (long)m[3], (long)m[4],
-                             (int)m[1],                   (int)m[5],  (int)m[6],  true};
+static TensorMap described(const uint64 *m) {
+    return {(const unsigned char *)m[0], (long)m[2], (long)m[3], (long)m[4], (int)m[1], (int)m[5], (int)m[6], true};
+}
+extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, SPLIT, [=] {
-        few_tokens_mm(codes, (const unsigned short *)a[0], (const unsigned char *)a[1], (const unsigned char *)a[2],
-                      (const unsigned char *)a[3], (const unsigned short *)a[4], (const unsigned short *)a[5],
-                      (const float *)a[6], (unsigned short *)a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14],
-                      a[15]);
+        few_tokens_mm(described(codes), described(x), (const unsigned short *)a[0], (const unsigned char *)a[1],
+                      (const unsigned char *)a[2], (const unsigned char *)a[3], (const unsigned short *)a[4],
+                      (const unsigned short *)a[5], (const float *)a[6], (unsigned short *)a[7], a[8], a[9], a[10],
+                      a[11], a[12], a[13], a[14], a[15], a[16]);
     });
 }
 """
@@ -31,8 +32,9 @@ def _kernel(variant: weight_mm_few.Variant, *_: object) -> Callable[..., None]:
     ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_few.cu"))
     compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
 
-    def product(stream: int, grid: int, threads: int, codes: tuple[int, ...], *rest: int) -> None:
-        compiled.emulated_product(grid, _words(codes), _words(rest))
+    def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
+        codes, x, *rest = arguments
+        compiled.emulated_product(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
 
     return product
 

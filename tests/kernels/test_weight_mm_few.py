@@ -18,7 +18,7 @@ from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, neighbours, plan,
 
 KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-VARIANT = Variant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True)
+VARIANT = Variant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True, True, 4)
 
 
 # ---- how it is divided ---------------------------------------------------------------------------
@@ -74,11 +74,33 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
     kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
     stage = -(-rows * (chosen.pitch + groups * element) // 128) * 128
-    slice_ = -(-chunks // chosen.split) * CHUNK_BYTES * 8 // bits
+    slice_ = -(-chunks // chosen.split)
     copied = chosen.tokens == 1 or (chosen.tokens < 8 and chosen.parts > 2)
-    copy = m * (-(-slice_ * 2 // 128) * 128 + 32) if copied else 0
+    copy = m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32) if copied else 0
     assert 512 + 2 * 16 * pieces * 512 + chosen.stages * stage + 128 + kept + copy <= chosen.shared
+    if chosen.box > 0:
+        assert bits == 4 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
+        boxes = -(-slice_ // chosen.box)
+        assert boxes <= 16 and chosen.box * 256 <= weight_mm_few.X_BYTES
+        x = boxes * chosen.box * 256 * chosen.tokens
+        assert 512 + 2 * 16 * pieces * 512 + chosen.apart * stage + kept + x <= chosen.shared
     assert chosen.stages >= min(2, rounds * chosen.parts)
+
+
+def test_x_comes_in_boxes() -> None:
+    """Of at most 1 KB a token, as large as each other; not of 8 bits or fewer than 8 tokens. With 128 KB of it two of
+    three stages come later."""
+    for m, k, bits, split, box, apart in (
+        *(
+            (8, 4096, 4, 1, 4, 3),
+            (5, 1280, 4, 1, 4, 4),
+            (8, 14336, 4, 4, 4, 3),
+            (8, 256, 4, 1, 2, 4),
+        ),
+        *((4, 4096, 4, 1, 0, 3), (8, 4096, 8, 1, 0, 4), (16, 8192, 4, 2, 4, 1)),
+    ):
+        chosen = plan(m, 28672, k, bits, 132, scale_bytes=k // 64, splits=(split,), heights=(1,))
+        assert chosen is not None and (chosen.box, chosen.apart) == (box, apart)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -96,11 +118,11 @@ def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
         *(
             (4, 1, 4096, 4096, (1, 1, 1)),
             (4, 8, 4096, 4096, (1, 1, 1)),
-            (4, 16, 4096, 4096, (2, 2, 1)),
+            (4, 16, 4096, 4096, (2, 1, 1)),
         ),
-        *((4, 8, 14336, 4096, (1, 1, 1)), (4, 16, 14336, 4096, (2, 2, 1))),
+        *((4, 8, 14336, 4096, (1, 1, 1)), (4, 16, 14336, 4096, (2, 1, 1))),
         *(
-            (4, 1, 4096, 14336, (1, 1, 4)),
+            (4, 1, 4096, 14336, (1, 1, 7)),
             (4, 8, 4096, 14336, (4, 1, 1)),
             (4, 16, 4096, 14336, (4, 1, 1)),
         ),
@@ -162,8 +184,8 @@ def test_rows_that_lanes_read_at_once_lie_in_different_banks(bits: int, group: i
 def test_source_defines_what_the_kernel_asks_for() -> None:
     for variant in (
         VARIANT,
-        replace(VARIANT, codes="INT8", group=0, zero=True, scale="FP32", split=4),
-        replace(VARIANT, codes="E4M3", group=0, x="FP16"),
+        replace(VARIANT, codes="INT8", group=0, zero=True, scale="FP32", split=4, box=0),
+        replace(VARIANT, codes="E4M3", group=0, x="FP16", box=0),
     ):
         text = source(variant)
         for name, value in vars(variant).items():
@@ -190,7 +212,7 @@ def test_launcher_and_kernel_agree(name: str, value: int) -> None:
 def test_launcher_passes_every_argument() -> None:
     signature = re.search(r"few_tokens_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
-    assert len(signature[1].split(",")) == 17
+    assert len(signature[1].split(",")) == 19
 
 
 # ---- the order of k ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, float8_operands, 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
 
-def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1) -> Tensor:
+def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1, **changed: int) -> Tensor:
     bits, group, scale = case["bits"], case["group_size"], case["scale"]
     m, (n, row) = case["x"].shape[0], case["codes"].shape
     chosen = plan(
@@ -26,6 +28,7 @@ def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1) -> Tensor:
         heights=(height,),
     )
     assert chosen is not None and chosen.split == split
+    chosen = replace(chosen, **changed)
     named = ("bits", "group_size", "dtype")
     values = [value for name, value in case.items() if name not in named]
     with few_emulator.emulated():
@@ -61,6 +64,33 @@ def test_groups(bits: int, group: int) -> None:
 def test_divisions(split: int, height: int, m: int) -> None:
     case = operands(m, 150, 2560, 4, 128, extras=True, device="cpu")
     check(case, blocks=2 * split, split=split, height=height)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "split"), [(8, 4096, 2), (5, 1440, 1), (16, 2560, 2), (16, 8192, 2)]
+)
+def test_x_in_boxes(m: int, k: int, split: int) -> None:
+    """Also of fewer tokens and less of k than a box has, and where stages take its place; loaded, where the TMA can't
+    read it, it gives the same."""
+    case = operands(m, 70, k, device="cpu", zero=True)
+    out = run(case, blocks=2 * split, split=split)
+    expected = exact(**case)
+    assert (out.double() - expected).norm() <= BOUND[out.dtype] * expected.norm()
+    for width, first in ((k + 8, 8), (k + 1, 0), (k + 16, 3)) if k < 8192 else ():
+        x = torch.full((m, width), float("nan"), dtype=torch.bfloat16)
+        x[:, first : first + k] = case["x"]
+        x = x[:, first : first + k]
+        assert torch.equal(run({**case, "x": x}, blocks=2 * split, split=split), out)
+
+
+@pytest.mark.parametrize(("stages", "apart"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 3), (4, 4)])
+@pytest.mark.parametrize("split", [1, 2])
+def test_stages_where_x_was(split: int, stages: int, apart: int) -> None:
+    """More tiles than stages; whatever stages lie over x, and those that x reaches beyond."""
+    case = operands(8, 16 * 7, 1280, device="cpu")
+    expected = run(case, blocks=split, split=split)
+    out = run(case, blocks=split, split=split, stages=stages, apart=apart)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -177,6 +179,24 @@ def test_divisions(bits: int, height: int, split: int) -> None:
     out = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
     expected = exact(**case)
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("m", [8, 16])
+def test_stages_where_x_was(m: int, split: int) -> None:
+    """Fewer stages than the plan has, and more of them over x, which take no more shared memory: the same sums."""
+    case = operands(m, 14_336, 4096)
+    run(case)
+    chosen = plan(m, 14_336, 4096, 4, 132, scale_bytes=64, splits=(split,), heights=(1,))
+    assert chosen is not None and chosen.box > 0
+    arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
+    expected = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
+    for stages in range(1, chosen.stages + 1):
+        for apart in range(1, min(stages, chosen.apart) + 1):
+            changed = replace(chosen, stages=stages, apart=apart)
+            out = weight_mm_few._launch(tuple(arguments), 128, changed, torch.bfloat16)
+            assert torch.equal(out, expected), (stages, apart)
 
 
 @pytest.mark.gpu
