@@ -50,7 +50,8 @@ class Plan(NamedTuple):
     @property
     def divides(self) -> bool:
         """Whether blocks of a cluster share a tile in the last round, if at most half of the clusters have one."""
-        return self.beside == 2 and self.split * Tile(*self[:3]).lanes == 1
+        tile = Tile(*self[:3])
+        return self.beside == 2 and self.split * tile.lanes == 1 and not tile.overlaps
 
 
 class Tile(NamedTuple):
@@ -62,6 +63,16 @@ class Tile(NamedTuple):
     def lanes(self) -> int:
         """Warpgroups that take turns at chunks of the same rows."""
         return max(self.groups * 64 // self.rows, 1)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two blocks have 64 rows together."""
+        return self.rows % 64 > 0
+
+    @property
+    def held(self) -> int:
+        """Rows of a stage."""
+        return -(-self.rows // 64) * 64
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
@@ -161,14 +172,16 @@ def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: in
 
 
 def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
-    return rows * chunk * bits // 8 + tokens * chunk * 2
+    held = Tile(tokens, rows, 4).held
+    return held * chunk * bits // 8 + tokens * chunk * 2
 
 
 def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
     """Bytes of shared memory beside the stages and their barriers."""
-    lanes = Tile(tokens, rows, groups).lanes
-    exchanged = tokens * rows * 4 * lanes + BOX if split * lanes > 1 else 1024 + 4 * groups * BOX
-    return exchanged + 16
+    tile = Tile(tokens, rows, groups)
+    if split * tile.lanes > 1:
+        return tokens * rows * 4 * tile.lanes + BOX + 16
+    return (tokens * 128 if tile.overlaps else 1024) + 4 * groups * BOX + 16
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -272,7 +285,7 @@ def _planned(
                 n,
                 codes.shape[1],
                 pitch,
-                min(plan.rows, 128),
+                64 if plan.rows % 64 else min(plan.rows, 128),
                 plan.chunk * bits // 8,
             ),
             tensor_map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
@@ -341,18 +354,17 @@ def _multiply(tokens: int, dtype: torch.dtype) -> str:
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
     first = ", ".join(f"%{sums + i}" for i in range(4))
-    b, add, high = (f"%{sums + 4 + i}" for i in range(3))
+    b, add = (f"%{sums + 4 + i}" for i in range(2))
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     return f"""
 // sums = a * b, plus sums if `add`
-DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint32 b, int add) {{
+DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint64 b, int add) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\n.reg .b64 y;\\n"
+        "{{\\n.reg .pred p;\\n"
         "setp.ne.b32 p, {add}, 0;\\n"
-        "mov.b64 y, {{{b}, {high}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{names}}}, {{{first}}}, y, p, 1, 1, 0;\\n}}"
+        "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{names}}}, {{{first}}}, {b}, p, 1, 1, 0;\\n}}"
         : {operands}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(OPERAND_HIGH));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }}
 """
 

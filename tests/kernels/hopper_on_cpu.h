@@ -376,6 +376,7 @@ static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
 // ---- products of warpgroups --------------------------------------------------------------------------------------------
 
 static inline uint32 operand(uint32 address) { return (address >> 4 & 0x3fff) | 1 << 16; }
+static constexpr uint32 OPERAND_HIGH = 0;
 static inline void product_fence() {}
 static inline void product_commit() {}
 static inline void in_use(float &) {}

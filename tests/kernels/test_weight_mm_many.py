@@ -182,6 +182,9 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
     (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile divided
     (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
+    (planned(16, 224, 4, 2, 1, 1), 20, 700, 600, 4, 128),  # rows of two blocks, more than one tile
+    (planned(32, 224, 4, 2, 1, 2)._replace(chunk=256), 40, 1111, 900, 4, 64),
+    (planned(64, 224, 4, 2, 1, 1), 70, 430, 100, 8, 32),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
     (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
     (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
@@ -199,7 +202,7 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("chosen", "m", "n", "k", "bits", "group", "dtype"),
-    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:9]],
+    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:13]],
     ids=str,
 )
 def test_emulated(
