@@ -16,7 +16,7 @@
 //   GROUPS             warpgroups that multiply: 2 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on rows beside each other, which load half of the tokens each for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
-//   CHUNK              of K, of a stage: 128, or 256
+//   CHUNK              of K, of a stage: 128, or 256, for groups of 128 only if there are evenly many in a row
 //   STAGES             chunks in the ring
 // and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
 //
@@ -225,9 +225,12 @@ DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
     else return fma_bf16x2(a, b, c);
 }
 
+// Whether the scales of a chunk's two groups are read together.
+static constexpr bool TWO_SCALES = CHUNK == 256 && GROUP == 128 && SCALE != FP32;
+
 // A group's scale and zero point as they lie in memory: on their way while others are in use.
 struct Fetched {
-    uint32 scale;
+    uint32 scale;  // if TWO_SCALES, of both groups
     int zero;
 };
 
@@ -239,21 +242,23 @@ struct Group {
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
-// Of the row whose groups begin at `row`, in the run of K of that number.
-DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int run) {
-    const uint32 at = row + min(group_of(run), shape.groups - 1);
+// Of the row whose groups begin at `row`, in a chunk's run of K of that number. Beyond the last group, where x is zero, its
+// own.
+DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int chunk, int run) {
+    const int group = TWO_SCALES ? chunk * 2 : group_of(chunk * RUNS + run);
+    const uint32 at = row + min(group, shape.groups - (TWO_SCALES ? 2 : 1));
     Fetched result;
-    result.scale = SCALE == FP32 ? ((const uint32 *)scale)[at] : ((const unsigned short *)scale)[at];
-    result.zero = ZERO ? zero[at] : 0;
+    if constexpr (SCALE == FP32) result.scale = ((const uint32 *)scale)[at];
+    else if constexpr (TWO_SCALES) result.scale = *(const uint32 *)((const unsigned short *)scale + at);
+    else result.scale = ((const unsigned short *)scale)[at];
+    result.zero = ZERO ? zero[TWO_SCALES ? at + run : at] : 0;
     return result;
 }
 
-// Beyond the last group x is zero, whatever the codes are.
-DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
+DEVICE Group group_from(const Fetched &from, int run) {
     Group group;
-    const uint32 bits = from.scale;
+    const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
-    if (GROUP % CHUNK != 0 && group_of(run) >= shape.groups) group.scale = 0.0f;
     if constexpr (!ZERO) {
         group.offset = OFFSET;
     } else {
@@ -374,15 +379,15 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            next[subtile][below][run] = fetched(scale, zero, shape, rows[subtile][below], chunk * RUNS + run);
+            next[subtile][below][run] = fetched(scale, zero, shape, rows[subtile][below], chunk, run);
         }
     }
 
-    MEMBER void take_fetched(int chunk) {
+    MEMBER void take_fetched() {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            group[subtile][below][run] = group_from(next[subtile][below][run], shape, chunk * RUNS + run);
+            group[subtile][below][run] = group_from(next[subtile][below][run], run);
         }
     }
 
@@ -407,22 +412,23 @@ struct Consumer {
         const Place place(lane % 4, shape);
         float pending[SUBTILES][2] = {};
         uint32 end = last;
-        in_use(codes), in_use(end);
+        uint32 operands = operand(base + CODE_BYTES);
+        in_use(codes), in_use(end), in_use(operands);
         begin(row);
         fetch(first + turn);
-        if constexpr (GROUP == 0) take_fetched(0);
+        if constexpr (GROUP == 0) take_fetched();
         int before = -1;
         const Ring after = ring.after(last - first);
         ring = ring.after(turn);
         for (int chunk = first + turn; chunk < (int)end; chunk += turns, ring.advance(turns)) {
             if constexpr (GROUP > 0) {
-                take_fetched(chunk);
+                take_fetched();
                 fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
             // Known to be the warp's, and of 64 bits, to which an instruction adds: else either half is moved each time.
-            const uint64 tokens = (uint64)OPERAND_HIGH << 32 | __shfl_sync(0xffffffff, operand(stage + CODE_BYTES), 0);
+            const uint64 tokens = (uint64)OPERAND_HIGH << 32 | __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
             if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {

@@ -76,6 +76,7 @@ class Tile(NamedTuple):
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
+PAIRED = tuple(Tile(tokens, 224, 4) for tokens in (16, 32, 64))  # two blocks have 448 rows
 BROAD = Tile(128, 128, 2)
 MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64)), BROAD, Tile(64, 256, 2))
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
@@ -98,18 +99,19 @@ def plan(
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
-    fitting = [t for t in (*SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
+    fitting = [t for t in (*SMALL, *PAIRED, *MIDDLE) if t.tokens < 2 * max(m, 16)]
     tiles = [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     if rounded or (group_size == 0 and m > 64):
         tiles += [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
     candidates = [
         Plan(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in tiles
-        for chunk in [chunk_of(tile.tokens, bits, group_size)]
+        for chunk in [chunk_of(tile.tokens, bits, group_size, k)]
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
         if split == 1 or tile.tokens * tile.rows < 2**15
+        if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, bits, chunk)]
         if depth >= 2 * tile.lanes
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
@@ -157,12 +159,13 @@ def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     return rounds * (chunks * chunk + end)
 
 
-def chunk_of(tokens: int, bits: int, group_size: int) -> int:
+def chunk_of(tokens: int, bits: int, group_size: int, k: int) -> int:
     """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64. For many, smaller stages, of which
-    more fit."""
+    more fit. Of a chunk's two groups the scales are read together, so there are evenly many in a row."""
     if tokens == 256 and bits == 8:
         return 64
-    return 256 if tokens <= 32 and bits == 4 and group_size % 128 == 0 else 128
+    paired = group_size % 128 == 0 and (group_size != 128 or -(-k // 128) % 2 == 0)
+    return 256 if tokens <= 32 and bits == 4 and paired else 128
 
 
 def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
@@ -266,6 +269,8 @@ def _planned(
     """The product, divided as `plan` says; `group` 0: one scale a row."""
     (m, k), n = x.shape, codes.shape[0]
     x, scale = _readable(x), scale.contiguous()
+    if scale.data_ptr() % 16:
+        scale = scale.clone()  # from its beginning on two are read at a time
     optional = (zero_point, bias, residual, token_scale)
     others = [None if t is None else t.contiguous() for t in optional]
     address = [0 if t is None else t.data_ptr() for t in others]

@@ -172,7 +172,7 @@ def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = Fal
 EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
-    (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1100, 4, 128),
+    (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1200, 4, 128),
     (planned(32, 64, 4, 1, 1, 1)._replace(chunk=256, stages=5), 20, 60, 600, 4, 0),
     (planned(32, 64, 4, 1, 2, 2)._replace(stages=5), 20, 100, 1100, 4, 128),
     (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
@@ -248,7 +248,7 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
 
 def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
     beside, split, clusters = rest
-    chunk = chunk_of(tokens, 4, group)
+    chunk = chunk_of(tokens, 4, group, 2048)
     depth = stages(tokens, rows, groups, split, 4, chunk)
     return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
@@ -258,6 +258,7 @@ def forced() -> list[tuple[int, Plan]]:
     found = []
     for tile, groups in [
         *((t, (0, 32, 64, 128)) for t in weight_mm_many.SMALL),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_many.PAIRED),
         *((t, (0, 32, 64, 128)) for t in weight_mm_many.MIDDLE),
         *((t, (0,)) for t in weight_mm_many.LARGE),
     ]:
@@ -271,7 +272,8 @@ def forced() -> list[tuple[int, Plan]]:
         ):
             for group in groups:
                 chosen = planned_deep(*tile, beside, split, clusters, group=group)
-                if chosen.stages > tile.lanes and split <= tile.rows // 16:
+                paired = not tile.overlaps or (beside, split) == (2, 1)
+                if chosen.stages > tile.lanes and split <= tile.rows // 16 and paired:
                     found.append((group, chosen))
     return found
 
