@@ -34,8 +34,8 @@ enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
 static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
-// Of 28,672 rows 112 tiles of 256 leave 20 of 132 multiprocessors idle, 128 of 224 only 4. Two blocks beside each other then
-// hold 256 rows each of 448: the middle 64 both, of which one multiplies the even chunks, and the other one the odd ones.
+// Of 28,672 rows 112 tiles of 256 leave 20 of 132 multiprocessors idle, 128 of 224 but 4. Two blocks beside each other
+// then hold 256 rows each of 448: both the middle 64, of which one multiplies the even chunks, the other the odd ones.
 static constexpr bool OVERLAP = ROWS == 224;
 static constexpr int HELD = OVERLAP ? 256 : ROWS;             // rows of a stage
 static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warpgroups that take turns at a tile's chunks
@@ -48,7 +48,7 @@ static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row 
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens, of 128 bytes a row
 static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
-static constexpr int FETCHED = 32 * 1024;                    // bytes of scales that are asked for early, at most
+static constexpr int FETCHED = 32 * 1024;                    // bytes of scales at most that are asked for early
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
@@ -242,8 +242,8 @@ struct Group {
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
-// Of the row whose groups begin at `row`, in a chunk's run of K of that number. Beyond the last group, where x is zero, its
-// own.
+// Of the row whose groups begin at `row`, in a chunk's run of K of that number; beyond the last group, where x is zero,
+// the last one's.
 DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int chunk, int run) {
     const int group = TWO_SCALES ? chunk * 2 : group_of(chunk * RUNS + run);
     const uint32 at = row + min(group, shape.groups - (TWO_SCALES ? 2 : 1));
@@ -427,8 +427,9 @@ struct Consumer {
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
-            // Known to be the warp's, and of 64 bits, to which an instruction adds: else either half is moved each time.
-            const uint64 tokens = (uint64)OPERAND_HIGH << 32 | __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
+            // Known to be the warp's, and of 64 bits, to which one instruction adds: else each half is moved each time.
+            const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
+            const uint64 tokens = (uint64)OPERAND_HIGH << 32 | low;
             if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
@@ -651,8 +652,8 @@ struct Exchange {
     }
 };
 
-// Of the rows that two blocks have, each finishes those of two warps: sends the sums of the others to the other block, and
-// adds what comes from there. Returns whether the warp finishes its rows.
+// Of the 64 rows that both blocks have, each finishes those of two warps: the sums of the others it sends to the other
+// block, and it adds what comes from there. Returns whether the warp has rows to finish.
 DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const uint32 come = shared_address(&shared.come), gone = shared_address(&shared.gone);
@@ -667,7 +668,7 @@ DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parit
         return false;
     }
     if (lane == 0) barrier_expect(come, SUMS * 128);
-    barrier_wait(come, parity);
+    barrier_wait_after(come, parity);
 #pragma unroll
     for (int i = 0; i < SUMS / 4; ++i) {
         const float4 four = other[i / 2][0][i % 2][lane];
@@ -692,14 +693,14 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
             barrier_wait(shared_address(&shared.gone), parity ^ 1);
             exchange.send(result);
-            barrier_wait(shared_address(&shared.come), parity);
+            barrier_wait_after(shared_address(&shared.come), parity);
             exchange.finish_own(epilogue, shape, schedule);
         } else if (TAIL && schedule.divided) {  // the last tile: nobody reads the ring any more once all have come here
             const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
             exchange.leave();
             barrier_wait(shared_address(&shared.gone), 0);
             exchange.send(result);
-            barrier_wait(shared_address(&shared.come), 0);
+            barrier_wait_after(shared_address(&shared.come), 0);
             exchange.finish_own(epilogue, shape, schedule);
         } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
             finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
@@ -707,8 +708,8 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
     }
 }
 
-// Grid: a multiple of CLUSTER blocks. codes [n, bytes] by boxes of BOX_ROWS x PITCH bytes, swizzled over as much; x [m, k] by
-// boxes of TOKENS / BESIDE x 64. scale and zero [n, groups]; bias [n], residual [m, n], token_scale [m] or null.
+// Grid: a multiple of CLUSTER blocks. codes [n, bytes] by boxes of BOX_ROWS x PITCH bytes, swizzled over as much; x [m, k]
+// by boxes of TOKENS / BESIDE x 64. scale and zero [n, groups]; bias [n], residual [m, n], token_scale [m] or null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,

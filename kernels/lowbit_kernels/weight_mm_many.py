@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     """How a product is divided; the macros of ``weight_mm_many.cu`` and the number of clusters."""
 
     tokens: int  # of a tile
-    rows: int  # of the weight, of a block's tile
+    rows: int  # of the weight, of a block's tile; of 224 `PAIRED` tells
     groups: int  # warpgroups that multiply
     beside: (
         int  # blocks of a cluster, on rows beside each other, to which tokens are copied together
@@ -66,17 +66,18 @@ class Tile(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether two blocks have 64 rows together."""
+        """Whether two blocks hold the same 64 rows."""
         return self.rows % 64 > 0
 
     @property
     def held(self) -> int:
-        """Rows of a stage."""
+        """Rows of which a block holds codes."""
         return -(-self.rows // 64) * 64
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
-PAIRED = tuple(Tile(tokens, 224, 4) for tokens in (16, 32, 64))  # two blocks have 448 rows
+# Two blocks beside each other have 448 rows, and hold the middle 64 both: see `weight_mm_many.cu`.
+PAIRED = tuple(Tile(tokens, 224, 4) for tokens in (16, 32))
 BROAD = Tile(128, 128, 2)
 MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64)), BROAD, Tile(64, 256, 2))
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
@@ -136,25 +137,26 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
-    unpacking and products, L2 cache (37 bytes a clock), memory (2,170 for all); and for the exchange of sums and
-    the results."""
+    unpacking and products (with two warpgroups, latency), L2 cache (41 bytes a clock), memory (2,160 for all); and
+    for the exchange of sums and the results."""
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
+    latency = 325 if plan.groups == 2 else 0
+    products = max(196 + 3.2 * plan.tokens, 4.5 * plan.tokens, latency) * plan.chunk / 128
     chunk = max(
-        30 + plan.rows / 64 * max(265 + 2.95 * plan.tokens, 4.5 * plan.tokens) * plan.chunk / 128,
-        (codes + tokens / plan.beside) / 37,
-        codes * plan.clusters * plan.cluster / 2170 / min(columns, BAND),
+        plan.rows / 64 * (70 + products),
+        (codes + tokens / plan.beside) / 41,
+        codes * plan.clusters * plan.cluster / 2160 / min(columns, BAND),
     )
-    sources = plan.split * Tile(*plan[:3]).lanes
-    end = 1900 + plan.rows * plan.tokens / 5000
-    if sources > 1:
-        end = 3600 + _fixed(*plan[:3], plan.split) / plan.groups / 8
+    end = 3800
+    if plan.split * Tile(*plan[:3]).lanes > 1:
+        end = 4600 + _fixed(*plan[:3], plan.split) // 15
     whole, left = divmod(tiles, plan.clusters)
     divided = plan.divides and left * 2 <= plan.clusters
     rounds = whole + (left > 0) * (0.6 if divided else 1.0)
-    if rounds > 1 and plan.beside == 1:
+    if rounds > 2 and plan.beside == 1:
         rounds *= 1.03  # blocks that read the same tokens drift apart
     return rounds * (chunks * chunk + end)
 

@@ -308,6 +308,13 @@ def test_strided_operands() -> None:
     for first in (0, 1, 7):
         operands.x = wide[:, first : first + 1024]
         operands.check()
+    between = torch.zeros(operands.scale.numel() + 1, dtype=BF16, device="cuda")[1:]
+    operands.scale = between.view_as(operands.scale).copy_(
+        operands.scale
+    )  # not from a multiple of 4 bytes on
+    for m in (16, 100):
+        operands.x = torch.randn(m, 1024, device="cuda").to(BF16)
+        operands.check()
 
 
 @pytest.mark.gpu

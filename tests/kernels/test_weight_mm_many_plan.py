@@ -37,7 +37,9 @@ def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
             if not Tile(*plan[:3]).overlaps:
                 found.append((row, token, *share))
                 continue
-            first = row - 32 * beside  # of 256, by 64; the pair's middle 64 are both blocks', chunk by chunk in turns
+            first = (
+                row - 32 * beside
+            )  # of 256, by 64; the pair's middle 64 are both blocks', chunk by chunk in turns
             shared = first + 192 * (1 - beside)
             own = [r for r in range(first, first + 256, 64) if r != shared]
             found += [(r, token, *share) for r in own]
@@ -82,5 +84,6 @@ def test_plan_of_the_shapes_that_matter() -> None:
     for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
         small = plan(m, 4096, 4096, 4, 128, 132)
         assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
+    for m in (16, 32):
         large = plan(m, 28672, 8192, 4, 128, 132)
         assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64
