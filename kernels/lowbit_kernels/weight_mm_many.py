@@ -100,18 +100,21 @@ def plan(
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
-    fitting = [t for t in (*SMALL, *PAIRED, *MIDDLE) if t.tokens < 2 * max(m, 16)]
-    tiles = [(tile, False) for tile in fitting if not _spills(tile, group_size)]
+    # Of those that are estimated alike, for memory is slower, the first are a little faster.
+    tiles = []
     if rounded or (group_size == 0 and m > 64):
-        tiles += [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
+        tiles = [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
+    fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
+    tiles += [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     candidates = [
         Plan(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in tiles
-        for chunk in [chunk_of(tile.tokens, bits, group_size, k)]
+        for chunk in [chunk_of(tile, bits, group_size, k)]
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
         if split == 1 or tile.tokens * tile.rows < 2**15
+        if beside == 1 or tile.lanes == 1
         if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, bits, chunk)]
         if depth >= 2 * tile.lanes
@@ -137,37 +140,44 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
-    unpacking and products (with two warpgroups, latency), L2 cache (41 bytes a clock), memory (2,160 for all); and
+    unpacking and products (with two warpgroups, latency), L2 cache (44 bytes a clock), memory (2,110 for all); and
     for the exchange of sums and the results."""
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
-    latency = 325 if plan.groups == 2 else 0
-    products = max(196 + 3.2 * plan.tokens, 4.5 * plan.tokens, latency) * plan.chunk / 128
+    alone = plan.rows <= 64 * plan.groups  # a warpgroup's 64 rows, which hide less latency
+    unpacking = 165 + 3.4 * plan.tokens
+    if plan.groups == 2 and alone:
+        unpacking = max(300, 200 + 3.15 * plan.tokens)
+    if bits == 8 or plan.rounded:  # sums of groups are not scaled, as a rule
+        unpacking -= 35
+    part = plan.chunk / 128
+    products = max(unpacking * part + (110 if alone or bits == 8 else 55), 4.8 * plan.tokens * part)
     chunk = max(
-        plan.rows / 64 * (70 + products),
-        (codes + tokens / plan.beside) / 41,
-        codes * plan.clusters * plan.cluster / 2160 / min(columns, BAND),
+        plan.rows / 64 * products,
+        (codes + tokens / plan.beside) / 44,
+        codes * plan.clusters * plan.cluster / 2110 / min(columns, BAND),
     )
-    end = 3800
+    end = 3500
     if plan.split * Tile(*plan[:3]).lanes > 1:
-        end = 4600 + _fixed(*plan[:3], plan.split) // 15
+        end = 4730 + _fixed(*plan[:3], plan.split) // 12
     whole, left = divmod(tiles, plan.clusters)
     divided = plan.divides and left * 2 <= plan.clusters
     rounds = whole + (left > 0) * (0.6 if divided else 1.0)
-    if rounds > 2 and plan.beside == 1:
+    if rounds > 1 and columns > 1 and plan.beside == 1:
         rounds *= 1.03  # blocks that read the same tokens drift apart
     return rounds * (chunks * chunk + end)
 
 
-def chunk_of(tokens: int, bits: int, group_size: int, k: int) -> int:
+def chunk_of(tile: Tile, bits: int, group_size: int, k: int) -> int:
     """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64. For many, smaller stages, of which
     more fit. Of a chunk's two groups the scales are read together, so there are evenly many in a row."""
-    if tokens == 256 and bits == 8:
+    if tile.tokens == 256 and bits == 8:
         return 64
     paired = group_size % 128 == 0 and (group_size != 128 or -(-k // 128) % 2 == 0)
-    return 256 if tokens <= 32 and bits == 4 and paired else 128
+    few = tile.tokens <= 32 or tile == (64, 128, 2)
+    return 256 if few and bits == 4 and paired else 128
 
 
 def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:

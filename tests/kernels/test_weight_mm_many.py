@@ -248,7 +248,7 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
 
 def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
     beside, split, clusters = rest
-    chunk = chunk_of(tokens, 4, group, 2048)
+    chunk = chunk_of(weight_mm_many.Tile(tokens, rows, groups), 4, group, 2048)
     depth = stages(tokens, rows, groups, split, 4, chunk)
     return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
