@@ -34,9 +34,7 @@ class Plan(NamedTuple):
     tokens: int  # of a tile
     rows: int  # of the weight, of a block's tile; of 224 `PAIRED` tells
     groups: int  # warpgroups that multiply
-    beside: (
-        int  # blocks of a cluster, on rows beside each other, to which tokens are copied together
-    )
+    beside: int  # blocks of a cluster, on rows beside each other, that share copies of tokens
     split: int  # blocks of a cluster that share a tile's K
     rounded: bool  # scales are multiplied into the weights
     chunk: int  # of K, that is copied at a time
@@ -68,11 +66,6 @@ class Tile(NamedTuple):
     def overlaps(self) -> bool:
         """Whether two blocks hold the same 64 rows."""
         return self.rows % 64 > 0
-
-    @property
-    def held(self) -> int:
-        """Rows of which a block holds codes."""
-        return -(-self.rows // 64) * 64
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
@@ -187,7 +180,7 @@ def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: in
 
 
 def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
-    held = Tile(tokens, rows, 4).held
+    held = -(-rows // 64) * 64  # of 224 256, which overlap
     return held * chunk * bits // 8 + tokens * chunk * 2
 
 
