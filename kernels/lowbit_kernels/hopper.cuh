@@ -54,15 +54,7 @@ DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
     } while (!over);
 }
 
-// The same two where what was written before an arrival, to any shared memory of the cluster, is read after the wait.
-DEVICE void barrier_arrive_after(uint32 barrier, uint32 rank) {
-    asm volatile(
-        "{\n.reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
+// The same where what other blocks of the cluster sent to this one's shared memory is read after the wait.
 DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
     uint32 over;
     do {
@@ -108,16 +100,6 @@ DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
         "mapa.shared::cluster.u32 at, %1, %2;\n"
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];\n}" ::"r"(address),
         "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-        : "memory");
-}
-
-// To the same address in block `rank` of the cluster.
-DEVICE void store_remote(uint32 address, uint32 rank, float4 x) {
-    asm volatile(
-        "{\n.reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
-        "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
         : "memory");
 }
 

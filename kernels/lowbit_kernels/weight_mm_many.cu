@@ -12,11 +12,11 @@
 //   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE); 0: into the
 //                      sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
-//   ROWS               of the weight, of a block's tile: 64, 128 or 256
+//   ROWS               of the weight, of a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1
 //   GROUPS             warpgroups that multiply: 2 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on rows beside each other, which load half of the tokens each for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
-//   CHUNK              of K, of a stage: 128, or 256
+//   CHUNK              of K, of a stage: 128, or 256, for groups of 128 only if there are evenly many in a row
 //   STAGES             chunks in the ring
 // and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
 //
@@ -34,14 +34,21 @@ enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
 static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
-static constexpr int LANES = GROUPS * SUBTILES * 64 / ROWS;   // warpgroups that take turns at a tile's chunks
+// Of 28,672 rows 112 tiles of 256 leave 20 of 132 multiprocessors idle, 128 of 224 but 4. Two blocks beside each other
+// then hold 256 rows each of 448: both the middle 64, of which one multiplies the even chunks, the other the odd ones.
+static constexpr bool OVERLAP = ROWS == 224;
+static constexpr int HELD = OVERLAP ? 256 : ROWS;             // rows of a stage
+static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warpgroups that take turns at a tile's chunks
+static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1), "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of sums of a tile
 static constexpr int WARPS = 4 * GROUPS;                      // that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);            // theirs and the producer's
 static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
-static constexpr int CODE_BYTES = ROWS * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
+static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens, of 128 bytes a row
+static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
+static constexpr int FETCHED = 32 * 1024;                    // bytes of scales at most that are asked for early
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
@@ -63,17 +70,19 @@ static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c0
 static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
                                  : BITS == 4   ? 0xbe00be00
                                                : 0xc000c000;
-static constexpr int UNITS = ROWS / 16;                         // of 16 rows, as a warp has them
+static constexpr int UNITS = HELD / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
 
+static constexpr int MERGED = OVERLAP ? TOKENS / 8 : 1;         // squares of which the other block has sums, of two warps
+
 // Whether tiles of the last round, where there are few, may be divided among the blocks beside each other.
-static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1;
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
 static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
-    float4 part[SOURCES > 1 ? OWN : 1][SOURCES][2][32];  // sums of the block's squares
+    float4 part[SOURCES > 1 ? OWN : MERGED][SOURCES][2][32];  // sums of the block's squares
     unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
     uint64 full[STAGES], empty[STAGES], come, gone;  // the latter two: parts
 };
@@ -120,9 +129,16 @@ struct Schedule {
         if (own >= tiles) return false;
         const int above = own / (shape.band * shape.rows) * shape.band;
         const int within = own - above * shape.rows, width = min(shape.band, shape.columns - above);
-        row = (within / width * BESIDE + beside) * ROWS;
+        row = (within / width * BESIDE + beside) * ROWS - (OVERLAP ? beside * 32 : 0);
         token = (above + within % width) * TOKENS;
         return true;
+    }
+
+    MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
+
+    // Whether of this chunk the block's 64 rows from `below` on are left to the other block.
+    MEMBER bool leaves(int below, int chunk) const {
+        return OVERLAP && below == (rank ? 0 : 192) && chunk % 2 != rank;
     }
 };
 
@@ -138,6 +154,20 @@ struct Ring {
 
 // ---- the producer ----------------------------------------------------------------------------------------------------
 
+// Asks for a block's first codes, and its scales, before the launch before is done: where they are in the L2, what that
+// launch writes to them is seen.
+DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape &shape, uint32 rank) {
+    Schedule schedule(shape, rank);
+    if (!schedule.take()) return;
+#pragma unroll
+    for (int i = 0; i < HELD; i += BOX_ROWS)
+        if (!schedule.leaves(i, schedule.first)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
+    const long long row = shape.groups * (SCALE == FP32 ? 4ll : 2ll);
+    const char *from = (const char *)epilogue.scale + schedule.row * row;
+    const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
+    if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
+}
+
 DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const Shape &shape, uint32 rank) {
     const int share = rank % BESIDE * (TOKENS / BESIDE);
     const unsigned short all = ((1 << BESIDE) - 1) << rank / BESIDE * BESIDE;
@@ -146,10 +176,13 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
         for (int chunk = schedule.first; chunk < schedule.last; ++chunk, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-            barrier_expect(full, STAGE_BYTES);
+            const bool less = OVERLAP && chunk % 2 != rank;
+            barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0));
+            if (less)  // in place of the four warps of these rows, at both blocks
+                for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
-            for (int i = 0; i < (ROWS + 127) / 128; ++i)
-                load_box(codes, chunk * PITCH, schedule.row + i * 128, to + i * 128 * PITCH, full);
+            for (int i = 0; i < HELD; i += BOX_ROWS)
+                if (!schedule.leaves(i, chunk)) load_box(codes, chunk * PITCH, schedule.row + i, to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
@@ -192,9 +225,12 @@ DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
     else return fma_bf16x2(a, b, c);
 }
 
+// Whether the scales of a chunk's two groups are read together.
+static constexpr bool TWO_SCALES = CHUNK == 256 && GROUP == 128 && SCALE != FP32;
+
 // A group's scale and zero point as they lie in memory: on their way while others are in use.
 struct Fetched {
-    uint32 scale;
+    uint32 scale;  // if TWO_SCALES, of both groups
     int zero;
 };
 
@@ -206,21 +242,23 @@ struct Group {
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
-// Of the row whose groups begin at `row`, in the run of K of that number.
-DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int run) {
-    const uint32 at = row + min(group_of(run), shape.groups - 1);
+// Of the row whose groups begin at `row`, in a chunk's run of K of that number; beyond the last group, where x is zero,
+// the last one's.
+DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int chunk, int run) {
+    const int group = TWO_SCALES ? chunk * 2 : group_of(chunk * RUNS + run);
+    const uint32 at = row + min(group, shape.groups - (TWO_SCALES ? 2 : 1));
     Fetched result;
-    result.scale = SCALE == FP32 ? ((const uint32 *)scale)[at] : ((const unsigned short *)scale)[at];
-    result.zero = ZERO ? zero[at] : 0;
+    if constexpr (SCALE == FP32) result.scale = ((const uint32 *)scale)[at];
+    else if constexpr (TWO_SCALES) result.scale = *(const uint32 *)((const unsigned short *)scale + at);
+    else result.scale = ((const unsigned short *)scale)[at];
+    result.zero = ZERO ? zero[TWO_SCALES ? at + run : at] : 0;
     return result;
 }
 
-// Beyond the last group x is zero, whatever the codes are.
-DEVICE Group group_from(const Fetched &from, const Shape &shape, int run) {
+DEVICE Group group_from(const Fetched &from, int run) {
     Group group;
-    const uint32 bits = from.scale;
+    const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
-    if (GROUP % CHUNK != 0 && group_of(run) >= shape.groups) group.scale = 0.0f;
     if constexpr (!ZERO) {
         group.offset = OFFSET;
     } else {
@@ -292,6 +330,9 @@ DEVICE void keep(T (&x)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) in_use(x[i]);
 }
 
+// Whether the thread's warpgroup has rows that the other block has, too.
+DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ? 0 : 3); }
+
 // A warp has read all it needs of a slot: says so to every block that writes to it, of a divided tile twice to its own.
 DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
@@ -338,15 +379,15 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            next[subtile][below][run] = fetched(scale, zero, shape, rows[subtile][below], chunk * RUNS + run);
+            next[subtile][below][run] = fetched(scale, zero, shape, rows[subtile][below], chunk, run);
         }
     }
 
-    MEMBER void take_fetched(int chunk) {
+    MEMBER void take_fetched() {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            group[subtile][below][run] = group_from(next[subtile][below][run], shape, chunk * RUNS + run);
+            group[subtile][below][run] = group_from(next[subtile][below][run], run);
         }
     }
 
@@ -365,26 +406,30 @@ struct Consumer {
                     bool divided) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
         const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
-        const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES), turn = threadIdx.x / 128 / (GROUPS / LANES);
+        const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES);
+        const int turns = shares(rank) ? 2 : LANES, turn = shares(rank) ? rank : threadIdx.x / 128 / (GROUPS / LANES);
         uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
         const Place place(lane % 4, shape);
         float pending[SUBTILES][2] = {};
         uint32 end = last;
-        in_use(codes), in_use(end);
+        uint32 operands = operand(base + CODE_BYTES);
+        in_use(codes), in_use(end), in_use(operands);
         begin(row);
         fetch(first + turn);
-        if constexpr (GROUP == 0) take_fetched(0);
+        if constexpr (GROUP == 0) take_fetched();
         int before = -1;
         const Ring after = ring.after(last - first);
         ring = ring.after(turn);
-        for (int chunk = first + turn; chunk < (int)end; chunk += LANES, ring.advance(LANES)) {
+        for (int chunk = first + turn; chunk < (int)end; chunk += turns, ring.advance(turns)) {
             if constexpr (GROUP > 0) {
-                take_fetched(chunk);
-                fetch(chunk + LANES);
+                take_fetched();
+                fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
-            const uint32 tokens = __shfl_sync(0xffffffff, operand(stage + CODE_BYTES), 0);  // known to be the warp's
+            // Known to be the warp's, and of 64 bits, to which one instruction adds: else each half is moved each time.
+            const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
+            const uint64 tokens = (uint64)OPERAND_HIGH << 32 | low;
             if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
@@ -407,7 +452,7 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     const int k = step_of(piece) + i;
-                    const uint32 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
+                    const uint64 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
                 product_commit();
@@ -554,15 +599,16 @@ struct Exchange {
 
     MEMBER Exchange(Shared &shared, void *parts, uint32 rank) : shared(shared), parts((Part *)parts), rank(rank) {}
 
-    // To all blocks that exchange: lane i of each warp to the i-th.
-    MEMBER void arrive(uint64 &barrier) const {
+    // At `gone` of all blocks that exchange: lane i of each warp at the i-th's.
+    MEMBER void leave() const {
         __syncwarp();
         const int lane = threadIdx.x % 32;
-        if (lane < PARTS) barrier_arrive_after(shared_address(&barrier), lane * BESIDES + rank % BESIDES);
+        if (lane < PARTS) barrier_arrive(shared_address(&shared.gone), lane * BESIDES + rank % BESIDES);
     }
 
-    // Each warp sends its sums to the blocks that finish them.
+    // Each warp sends its sums to the blocks that finish them, where they count for `come`.
     MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
+        if (threadIdx.x == 0) barrier_expect(shared_address(&shared.come), OWN * sizeof(Part));
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; ++subtile) {
@@ -574,11 +620,11 @@ struct Exchange {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float *from = &sums[subtile][j * 8 + i * 4];
-                    store_remote(shared_address(to + i * 32), block, make_float4(from[0], from[1], from[2], from[3]));
+                    const float4 four = make_float4(from[0], from[1], from[2], from[3]);
+                    ::send(shared_address(to + i * 32), block, four, shared_address(&shared.come));
                 }
             }
         }
-        arrive(shared.come);
     }
 
     // The block's squares, of the sums that all have sent, added in the order of K.
@@ -602,9 +648,36 @@ struct Exchange {
             unsigned char *box = (unsigned char *)parts[own][0];  // no longer needed
             finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
         }
-        arrive(shared.gone);
+        if (schedule.more()) leave();  // else nobody waits for it, and another block may be gone itself
     }
 };
+
+// Of the 64 rows that both blocks have, each finishes those of two warps: the sums of the others it sends to the other
+// block, and it adds what comes from there. Returns whether the warp has rows to finish.
+DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const uint32 come = shared_address(&shared.come), gone = shared_address(&shared.gone);
+    float4(*other)[1][2][32] = (float4(*)[1][2][32])shared.part[warp % 2 * (TOKENS / 16)];
+    if (warp / 2 != rank) {
+        barrier_wait(gone, parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; ++i) {
+            const float4 four = make_float4(sums[i * 4], sums[i * 4 + 1], sums[i * 4 + 2], sums[i * 4 + 3]);
+            send(shared_address(&other[i / 2][0][i % 2][lane]), rank ^ 1, four, come);
+        }
+        return false;
+    }
+    if (lane == 0) barrier_expect(come, SUMS * 128);
+    barrier_wait_after(come, parity);
+#pragma unroll
+    for (int i = 0; i < SUMS / 4; ++i) {
+        const float4 four = other[i / 2][0][i % 2][lane];
+        sums[i * 4] += four.x, sums[i * 4 + 1] += four.y, sums[i * 4 + 2] += four.z, sums[i * 4 + 3] += four.w;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(gone, rank ^ 1);
+    return true;
+}
 
 DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
                     uint32 rank) {
@@ -618,25 +691,25 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
         if constexpr (SOURCES > 1) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
-            barrier_wait_after(shared_address(&shared.gone), parity ^ 1);
+            barrier_wait(shared_address(&shared.gone), parity ^ 1);
             exchange.send(result);
             barrier_wait_after(shared_address(&shared.come), parity);
             exchange.finish_own(epilogue, shape, schedule);
         } else if (TAIL && schedule.divided) {  // the last tile: nobody reads the ring any more once all have come here
             const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
-            exchange.arrive(shared.gone);
-            barrier_wait_after(shared_address(&shared.gone), 0);
+            exchange.leave();
+            barrier_wait(shared_address(&shared.gone), 0);
             exchange.send(result);
             barrier_wait_after(shared_address(&shared.come), 0);
             exchange.finish_own(epilogue, shape, schedule);
-        } else {
+        } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
             finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
         }
     }
 }
 
-// Grid: a multiple of CLUSTER blocks. codes [n, bytes] by boxes of 128 x PITCH bytes, swizzled over as much; x [m, k] by
-// boxes of TOKENS / BESIDE x 64. scale and zero [n, groups]; bias [n], residual [m, n], token_scale [m] or null.
+// Grid: a multiple of CLUSTER blocks. codes [n, bytes] by boxes of BOX_ROWS x PITCH bytes, swizzled over as much; x [m, k]
+// by boxes of TOKENS / BESIDE x 64. scale and zero [n, groups]; bias [n], residual [m, n], token_scale [m] or null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,
@@ -652,24 +725,28 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
         }
-        for (uint64 *barrier : {&shared.come, &shared.gone})
-            barrier_init(shared_address(barrier), WARPS * (TAIL ? BESIDE : SPLIT));
+        barrier_init(shared_address(&shared.come), OVERLAP ? 2 : 1);
+        barrier_init(shared_address(&shared.gone), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);
     }
-    cluster_meet();
+    if (threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
+    __syncwarp();
+    cluster_come();
+    cluster_await();  // all barriers are there
     wait_for_previous();
-    let_next_start();
 
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<GROUPS == 2 ? 40 : 32>();
-        if (threadIdx.x == GROUPS * 128) produce(shared, codes, x, shape, rank);
-        __syncwarp();
+        if (threadIdx.x == GROUPS * 128) {
+            produce(shared, codes, x, shape, rank);
+            let_next_start();  // whose copies would delay these
+        }
     } else {
         take_registers<GROUPS == 2 ? 232 : 112>();
         consume(shared, epilogue, zero, shape, rank);
-        __syncwarp();
     }
-    // Others of the cluster may still write to this block's shared memory.
-    if constexpr (CLUSTER > 1) cluster_meet();
+    __syncwarp();
+    // Others of the cluster may still have to arrive at this block's barriers; the sums that they send, it has awaited.
+    if constexpr (BESIDE > 1) cluster_meet();
 }

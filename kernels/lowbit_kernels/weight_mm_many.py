@@ -32,11 +32,9 @@ class Plan(NamedTuple):
     """How a product is divided; the macros of ``weight_mm_many.cu`` and the number of clusters."""
 
     tokens: int  # of a tile
-    rows: int  # of the weight, of a block's tile
+    rows: int  # of the weight, of a block's tile; of 224 `PAIRED` tells
     groups: int  # warpgroups that multiply
-    beside: (
-        int  # blocks of a cluster, on rows beside each other, to which tokens are copied together
-    )
+    beside: int  # blocks of a cluster, on rows beside each other, that share copies of tokens
     split: int  # blocks of a cluster that share a tile's K
     rounded: bool  # scales are multiplied into the weights
     chunk: int  # of K, that is copied at a time
@@ -50,7 +48,8 @@ class Plan(NamedTuple):
     @property
     def divides(self) -> bool:
         """Whether blocks of a cluster share a tile in the last round, if at most half of the clusters have one."""
-        return self.beside == 2 and self.split * Tile(*self[:3]).lanes == 1
+        tile = Tile(*self[:3])
+        return self.beside == 2 and self.split * tile.lanes == 1 and not tile.overlaps
 
 
 class Tile(NamedTuple):
@@ -63,8 +62,15 @@ class Tile(NamedTuple):
         """Warpgroups that take turns at chunks of the same rows."""
         return max(self.groups * 64 // self.rows, 1)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether two blocks hold the same 64 rows."""
+        return self.rows % 64 > 0
+
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
+# Two blocks beside each other have 448 rows, and hold the middle 64 both: see `weight_mm_many.cu`.
+PAIRED = tuple(Tile(tokens, 224, 4) for tokens in (16, 32))
 BROAD = Tile(128, 128, 2)
 MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64)), BROAD, Tile(64, 256, 2))
 LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # one set of sums
@@ -87,18 +93,22 @@ def plan(
     multiples of 128. Registers don't hold the scales of smaller groups beside that many sums.
     """
     rounded = may_round and group_size > 0 and group_size % 128 == 0 and m >= 256
-    fitting = [t for t in (*SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
-    tiles = [(tile, False) for tile in fitting if not _spills(tile, group_size)]
+    # Of those that are estimated alike, for memory is slower, the first are a little faster.
+    tiles = []
     if rounded or (group_size == 0 and m > 64):
-        tiles += [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
+        tiles = [(tile, rounded) for tile in (BROAD, *LARGE) if tile.rows == 128 or not rounded]
+    fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
+    tiles += [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     candidates = [
         Plan(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in tiles
-        for chunk in [chunk_of(tile.tokens, bits, group_size)]
+        for chunk in [chunk_of(tile, bits, group_size, k)]
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
         if split == 1 or tile.tokens * tile.rows < 2**15
+        if beside == 1 or tile.lanes == 1
+        if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, bits, chunk)]
         if depth >= 2 * tile.lanes
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
@@ -123,35 +133,44 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
     """What a cluster needs from beginning to end, as an H200 was measured to: for each of its chunks the slowest of
-    unpacking and products, L2 cache (37 bytes a clock), memory (2,170 for all); and for the exchange of sums and
-    the results."""
+    unpacking and products (with two warpgroups, latency), L2 cache (44 bytes a clock), memory (2,110 for all); and
+    for the exchange of sums and the results."""
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
     codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
+    alone = plan.rows <= 64 * plan.groups  # a warpgroup's 64 rows, which hide less latency
+    unpacking = 165 + 3.4 * plan.tokens
+    if plan.groups == 2 and alone:
+        unpacking = max(300, 200 + 3.15 * plan.tokens)
+    if bits == 8 or plan.rounded:  # sums of groups are not scaled, as a rule
+        unpacking -= 35
+    part = plan.chunk / 128
+    products = max(unpacking * part + (110 if alone or bits == 8 else 55), 4.8 * plan.tokens * part)
     chunk = max(
-        30 + plan.rows / 64 * max(265 + 2.95 * plan.tokens, 4.5 * plan.tokens) * plan.chunk / 128,
-        (codes + tokens / plan.beside) / 37,
-        codes * plan.clusters * plan.cluster / 2170 / min(columns, BAND),
+        plan.rows / 64 * products,
+        (codes + tokens / plan.beside) / 44,
+        codes * plan.clusters * plan.cluster / 2110 / min(columns, BAND),
     )
-    sources = plan.split * Tile(*plan[:3]).lanes
-    end = 1900 + plan.rows * plan.tokens / 5000
-    if sources > 1:
-        end = 3600 + _fixed(*plan[:3], plan.split) / plan.groups / 8
+    end = 3500
+    if plan.split * Tile(*plan[:3]).lanes > 1:
+        end = 4730 + _fixed(*plan[:3], plan.split) // 12
     whole, left = divmod(tiles, plan.clusters)
     divided = plan.divides and left * 2 <= plan.clusters
     rounds = whole + (left > 0) * (0.6 if divided else 1.0)
-    if rounds > 1 and plan.beside == 1:
+    if rounds > 1 and columns > 1 and plan.beside == 1:
         rounds *= 1.03  # blocks that read the same tokens drift apart
     return rounds * (chunks * chunk + end)
 
 
-def chunk_of(tokens: int, bits: int, group_size: int) -> int:
+def chunk_of(tile: Tile, bits: int, group_size: int, k: int) -> int:
     """For few tokens rows of 128 bytes: the TMA takes nearly as long for rows of 64. For many, smaller stages, of which
-    more fit."""
-    if tokens == 256 and bits == 8:
+    more fit. Of a chunk's two groups the scales are read together, so there are evenly many in a row."""
+    if tile.tokens == 256 and bits == 8:
         return 64
-    return 256 if tokens <= 32 and bits == 4 and group_size % 128 == 0 else 128
+    paired = group_size % 128 == 0 and (group_size != 128 or -(-k // 128) % 2 == 0)
+    few = tile.tokens <= 32 or tile == (64, 128, 2)
+    return 256 if few and bits == 4 and paired else 128
 
 
 def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
@@ -161,14 +180,16 @@ def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: in
 
 
 def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
-    return rows * chunk * bits // 8 + tokens * chunk * 2
+    held = -(-rows // 64) * 64  # of 224 256, which overlap
+    return held * chunk * bits // 8 + tokens * chunk * 2
 
 
 def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
     """Bytes of shared memory beside the stages and their barriers."""
-    lanes = Tile(tokens, rows, groups).lanes
-    exchanged = tokens * rows * 4 * lanes + BOX if split * lanes > 1 else 1024 + 4 * groups * BOX
-    return exchanged + 16
+    tile = Tile(tokens, rows, groups)
+    if split * tile.lanes > 1:
+        return tokens * rows * 4 * tile.lanes + BOX + 16
+    return (tokens * 128 if tile.overlaps else 1024) + 4 * groups * BOX + 16
 
 
 def is_available(x: Tensor, codes: Tensor, scale: Tensor, *, bits: int, group_size: int) -> bool:
@@ -253,6 +274,8 @@ def _planned(
     """The product, divided as `plan` says; `group` 0: one scale a row."""
     (m, k), n = x.shape, codes.shape[0]
     x, scale = _readable(x), scale.contiguous()
+    if scale.data_ptr() % 16:
+        scale = scale.clone()  # from its beginning on two are read at a time
     optional = (zero_point, bias, residual, token_scale)
     others = [None if t is None else t.contiguous() for t in optional]
     address = [0 if t is None else t.data_ptr() for t in others]
@@ -272,7 +295,7 @@ def _planned(
                 n,
                 codes.shape[1],
                 pitch,
-                min(plan.rows, 128),
+                64 if plan.rows % 64 else min(plan.rows, 128),
                 plan.chunk * bits // 8,
             ),
             tensor_map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
@@ -341,18 +364,17 @@ def _multiply(tokens: int, dtype: torch.dtype) -> str:
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
     first = ", ".join(f"%{sums + i}" for i in range(4))
-    b, add, high = (f"%{sums + 4 + i}" for i in range(3))
+    b, add = (f"%{sums + 4 + i}" for i in range(2))
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     return f"""
 // sums = a * b, plus sums if `add`
-DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint32 b, int add) {{
+DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint64 b, int add) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\n.reg .b64 y;\\n"
+        "{{\\n.reg .pred p;\\n"
         "setp.ne.b32 p, {add}, 0;\\n"
-        "mov.b64 y, {{{b}, {high}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{names}}}, {{{first}}}, y, p, 1, 1, 0;\\n}}"
+        "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{names}}}, {{{first}}}, {b}, p, 1, 1, 0;\\n}}"
         : {operands}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(OPERAND_HIGH));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }}
 """
 

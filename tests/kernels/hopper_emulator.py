@@ -46,7 +46,7 @@ def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_many.cu"))
     half = "true" if dtype == torch.float16 else "false"
     multiply = f"""
-template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint32 *a, uint32 b, int add) {{
+template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint32 *a, uint64 b, int add) {{
     multiply_fragments<{half}>(sums, a, b, add);
 }}
 """

@@ -160,11 +160,7 @@ static inline void barrier_arrive(uint32 at) { barrier_arrive(at, blockIdx.x % e
 static inline void barrier_wait(uint32 at, uint32 parity) {
     while (emulation::block().barriers.at(at).phase == parity) emulation::yield();
 }
-static inline void barrier_arrive_after(uint32 at, uint32 rank) { barrier_arrive(at, rank); }
 static inline void barrier_wait_after(uint32 at, uint32 parity) { barrier_wait(at, parity); }
-static inline void store_remote(uint32 address, uint32 rank, float4 x) {
-    memcpy(emulation::block(rank).memory + address, &x, 16);
-}
 static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
 static inline void cluster_meet() { emulation::meet(1, emulation::threads * emulation::cluster); }
 static inline void cluster_come() { emulation::come(1); }
@@ -376,6 +372,7 @@ static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
 // ---- products of warpgroups --------------------------------------------------------------------------------------------
 
 static inline uint32 operand(uint32 address) { return (address >> 4 & 0x3fff) | 1 << 16; }
+static constexpr uint32 OPERAND_HIGH = 0;
 static inline void product_fence() {}
 static inline void product_commit() {}
 static inline void in_use(float &) {}

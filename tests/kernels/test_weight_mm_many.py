@@ -172,7 +172,7 @@ def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = Fal
 EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
-    (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1100, 4, 128),
+    (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1200, 4, 128),
     (planned(32, 64, 4, 1, 1, 1)._replace(chunk=256, stages=5), 20, 60, 600, 4, 0),
     (planned(32, 64, 4, 1, 2, 2)._replace(stages=5), 20, 100, 1100, 4, 128),
     (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
@@ -182,6 +182,9 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
     (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile divided
     (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
+    (planned(16, 224, 4, 2, 1, 1), 20, 700, 600, 4, 128),  # rows of two blocks, more than one tile
+    (planned(32, 224, 4, 2, 1, 2)._replace(chunk=256), 40, 1111, 900, 4, 64),
+    (planned(64, 224, 4, 2, 1, 1), 70, 430, 100, 8, 32),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
     (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
     (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
@@ -199,7 +202,7 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("chosen", "m", "n", "k", "bits", "group", "dtype"),
-    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:9]],
+    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:13]],
     ids=str,
 )
 def test_emulated(
@@ -245,7 +248,7 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
 
 def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
     beside, split, clusters = rest
-    chunk = chunk_of(tokens, 4, group)
+    chunk = chunk_of(weight_mm_many.Tile(tokens, rows, groups), 4, group, 2048)
     depth = stages(tokens, rows, groups, split, 4, chunk)
     return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
@@ -255,6 +258,7 @@ def forced() -> list[tuple[int, Plan]]:
     found = []
     for tile, groups in [
         *((t, (0, 32, 64, 128)) for t in weight_mm_many.SMALL),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_many.PAIRED),
         *((t, (0, 32, 64, 128)) for t in weight_mm_many.MIDDLE),
         *((t, (0,)) for t in weight_mm_many.LARGE),
     ]:
@@ -268,7 +272,8 @@ def forced() -> list[tuple[int, Plan]]:
         ):
             for group in groups:
                 chosen = planned_deep(*tile, beside, split, clusters, group=group)
-                if chosen.stages > tile.lanes and split <= tile.rows // 16:
+                paired = not tile.overlaps or (beside, split) == (2, 1)
+                if chosen.stages > tile.lanes and split <= tile.rows // 16 and paired:
                     found.append((group, chosen))
     return found
 
@@ -302,6 +307,13 @@ def test_strided_operands() -> None:
     wide = torch.randn(100, 1031, device="cuda").to(BF16)
     for first in (0, 1, 7):
         operands.x = wide[:, first : first + 1024]
+        operands.check()
+    between = torch.zeros(operands.scale.numel() + 1, dtype=BF16, device="cuda")[1:]
+    operands.scale = between.view_as(operands.scale).copy_(
+        operands.scale
+    )  # not from a multiple of 4 bytes on
+    for m in (16, 100):
+        operands.x = torch.randn(m, 1024, device="cuda").to(BF16)
         operands.check()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import BAND, SHARED_LIMIT, Plan, plan, stages
+from lowbit_kernels.weight_mm_many import BAND, SHARED_LIMIT, Plan, Tile, plan, stages
 
 
 def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
@@ -33,7 +33,17 @@ def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
                 beside, part, parts = more % 2, rank, 2
             row = (within // width * plan.beside + beside) * plan.rows
             share = (chunks * part // parts, chunks * (part + 1) // parts)
-            found.append((row, (above + within % width) * plan.tokens, *share))
+            token = (above + within % width) * plan.tokens
+            if not Tile(*plan[:3]).overlaps:
+                found.append((row, token, *share))
+                continue
+            first = (
+                row - 32 * beside
+            )  # of 256, by 64; the pair's middle 64 are both blocks', chunk by chunk in turns
+            shared = first + 192 * (1 - beside)
+            own = [r for r in range(first, first + 256, 64) if r != shared]
+            found += [(r, token, *share) for r in own]
+            found += [(shared, token, c, c + 1) for c in range(beside, chunks, 2)]
     return found
 
 
@@ -45,7 +55,7 @@ SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
 def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
     k = 32 * k32
     chosen = plan(m, n, k, bits, group, 132, may_round)
-    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 256)
+    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 224, 256)
     assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
     assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
     assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
@@ -59,9 +69,10 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> 
     for row, token, first, last in work(chosen, m, n, k):
         assert first < last or k <= chosen.chunk, "no block is idle"
         parts.setdefault((row, token), []).append((first, last))
-    covered = {(r, t) for r in range(0, n, chosen.rows) for t in range(0, m, chosen.tokens)}
+    height = 64 if chosen.rows == 224 else chosen.rows
+    covered = {(r, t) for r in range(0, n, height) for t in range(0, m, chosen.tokens)}
     assert covered <= set(parts)
-    for shares in parts.values():
+    for shares in map(sorted, parts.values()):
         assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
 
@@ -70,6 +81,8 @@ def test_plan_of_the_shapes_that_matter() -> None:
     assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
     assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
     assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
-    for m in (16, 32, 64):  # as many blocks as the GPU holds, but for four
+    for m in (16, 32):  # as many blocks as the GPU holds, but for four
         small = plan(m, 4096, 4096, 4, 128, 132)
         assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
+        large = plan(m, 28672, 8192, 4, 128, 132)
+        assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64
