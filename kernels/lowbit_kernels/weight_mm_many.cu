@@ -242,8 +242,7 @@ struct Group {
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
-// Of the row whose groups begin at `row`, in a chunk's run of K of that number; beyond the last group, where x is zero,
-// the last one's.
+// Of the row whose groups begin at `row`, in a chunk's run of K of that number.
 DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int chunk, int run) {
     const int group = TWO_SCALES ? chunk * 2 : group_of(chunk * RUNS + run);
     const uint32 at = row + min(group, shape.groups - (TWO_SCALES ? 2 : 1));
@@ -255,10 +254,12 @@ DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &
     return result;
 }
 
-DEVICE Group group_from(const Fetched &from, int run) {
+// Beyond the last group x is zero, whatever the codes are, and so is the scale.
+DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int run) {
     Group group;
     const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
+    if (GROUP % CHUNK != 0 && !TWO_SCALES && group_of(chunk * RUNS + run) >= shape.groups) group.scale = 0.0f;
     if constexpr (!ZERO) {
         group.offset = OFFSET;
     } else {
@@ -383,11 +384,11 @@ struct Consumer {
         }
     }
 
-    MEMBER void take_fetched() {
+    MEMBER void take_fetched(int chunk) {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            group[subtile][below][run] = group_from(next[subtile][below][run], run);
+            group[subtile][below][run] = group_from(next[subtile][below][run], shape, chunk, run);
         }
     }
 
@@ -416,13 +417,13 @@ struct Consumer {
         in_use(codes), in_use(end), in_use(operands);
         begin(row);
         fetch(first + turn);
-        if constexpr (GROUP == 0) take_fetched();
+        if constexpr (GROUP == 0) take_fetched(0);
         int before = -1;
         const Ring after = ring.after(last - first);
         ring = ring.after(turn);
         for (int chunk = first + turn; chunk < (int)end; chunk += turns, ring.advance(turns)) {
             if constexpr (GROUP > 0) {
-                take_fetched();
+                take_fetched(chunk);
                 fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);

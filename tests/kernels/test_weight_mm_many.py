@@ -219,6 +219,17 @@ def test_emulated(
         operands.more().check(chosen, 1.3 if chosen.rounded else 1.0)
 
 
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+def test_the_last_groups_scale_may_be_infinite() -> None:
+    """A chunk may go on beyond it, where x is zero."""
+    with hopper_emulator.emulated():
+        operands = Operands(10, 129, 352, 4, 32, dtype=FP16, device="cpu")
+        operands.scale[5, -1], operands.codes[5], operands.x = float("inf"), 0xCC, operands.x.abs()
+        out = operands.product(planned(16, 128, 4, 1, 1, 2))
+    assert torch.equal(out[:, 5].double(), operands.exact()[:, 5])
+    assert out.isfinite().sum() == 10 * 128
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 17, 31, 32, 64, 100, 128, 255, 256, 257, 1000])
 @pytest.mark.parametrize("bits", [4, 8])
