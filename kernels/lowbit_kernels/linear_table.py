@@ -14,11 +14,11 @@ Regime = Literal["few", "many", "dequantize", "triton"]
 
 # bits, group (0: one a row), N, K: pairs of the most tokens and the regime up to there; beyond the last: "dequantize".
 REGIMES: dict[tuple[int, int, int, int], tuple[tuple[int, Regime], ...]] = {
-    (4, 128, 4096, 4096): ((16, "few"), (4096, "many")),
+    (4, 128, 4096, 4096): ((8, "few"), (4096, "many")),
     (4, 128, 14336, 4096): ((16, "few"), (4096, "many")),
     (4, 128, 4096, 14336): ((8, "few"), (4096, "many")),
     (4, 128, 28672, 8192): ((16, "few"), (4096, "many")),
-    (4, 128, 1024, 4096): ((16, "few"), (4096, "many")),
+    (4, 128, 1024, 4096): ((8, "few"), (4096, "many")),
     (8, 0, 4096, 4096): ((16, "few"), (4096, "many")),
     (8, 0, 14336, 4096): ((16, "few"), (4096, "many")),
     (8, 0, 4096, 14336): ((8, "few"), (4096, "many")),
