@@ -167,9 +167,10 @@ def test_measures_on_the_gpu() -> None:
     )
     bandwidth = copy_bandwidth(repeats=5)
     for graph in (True, False):
-        timing = measure(Candidate(add.name, add.run, add.arguments, add.moved_bytes, graph), 5)
-        # other tests may keep the GPU busy meanwhile; another unit would be off by a factor of 1,000
-        assert 0.5 < timing.median / (add.moved_bytes / bandwidth) < 100
+        candidate = Candidate(add.name, add.run, add.arguments, add.moved_bytes, graph)
+        # the best of some, since other tests may keep the GPU busy meanwhile
+        best = min(measure(candidate, 5).median for _ in range(5))
+        assert 0.5 < best / (add.moved_bytes / bandwidth) < 5
 
 
 @pytest.mark.gpu

@@ -61,7 +61,8 @@ static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)) && (BO
 // What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
 struct Shared {
     uint64 full[MAX_STAGES], empty[MAX_STAGES];
-    uint64 copied, arrived[MAX_BOXES];  // x is in shared memory; the x of a box is
+    uint64 copied;               // x is in shared memory
+    uint64 arrived[MAX_BOXES];   // a box of x is
     uint64 loaded;               // the warps have x in registers
     uint64 received;             // sums of all blocks are here
     uint64 summed[2], added[2];  // the warps' sums are there; they have been read
@@ -75,7 +76,8 @@ struct Problem {
     const float *token_scale;
     unsigned short *out;
     long long x_stride;  // in elements
-    int m, n, k, chunks, groups, pitch, stages, apart;  // pitch: of a part's rows, in bytes
+    int m, n, k, chunks, groups;
+    int pitch, stages, apart;  // bytes of a part's row; in the ring; of these, those beside the boxes of x
 
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
     MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // of a tile; a multiple of 16

@@ -32,9 +32,7 @@ CHUNK = 128  # of them, at 4 bits
 BOX_BYTES = 2048  # of a row, at most, that one copy brings
 X_BYTES = 1024  # of a token's x, at most, that one copy brings
 SHARED_LIMIT = 227 * 1024
-ON_THEIR_WAY = (
-    112 * 1024
-)  # bytes of a block's tiles; with more, they get there later and not in order
+ON_THEIR_WAY = 112 * 1024  # bytes of a block's tiles; more get there later, and not in order
 KEPT_LIMIT = 32 * 1024  # of shared memory, for sums that wait for those of other blocks
 X_REGISTERS = 64  # of a thread, for the x that it keeps
 

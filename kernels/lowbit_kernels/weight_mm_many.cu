@@ -12,7 +12,7 @@
 //   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE); 0: into the
 //                      sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
-//   ROWS               of the weight, of a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1
+//   ROWS               of the weight, of a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1 and at most 32 TOKENS
 //   GROUPS             warpgroups that multiply: 2 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on rows beside each other, which load half of the tokens each for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
@@ -35,11 +35,15 @@ static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
 // Of 28,672 rows 112 tiles of 256 leave 20 of 132 multiprocessors idle, 128 of 224 but 4. Two blocks beside each other
-// then hold 256 rows each of 448: both the middle 64, of which one multiplies the even chunks, the other the odd ones.
+// then hold 256 rows each of 448: both the middle 64, of which they multiply every other chunk.
 static constexpr bool OVERLAP = ROWS == 224;
 static constexpr int HELD = OVERLAP ? 256 : ROWS;             // rows of a stage
 static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warpgroups that take turns at a tile's chunks
-static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1), "");
+static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1 && TOKENS <= 32), "");
+// Turns go by slots of the ring, of each of which a warpgroup sees all phases or none: else it could take one that is
+// over for the next, which it waits for.
+static constexpr int TURNS = OVERLAP ? 2 : LANES;
+static_assert(STAGES % TURNS == 0, "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of sums of a tile
 static constexpr int WARPS = 4 * GROUPS;                      // that multiply
@@ -50,7 +54,7 @@ static constexpr int BOXES = CHUNK / 64;                     // of tokens, of 12
 static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
 static constexpr int FETCHED = 32 * 1024;                    // bytes of scales at most that are asked for early
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
-static_assert(STAGES > LANES, "a warpgroup leaves a chunk's stage when it has begun with its next one");
+static_assert(STAGES > TURNS, "a warpgroup leaves a chunk's stage when it has begun with its next one");
 static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
 static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // sums of a group are scaled and added to others
 static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K, in one group
@@ -72,9 +76,8 @@ static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe48
                                                : 0xc000c000;
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, as a warp has them
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
+static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares of which the other block has a part of the sum
 static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
-
-static constexpr int MERGED = OVERLAP ? TOKENS / 8 : 1;         // squares of which the other block has sums, of two warps
 
 // Whether tiles of the last round, where there are few, may be divided among the blocks beside each other.
 static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
@@ -136,9 +139,9 @@ struct Schedule {
 
     MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
 
-    // Whether of this chunk the block's 64 rows from `below` on are left to the other block.
-    MEMBER bool leaves(int below, int chunk) const {
-        return OVERLAP && below == (rank ? 0 : 192) && chunk % 2 != rank;
+    // Whether of the chunk in this slot the block's 64 rows from `below` on are left to the other block.
+    MEMBER bool leaves(int below, int slot) const {
+        return OVERLAP && below == (rank ? 0 : 192) && slot % 2 != rank;
     }
 };
 
@@ -161,7 +164,7 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
     if (!schedule.take()) return;
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
-        if (!schedule.leaves(i, schedule.first)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
+        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
     const long long row = shape.groups * (SCALE == FP32 ? 4ll : 2ll);
     const char *from = (const char *)epilogue.scale + schedule.row * row;
     const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
@@ -176,13 +179,13 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
         for (int chunk = schedule.first; chunk < schedule.last; ++chunk, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-            const bool less = OVERLAP && chunk % 2 != rank;
+            const bool less = OVERLAP && ring.slot % 2 != rank;
             barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0));
             if (less)  // in place of the four warps of these rows, at both blocks
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += BOX_ROWS)
-                if (!schedule.leaves(i, chunk)) load_box(codes, chunk * PITCH, schedule.row + i, to + i * PITCH, full);
+                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row + i, to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
@@ -409,6 +412,7 @@ struct Consumer {
         const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES);
         const int turns = shares(rank) ? 2 : LANES, turn = shares(rank) ? rank : threadIdx.x / 128 / (GROUPS / LANES);
+        const int others = (turn - ring.slot) & (turns - 1);  // chunks before its first one
         uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
         const Place place(lane % 4, shape);
         float pending[SUBTILES][2] = {};
@@ -416,12 +420,12 @@ struct Consumer {
         uint32 operands = operand(base + CODE_BYTES);
         in_use(codes), in_use(end), in_use(operands);
         begin(row);
-        fetch(first + turn);
+        fetch(first + others);
         if constexpr (GROUP == 0) take_fetched(0);
         int before = -1;
         const Ring after = ring.after(last - first);
-        ring = ring.after(turn);
-        for (int chunk = first + turn; chunk < (int)end; chunk += turns, ring.advance(turns)) {
+        ring = ring.after(others);
+        for (int chunk = first + others; chunk < (int)end; chunk += turns, ring.advance(turns)) {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
                 fetch(chunk + turns);
@@ -607,9 +611,9 @@ struct Exchange {
         if (lane < PARTS) barrier_arrive(shared_address(&shared.gone), lane * BESIDES + rank % BESIDES);
     }
 
-    // Each warp sends its sums to the blocks that finish them, where they count for `come`.
+    // Each warp sends its sums to the blocks that finish them, where they count for `come`; or keeps them here.
     MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
-        if (threadIdx.x == 0) barrier_expect(shared_address(&shared.come), OWN * sizeof(Part));
+        if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(shared_address(&shared.come), OWN * sizeof(Part));
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; ++subtile) {
@@ -622,7 +626,8 @@ struct Exchange {
                 for (int i = 0; i < 2; ++i) {
                     const float *from = &sums[subtile][j * 8 + i * 4];
                     const float4 four = make_float4(from[0], from[1], from[2], from[3]);
-                    ::send(shared_address(to + i * 32), block, four, shared_address(&shared.come));
+                    if constexpr (CLUSTER == 1) to[i * 32] = four;
+                    else ::send(shared_address(to + i * 32), block, four, shared_address(&shared.come));
                 }
             }
         }
@@ -649,7 +654,7 @@ struct Exchange {
             unsigned char *box = (unsigned char *)parts[own][0];  // no longer needed
             finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
         }
-        if (schedule.more()) leave();  // else nobody waits for it, and another block may be gone itself
+        if (CLUSTER > 1 && schedule.more()) leave();  // else nobody waits for it, and another block may be gone itself
     }
 };
 
@@ -692,9 +697,11 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
         if constexpr (SOURCES > 1) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
-            barrier_wait(shared_address(&shared.gone), parity ^ 1);
+            if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
+            else barrier_wait(shared_address(&shared.gone), parity ^ 1);
             exchange.send(result);
-            barrier_wait_after(shared_address(&shared.come), parity);
+            if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
+            else barrier_wait_after(shared_address(&shared.come), parity);
             exchange.finish_own(epilogue, shape, schedule);
         } else if (TAIL && schedule.divided) {  // the last tile: nobody reads the ring any more once all have come here
             const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);

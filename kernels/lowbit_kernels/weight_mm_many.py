@@ -64,8 +64,12 @@ class Tile(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether two blocks hold the same 64 rows."""
+        """Whether two blocks hold the same 64 rows, at whose chunks they take turns."""
         return self.rows % 64 > 0
+
+    @property
+    def turns(self) -> int:
+        return 2 if self.overlaps else self.lanes
 
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
@@ -111,7 +115,7 @@ def plan(
         if beside == 1 or tile.lanes == 1
         if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, bits, chunk)]
-        if depth >= 2 * tile.lanes
+        if depth >= 2 * tile.turns
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
@@ -175,9 +179,10 @@ def chunk_of(tile: Tile, bits: int, group_size: int, k: int) -> int:
 
 
 def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
-    """Chunks that fit into shared memory."""
+    """Chunks that fit into shared memory, evenly many for each turn."""
     fixed = _fixed(tokens, rows, groups, split) + 16 * MAX_STAGES
-    return min((SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
+    most = min((SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
+    return most - most % Tile(tokens, rows, groups).turns
 
 
 def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
@@ -288,16 +293,10 @@ def _planned(
         macros = (*dtypes, zero_point is not None, group, plan[:8])
         product = _kernel(*macros, torch.cuda.current_device())
         pitch = codes.stride(0) if n > 1 else codes.shape[1]
-        share = plan.tokens // plan.beside
+        share, height = plan.tokens // plan.beside, 64 if plan.rows % 64 else min(plan.rows, 128)
         maps = (
             tensor_map(
-                codes.data_ptr(),
-                1,
-                n,
-                codes.shape[1],
-                pitch,
-                64 if plan.rows % 64 else min(plan.rows, 128),
-                plan.chunk * bits // 8,
+                codes.data_ptr(), 1, n, codes.shape[1], pitch, height, plan.chunk * bits // 8
             ),
             tensor_map(x.data_ptr(), 2, m, k, x.stride(0) if m > 1 else -(-k // 8) * 8, share, 64),
         )

@@ -1,7 +1,8 @@
 // Runs kernels written with hopper.cuh on a CPU, for tests: all threads of all blocks as fibers, which switch where they
-// wait. It stands in for ptx.cuh and hopper.cuh. Loads and products are done where they are issued, stores by the TMA as
-// late as they may be: what it shows is the arithmetic of indices, swizzles, fragments and barriers, and shared memory
-// written to before it is stored, not other races of what a GPU does meanwhile.
+// wait. It stands in for ptx.cuh and hopper.cuh. Products are done where they are issued, and loads too unless
+// EMULATED_DELAY=LATEST,SEED is set, by which they come in any order, one in 16 up to LATEST rounds of all fibers late;
+// stores by the TMA come as late as they may. So what it shows is the arithmetic of indices, swizzles, fragments and
+// barriers, shared memory written to before it is stored, and, where they are late, read before it is loaded.
 
 #include <math.h>
 #include <stdint.h>
@@ -72,6 +73,34 @@ static std::vector<Block> blocks;
 static ucontext_t scheduler;
 static unsigned int current, threads, cluster;
 static std::function<void()> body;
+struct Load {
+    long due;
+    std::function<void()> copy;
+};
+static std::vector<Load> loads;  // under way
+static long now, latest;
+static uint64 chance;
+
+static uint32 draw() {
+    chance = chance * 6364136223846793005ull + 1442695040888963407ull;
+    return chance >> 33;
+}
+static void load(std::function<void()> copy) {
+    if (latest == 0) return copy();
+    const long delay = draw() % 16 == 0 ? draw() % latest : draw() % 8;
+    loads.push_back({now + delay, copy});
+}
+static void finish_loads() {
+    for (size_t i = 0; i < loads.size();) {
+        if (loads[i].due > now) {
+            ++i;
+            continue;
+        }
+        const auto copy = loads[i].copy;
+        loads.erase(loads.begin() + i);
+        copy();
+    }
+}
 
 static void fail(const char *why) { fprintf(stderr, "%s\n", why), exit(3); }
 static Block &block(uint32 rank) { return blocks[blockIdx.x / cluster * cluster + rank]; }
@@ -120,10 +149,14 @@ static void launch(unsigned int grid, unsigned int block_threads, unsigned int c
         fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, enter, 0);
     }
-    long rounds = 0;
+    const char *delay = getenv("EMULATED_DELAY");
+    latest = chance = now = 0;
+    if (delay && sscanf(delay, "%ld,%llu", &latest, &chance) != 2) fail("EMULATED_DELAY is not LATEST,SEED");
+    loads.clear();
     for (bool running = true; running;) {
         running = false;
-        if (++rounds > 1000000) fail("the kernel hangs");
+        finish_loads();
+        if (++now > 1000000) fail("the kernel hangs");
         for (current = 0; current < fibers.size(); ++current) {
             if (fibers[current].done) continue;
             running = true;
@@ -166,10 +199,12 @@ static inline void cluster_meet() { emulation::meet(1, emulation::threads * emul
 static inline void cluster_come() { emulation::come(1); }
 static inline void cluster_await() { emulation::await(1, emulation::threads * emulation::cluster); }
 static inline void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
-    memcpy(emulation::block(rank).memory + address, &x, 16);
-    emulation::Barrier &b = emulation::block(rank).barriers.at(barrier);
-    b.bytes -= 16;
-    finish_phase(b);
+    emulation::load([=, &own = emulation::block(rank)] {
+        memcpy(own.memory + address, &x, 16);
+        emulation::Barrier &b = own.barriers.at(barrier);
+        b.bytes -= 16;
+        finish_phase(b);
+    });
 }
 static inline void come(int id, int threads) {
     emulation::Meeting &own = emulation::block().meetings[id];
@@ -218,10 +253,12 @@ static inline void prefetch(const void *from, uint32 bytes) { check_bulk(from, b
 static inline void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
     check_bulk(from, bytes);
     if (to % 16) emulation::fail("no such copy");
-    memcpy(emulation::memory() + to, from, bytes);
-    emulation::Barrier &b = emulation::block().barriers.at(barrier);
-    b.bytes -= bytes;
-    finish_phase(b);
+    emulation::load([=, &own = emulation::block()] {
+        memcpy(own.memory + to, from, bytes);
+        emulation::Barrier &b = own.barriers.at(barrier);
+        b.bytes -= bytes;
+        finish_phase(b);
+    });
 }
 
 // The swizzle of 64 (128) bytes: bits 4 and 5 (to 6) of an address are or-ed exclusively with bits 7 and 8 (to 9).
@@ -231,14 +268,17 @@ static inline void fill(const TensorMap &map, int x, int y, uint32 to, emulation
     const int width = map.width * map.size;
     if (map.plain ? width % 16 || to % 128 : (width != 64 && width != 128) || to % (8 * width))
         emulation::fail("no such box");
-    for (int i = 0; i < map.box * width; ++i) {
-        const long row = y + i / width, byte = (long)x * map.size + i % width;
-        const bool inside = row < map.rows && byte < map.columns * map.size;
-        block.memory[map.plain ? to + i : swizzled(to + i, width)] = inside ? map.base[row * map.stride * map.size + byte] : 0;
-    }
-    emulation::Barrier &b = block.barriers.at(barrier);
-    b.bytes -= (long)map.box * width;
-    finish_phase(b);
+    emulation::load([=, &block] {
+        for (int i = 0; i < map.box * width; ++i) {
+            const long row = y + i / width, byte = (long)x * map.size + i % width;
+            const bool inside = row < map.rows && byte < map.columns * map.size;
+            block.memory[map.plain ? to + i : swizzled(to + i, width)] =
+                inside ? map.base[row * map.stride * map.size + byte] : 0;
+        }
+        emulation::Barrier &b = block.barriers.at(barrier);
+        b.bytes -= (long)map.box * width;
+        finish_phase(b);
+    });
 }
 static inline void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier) {
     fill(map, x, y, to, emulation::block(), barrier);

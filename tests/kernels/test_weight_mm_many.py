@@ -166,15 +166,16 @@ class Operands:
 
 def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
     beside, split, clusters = rest
-    return Plan(tokens, rows, groups, beside, split, rounded, 128, 3, clusters)
+    depth = max(3, 2 * weight_mm_many.Tile(tokens, rows, groups).turns)
+    return Plan(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
 EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
     (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1200, 4, 128),
-    (planned(32, 64, 4, 1, 1, 1)._replace(chunk=256, stages=5), 20, 60, 600, 4, 0),
-    (planned(32, 64, 4, 1, 2, 2)._replace(stages=5), 20, 100, 1100, 4, 128),
+    (planned(32, 64, 4, 1, 1, 1)._replace(chunk=256), 20, 60, 600, 4, 0),
+    (planned(32, 64, 4, 1, 2, 2), 20, 100, 1100, 4, 128),
     (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
     (planned(16, 128, 2, 1, 8, 1), 17, 17, 1100, 8, 0),
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
@@ -184,7 +185,7 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
     (planned(16, 224, 4, 2, 1, 1), 20, 700, 600, 4, 128),  # rows of two blocks, more than one tile
     (planned(32, 224, 4, 2, 1, 2)._replace(chunk=256), 40, 1111, 900, 4, 64),
-    (planned(64, 224, 4, 2, 1, 1), 70, 430, 100, 8, 32),
+    (planned(32, 224, 4, 2, 1, 1), 40, 430, 100, 8, 32),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
     (planned(128, 128, 2, 2, 2, 1), 100, 100, 300, 4, 128),
     (planned(256, 128, 2, 1, 1, 1, rounded=True), 100, 104, 200, 4, 128),
@@ -217,6 +218,28 @@ def test_emulated(
         if chosen.rounded:  # written in another way
             operands.check(chosen, factor=1.3)
         operands.more().check(chosen, 1.3 if chosen.rounded else 1.0)
+
+
+LATE = [  # rings that several warpgroups share, of which more chunks pass than it has slots, evenly many and not
+    (weight_mm_many.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1), 448, 1792, 8, 0),
+    (weight_mm_many.plan(16, 28672, 8192, 4, 128, 132)._replace(clusters=1), 448, 3584, 4, 128),
+    (planned(16, 224, 4, 2, 1, 1), 900, 640, 4, 128),
+    (planned(16, 128, 4, 1, 1, 1), 300, 640, 4, 128),
+    (planned(32, 64, 4, 1, 1, 1), 150, 1400, 4, 64),
+    (planned(16, 128, 4, 1, 2, 1), 260, 1400, 8, 0),
+    (planned(32, 128, 2, 2, 1, 2), 620, 900, 4, 128),
+]
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(("chosen", "n", "k", "bits", "group"), LATE, ids=str)
+def test_copies_may_come_late(
+    chosen: Plan, n: int, k: int, bits: int, group: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_DELAY", f"400,{seed}")
+    with hopper_emulator.emulated():
+        Operands(16, n, k, bits, group, dtype=FP16, device="cpu").check(chosen)
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -284,7 +307,7 @@ def forced() -> list[tuple[int, Plan]]:
             for group in groups:
                 chosen = planned_deep(*tile, beside, split, clusters, group=group)
                 paired = not tile.overlaps or (beside, split) == (2, 1)
-                if chosen.stages > tile.lanes and split <= tile.rows // 16 and paired:
+                if chosen.stages > tile.turns and split <= tile.rows // 16 and paired:
                     found.append((group, chosen))
     return found
 

@@ -37,32 +37,38 @@ def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
             if not Tile(*plan[:3]).overlaps:
                 found.append((row, token, *share))
                 continue
-            first = (
-                row - 32 * beside
-            )  # of 256, by 64; the pair's middle 64 are both blocks', chunk by chunk in turns
-            shared = first + 192 * (1 - beside)
-            own = [r for r in range(first, first + 256, 64) if r != shared]
-            found += [(r, token, *share) for r in own]
+            first = row - 32 * beside  # of 256
+            shared = first + 192 * (1 - beside)  # of the pair, which take turns at its chunks
+            alone = [r for r in range(first, first + 256, 64) if r != shared]
+            found += [(r, token, *share) for r in alone]
             found += [(shared, token, c, c + 1) for c in range(beside, chunks, 2)]
     return found
 
 
-SHAPES = (st.integers(1, 3000), st.integers(1, 9000), st.integers(1, 400))
+SHAPES = (st.integers(1, 3000), st.integers(1, 40000), st.integers(1, 400))
 
 
 @settings(max_examples=200)
-@given(*SHAPES, st.sampled_from([4, 8]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans())
-def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, may_round) -> None:
+@given(
+    *SHAPES,
+    st.sampled_from([4, 8]),
+    st.sampled_from([0, 32, 64, 96, 128, 160, 256]),
+    st.sampled_from([16, 78, 114, 132]),
+    st.booleans(),
+)
+def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, processors, may_round) -> None:
     k = 32 * k32
-    chosen = plan(m, n, k, bits, group, 132, may_round)
+    chosen = plan(m, n, k, bits, group, processors, may_round)
     assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 224, 256)
-    assert 1 <= chosen.clusters * chosen.cluster <= 132 and chosen.cluster <= 8
+    assert 1 <= chosen.clusters * chosen.cluster <= processors and chosen.cluster <= 8
     assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
     assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
     summed_twice = group > 0 and not chosen.rounded
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
     assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
     assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
+    turns = weight_mm_many.Tile(*chosen[:3]).turns
+    assert chosen.stages % turns == 0 and chosen.stages > turns
     stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
     assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
