@@ -49,7 +49,7 @@ def test_only_float16_holds_float8() -> None:
     ("chosen", "m", "n", "k"),
     [
         (planned(16, 128, 4, 1, 2, 1), 20, 200, 608),
-        (planned(32, 64, 4, 1, 1, 2)._replace(stages=5), 30, 100, 1056),
+        (planned(32, 64, 4, 1, 1, 2), 30, 100, 1056),
         (planned(64, 128, 2, 2, 1, 1), 40, 300, 160),
     ],
     ids=str,
