@@ -5,7 +5,8 @@
 does; it is never saved. Changing the codes or scales in place packs anew: torch's version counter says so. ``.data``
 hides it, as it does from autograd, and so does the inside of a ``__torch_dispatch__``, where views have counters of
 their own: who writes there calls `forget`.
-``aten::_weight_int8pack_mm`` reads the codes as they are.
+``aten::_weight_int8pack_mm`` reads the codes as they are; it crashes on memory that isn't aligned, as in a file that is
+mapped, of which an aligned copy is kept in the same way.
 
 Both sum exact products in float32 and round once. They take scales of x's dtype only, so that other scales, and zero
 points, which are rounded to it, go without them. Measured on one core of an EPYC with AVX-512 (bfloat16, 4096 x 4096,
@@ -24,6 +25,7 @@ for one and 17 and 9 for eight. So they serve bfloat16 only, up to the numbers o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,9 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 MOST_TOKENS = {4: 32, 8: 16}
 GROUPS = (256, 128, 64, 32)  # that the int4 kernel takes
+ALIGNED = 64  # bytes: a vector of AVX-512
 
-# Where codes and scale lie: their versions, the packed weight, its scales and zeros.
-_packed: dict[tuple, tuple[tuple[int, int], Tensor, Tensor]] = {}
+# Where codes (and scale) lie: their versions, and the packed weight, its scales and zeros; or the aligned codes.
+_packed: dict[tuple, tuple[tuple[int, ...], tuple[Tensor, ...]]] = {}
 
 
 def takes(
@@ -57,9 +60,9 @@ def takes(
         and k % 32 == 0  # _weight_int8pack_mm crashes on some others
         and codes.is_contiguous()
     )
-    if not fits or bits == 8:
-        return fits and groups == 1
     hidden = codes.is_inference() or scale.is_inference()  # nothing tells when they change
+    if not fits or bits == 8:
+        return fits and groups == 1 and (_is_aligned(codes) or not hidden)
     return n % 16 == 0 and group_size % 32 == 0 and not hidden
 
 
@@ -75,11 +78,15 @@ def weight_mm(
 ) -> Tensor:
     """The product of `weight_linear`, of operands that it `takes`. Bias and residual are added with a rounding each."""
     x = x.contiguous()
+    x = x if _is_aligned(x) else x.clone()
     if bits == 8:
+        if not _is_aligned(codes):
+            (codes,) = _kept((codes,), lambda: (codes.detach().clone(),))
         out = torch.ops.aten._weight_int8pack_mm(x, codes, scale[:, 0].contiguous())
     else:
         group = next(g for g in GROUPS if group_size % g == 0)
-        weight, scales = _pack(codes, scale, group_size // group)
+        repeats = group_size // group
+        weight, scales = _kept((codes, scale), lambda: _pack(codes, scale, repeats))
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, group, scales)
     for part in (bias, residual):
         if part is not None:
@@ -89,18 +96,26 @@ def weight_mm(
 
 def _pack(codes: Tensor, scale: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
     """The packed weight, and its scales and zeros [groups, N, 2], each group's scale `repeats` times."""
-    versions = (codes._version, scale._version)
-    place = (_place(codes), _place(scale))
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int32)
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
+    scales = scale.detach().t().repeat_interleave(repeats, 0)
+    return weight, torch.stack([scales, torch.zeros_like(scales)], dim=-1)
+
+
+def _kept(parts: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What `make` makes of these parts of a weight, made once."""
+    versions = tuple(part._version for part in parts)
+    place = tuple(map(_place, parts))
     kept = _packed.get(place)
     if kept is None or kept[0] != versions:
-        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int32)
-        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
-        scales = scale.detach().t().repeat_interleave(repeats, 0)
-        kept = (versions, weight, torch.stack([scales, torch.zeros_like(scales)], dim=-1))
-        _packed[place] = kept
-        for part in (codes, scale):  # not the tensor, which may be a view that dies first
+        kept = _packed[place] = (versions, make())
+        for part in parts:  # not the tensor, which may be a view that dies first
             weakref.finalize(part.untyped_storage(), _packed.pop, place, None).atexit = False
-    return kept[1], kept[2]
+    return kept[1]
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % ALIGNED == 0
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

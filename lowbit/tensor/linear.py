@@ -229,7 +229,7 @@ def check_first_derivative(weight: LowbitTensor) -> None:
 def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """What `F.linear` under autocast does to its inputs; the weight's values are cast once dequantized.
 
-    Raises ValueError where, without autocast, x and the weight differ in dtype.
+    Raises ValueError where, without autocast, x and the weight or the bias differ in dtype.
     """
     takes_part = not x.is_meta and x.dtype is not torch.float64
     if takes_part and torch.is_autocast_enabled(x.device.type):
@@ -239,6 +239,11 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
         raise ValueError(
             f"linear of a {x.dtype} input with a weight of dtype {weight.dtype}: convert one "
             "(model.to(dtype) keeps the codes) or use torch.autocast"
+        )
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(
+            f"linear of a {x.dtype} input with a bias of dtype {bias.dtype}: convert it (bias.to(x.dtype)) or use "
+            "torch.autocast"
         )
     return x, bias
 

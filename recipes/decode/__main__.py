@@ -46,20 +46,28 @@ def main(arguments: list[str] | None = None) -> int:
     preset = options.preset or ("8b" if device.type == "cuda" else "tiny")
     config = PRESETS[preset]()
     known = rows(config)
-    names = options.rows.split(",") if options.rows else list(known)
+    names = list(dict.fromkeys(options.rows.split(","))) if options.rows else list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
         print(
-            f"error: no row named {', '.join(unknown)}; there are: {', '.join(known)}",
+            f"error: no row named {', '.join(map(repr, unknown))}; there are: {', '.join(known)}",
             file=sys.stderr,
         )
+        return 2
+    page = options.out if options.shapes is None else options.shapes
+    try:  # before what takes minutes
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: no folder for {page}: {error.strerror}", file=sys.stderr)
+        return 2
+    if page.is_dir():
+        print(f"error: {page} is a folder; give the name of a file in it", file=sys.stderr)
         return 2
     if options.shapes is not None:
         if not options.rows or len(names) > 1:
             print("error: --shapes takes one row, e.g. --rows int4", file=sys.stderr)
             return 2
         found = trace(config, known[names[0]], 1, device)
-        options.shapes.parent.mkdir(parents=True, exist_ok=True)
         found.write(options.shapes)
         print(found)
         return 0
@@ -74,10 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(line, flush=True)
     command = ["python", "-m", "recipes.decode", "--preset", preset]
     command += ["--rows", options.rows] if options.rows else []
-    page = report.text(config, measured, shlex.join(command), device)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(options.out, page)
-    print(page)
+    text = report.text(config, measured, shlex.join(command), device)
+    write_text(options.out, text)
+    print(text)
     return 0
 
 

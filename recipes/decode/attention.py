@@ -236,6 +236,13 @@ def flash_decode(
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     if width < 16 or width & (width - 1):
         raise ValueError(f"heads must be 16, 32, 64, … wide, got {width}")
+    for name, one in (
+        ("x", x),
+        ("cos", cos),
+        ("sin", sin),
+    ):  # copies would be younger than they may be
+        if not one.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {one.stride()}; pass it so")
     group, all_heads = heads // kv_heads, batch * kv_heads
     splits = splits_for(all_heads, capacity)
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
@@ -249,7 +256,7 @@ def flash_decode(
     sizes = {"GROUP": group, "WIDTH": width, "SPLITS": splits, "BLOCK": BLOCK}
     sizes |= overlapping(query.device)
     _stretches[(all_heads, splits)](
-        *(query, key, value, x.contiguous(), cos.contiguous(), sin.contiguous()),
+        *(query, key, value, x, cos, sin),
         *(keys, values, position, sums, stats),
         *(1 / math.sqrt(width), eps, capacity, x.shape[-1]),
         *(stride for t in (query, key) for stride in t.stride()[:2]),

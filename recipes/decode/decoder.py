@@ -84,9 +84,14 @@ class Decoder:
     def __init__(
         self, model: Llama, batch: int, positions: int, backend: str | None = None
     ) -> None:
+        self.model, config = model, model.config
         if not are_folded(model):
             raise ValueError("the blocks' norms have weights; fold_norms_(model) first")
-        self.model, config = model, model.config
+        if not (batch > 0 and 0 < positions <= config.context):
+            raise ValueError(
+                f"batch must be 1 or more and positions 1 to {config.context}, the model's context; "
+                f"got {batch} and {positions}"
+            )
         weight = model.embedding.weight
         shape = (batch, config.kv_heads, positions, config.head_dim)
         self.keys = [weight.new_zeros(shape) for _ in range(config.layers)]
@@ -110,8 +115,20 @@ class Decoder:
             x_BTD = self._block(block, x_BTD, *angles, position_T, *cache)
         self._choose(model, x_BTD, self.token_B1, self.position)
 
+    def _check(self, prompt_BT: Tensor, new_tokens: int) -> None:
+        batch, positions = self.keys[0].shape[0], self.keys[0].shape[2]
+        if prompt_BT.dim() != 2 or prompt_BT.shape[0] != batch or prompt_BT.shape[1] == 0:
+            raise ValueError(f"prompts are [{batch}, 1 or more], got {list(prompt_BT.shape)}")
+        room = positions - prompt_BT.shape[1] + 1  # the last token needs none
+        if not 1 <= new_tokens <= room:
+            raise ValueError(
+                f"after {prompt_BT.shape[1]} of {positions} positions there is room for 1 to {room} new tokens, "
+                f"got {new_tokens}"
+            )
+
     def prefill(self, prompt_BT: Tensor) -> None:
         """Begin with a prompt: [B, T]. The next token is then in `token_B1`, its position in `position`."""
+        self._check(prompt_BT, 1)
         self._run(prompt_BT, torch.arange(prompt_BT.shape[1], device=prompt_BT.device))
         self.position.fill_(prompt_BT.shape[1])
 
@@ -120,7 +137,8 @@ class Decoder:
         self._run(self.token_B1, self.position)
 
     def generate(self, prompt_BT: Tensor, new_tokens: int) -> Tensor:
-        """The prompt and `new_tokens` after it: int64 [B, T + new_tokens]."""
+        """The prompt and `new_tokens`, at least 1, after it: int64 [B, T + new_tokens]."""
+        self._check(prompt_BT, new_tokens)
         self.prefill(prompt_BT)
         found = [prompt_BT, self.token_B1.clone()]
         for _ in range(new_tokens - 1):

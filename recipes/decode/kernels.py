@@ -132,10 +132,12 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gate_rows(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
     """As `gate_next`."""
     batch, _, width = gate.shape
+    if not x.is_contiguous():  # a copy would be younger than it may be
+        raise ValueError(f"x must be contiguous, got strides {x.stride()}; pass x.contiguous()")
     gate, up = (t if t.stride(2) == 1 else t.contiguous() for t in (gate, up))
     result = gate.new_empty(gate.shape)
     _gate_rows[(batch, triton.cdiv(width, GATE_BLOCK))](
-        *(gate, up, x.contiguous(), result),
+        *(gate, up, x, result),
         *(gate.stride(0), up.stride(0), width, x.shape[-1], eps),
         BLOCK=GATE_BLOCK,
         X_BLOCK=triton.next_power_of_2(x.shape[-1]),

@@ -43,9 +43,10 @@ def attend_next(
 
     query [B, H, 1, E], key and value [B, K, 1, E] of the new position, H a multiple of K, not turned yet, and made from
     x [B, 1, D] before its norm: each counts times 1 / sqrt(mean(x²) + eps). cos and sin [S or more, E/2] of all
-    positions; position int64 [1], below S. Of the caches keys and values [B, K, S, E], contiguous, `position` is
-    written. Where launches overlap (compute capability 9.0 and above), x, `position` and what the caches hold must be
-    older than the launch before this one, which made the new query: they are read while it runs.
+    positions; position int64 [1], below S; x, cos and sin contiguous. Of the caches keys and values [B, K, S, E],
+    contiguous, `position` is written. Where launches overlap (compute capability 9.0 and above), x, `position` and what
+    the caches hold must be older than the launch before this one, which made the new query: they are read while it
+    runs.
     """
     if query.is_cuda:
         from recipes.decode.attention import flash_decode
@@ -86,8 +87,8 @@ def reference(
 def gate_next(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
     """silu(gate) · up, computed in float32: [B, 1, F] in gate's dtype, contiguous (SwiGLU, arXiv 2002.05202).
 
-    gate and up [B, 1, F] are made from x [B, 1, D] before its norm, which must be older than the launch that made them:
-    as for `attend_next`.
+    gate and up [B, 1, F] are made from x [B, 1, D], contiguous, before its norm, which must be older than the launch
+    that made them: as for `attend_next`.
     """
     if not gate.is_cuda:
         factor = factor_of(x, eps)

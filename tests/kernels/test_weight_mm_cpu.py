@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from lowbit_kernels import weight_mm_cpu
+from lowbit_kernels import int4_linear, int8_linear, weight_mm_cpu
 from lowbit_kernels.weight_linear import Case, _linear, calls
 from tests.kernels.test_weight_linear import error, limit, op_of
 
@@ -82,3 +82,22 @@ def test_inference_tensors_are_not_packed() -> None:
         before = packed_calls()
         out = torch.ops.lowbit.int4_linear(*arguments)
         assert packed_calls() == before and error(out, arguments) <= limit(out)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("off", [1, 4, 8, 32])
+def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
+    """As of tensors in a file that is mapped; torch's int8 kernel would crash on it."""
+    m, n, k = 4, 48, 128
+    width = k * bits // 8
+    codes = torch.randint(0, 127, (n * width + 64,)).to(torch.uint8 if bits == 4 else torch.int8)
+    x = torch.randn(m * k + 64).bfloat16()
+    own, x = codes[off : off + n * width].view(n, width), x[off : off + m * k].view(m, k)
+    scale = torch.rand(n, 1).bfloat16()
+    op = int4_linear if bits == 4 else int8_linear
+    before = calls[f"int{bits}_linear packed"]
+    out = op(x, own, scale, group_size=k)
+    assert calls[f"int{bits}_linear packed"] == before + 1
+    assert torch.equal(out, op(x.clone(), own.clone(), scale, group_size=k))
+    own.fill_(17)  # the copy that is kept isn't the weight
+    assert torch.equal(op(x, own, scale, group_size=k), op(x, own.clone(), scale, group_size=k))

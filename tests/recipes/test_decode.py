@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.inference import fuse_linears_
 from recipes.decode.__main__ import main
 from recipes.decode.capture import captured
 from recipes.decode.config import PRESETS, Row, llama_8b, rows, tiny
@@ -87,6 +88,39 @@ def test_folded_norms_have_no_weights_and_change_nothing_else(plain: Llama) -> N
     assert torch.equal(model(prompt()), tokens)
     with pytest.raises(ValueError, match="norms have weights; fold_norms_"):
         Decoder(plain, 2, 20)
+
+
+@torch.no_grad()
+def test_norms_are_folded_into_plain_linears_or_not_at_all(plain: Llama) -> None:
+    quantized, fused, half = (copy.deepcopy(plain) for _ in range(3))
+    lb.quantize_(quantized, {"*value": lb.Int8WeightOnly(), "*up": lb.Int8WeightOnly()})
+    fuse_linears_(fused)
+    for model, match in (
+        (quantized, "Linear of AffineTensor; fold first, then quantize or fuse"),
+        (fused, "FusedLinear of Tensor; fold first"),
+        (half.half(), "overflow float16; take the model in bfloat16 or float32"),
+    ):
+        before = {name: p.clone() for name, p in model.named_parameters() if "value" not in name}
+        with pytest.raises(ValueError, match=match):
+            fold_norms_(model)
+        assert all(torch.equal(dict(model.named_parameters())[n], p) for n, p in before.items())
+
+
+@torch.no_grad()
+def test_what_a_decoder_has_no_room_for_is_refused(plain: Llama) -> None:
+    model = folded(plain)
+    for batch, positions in ((0, 20), (2, 0), (2, 65)):
+        with pytest.raises(ValueError, match=f"the model's context; got {batch} and {positions}"):
+            Decoder(model, batch, positions)
+    decoder = Decoder(model, 2, 10)
+    for tokens in (prompt(3), prompt()[0], prompt()[:, :0]):
+        with pytest.raises(ValueError, match=r"prompts are \[2, 1 or more\], got"):
+            decoder.generate(tokens, 1)
+    for new in (0, -3, 5):
+        with pytest.raises(ValueError, match=f"room for 1 to 4 new tokens, got {new}"):
+            decoder.generate(prompt(), new)
+    assert not decoder.keys[0].any()
+    assert torch.equal(decoder.generate(prompt(), 4), plain.generate(prompt(), 4, temperature=0))
 
 
 @torch.no_grad()
@@ -215,10 +249,13 @@ def test_the_shapes_for_the_benchmark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rows", "int4,int5"], "no row named int5; there are: bf16, int8"),
+        (["--rows", "int4,int5,"], "no row named 'int5', ''; there are: bf16, int8"),
         (["--shapes", "x.json"], "--shapes takes one row"),
+        (["--out", "."], "error: . is a folder; give the name of a file in it"),
+        (["--rows", "int4", "--shapes", "."], "error: . is a folder"),
+        (["--out", "/dev/null/page.md"], "error: no folder for /dev/null/page.md"),
     ],
-    ids=["row", "shapes"],
+    ids=["row", "shapes", "folder", "folder-for-shapes", "no-folder"],
 )
 def test_what_is_to_be_put_right(arguments, said, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "tiny", *arguments]) == 2
