@@ -6,7 +6,9 @@
     packed      int4_grouped_linear: uint8 [E, N, ceil(Kp / 2)];  codes of int8_grouped_linear: int8 [E, N, Kp]
     scale       float32, bfloat16 or float16 [E, N, Kp / G]
     zero_point  int8 [E, N, Kp / G], or None for 0
-    offsets     int32 [E], on x's device: where each expert's tokens end, as ``torch._grouped_mm`` has them; ascending
+    offsets     int32 [E], on x's device: where each expert's tokens end, as ``torch._grouped_mm`` has them; ascending,
+                0 to M. Their values aren't checked, which would wait for a GPU (``lowbit.inference.grouped_linear``
+                checks where the host reads them): of others, tokens go to any expert, or get zeros
     out         x's dtype [M, N], contiguous; rows from the last offset on are 0
 
 On GPUs one launch of a Triton kernel: its grid is the most tiles of tokens that any offsets can make, and a program
