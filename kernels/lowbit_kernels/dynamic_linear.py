@@ -42,8 +42,8 @@ from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
+from lowbit_kernels.weight_mm_few import E4M3
 
-E4M3 = torch.float8_e4m3fn
 MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens
 MOST_K = (2**31 - 1) // 2**14  # of int8
 

@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowbit_kernels.library import aligned
+
 MOST_TOKENS = {4: 32, 8: 16}
 GROUPS = (256, 128, 64, 32)  # that the int4 kernel takes
 ALIGNED = 64  # bytes: a vector of AVX-512
@@ -77,8 +79,7 @@ def weight_mm(
     group_size: int,
 ) -> Tensor:
     """The product of `weight_linear`, of operands that it `takes`. Bias and residual are added with a rounding each."""
-    x = x.contiguous()
-    x = x if _is_aligned(x) else x.clone()
+    x = aligned(x, ALIGNED)
     if bits == 8:
         if not _is_aligned(codes):
             (codes,) = _kept((codes,), lambda: (codes.detach().clone(),))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.library import aligned
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
 E4M3 = torch.float8_e4m3fn
@@ -287,8 +288,8 @@ def _launch(
     overlaps: bool = True,
 ) -> Tensor:
     x, codes, scale, zero_point, bias, residual, token_scale = operands
-    scale = _aligned(scale)
-    zero_point = None if zero_point is None else _aligned(zero_point)
+    scale = aligned(scale)
+    zero_point = None if zero_point is None else aligned(zero_point)
     bias, residual, token_scale = (
         None if one is None else one.contiguous() for one in (bias, residual, token_scale)
     )
@@ -372,12 +373,6 @@ def _planned(
     m: int, n: int, k: int, bits: int, processors: int, scale_bytes: int, vector: int
 ) -> Plan | None:
     return plan(m, n, k, bits, processors, scale_bytes=scale_bytes, vector=vector)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """As the bulk copies take it: without gaps, from a multiple of 16 bytes."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @functools.cache

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.library import aligned
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.weight_mm_few import CODES, DTYPES, E4M3, SHARED_LIMIT
 
-E4M3 = torch.float8_e4m3fn
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-CODES = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
 BOX = 16 * 48  # bytes of shared memory of a warp
-SHARED_LIMIT = 227 * 1024
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that are worked through together
 
@@ -279,9 +277,7 @@ def _planned(
 ) -> Tensor:
     """The product, divided as `plan` says; `group` 0: one scale a row."""
     (m, k), n = x.shape, codes.shape[0]
-    x, scale = _readable(x), scale.contiguous()
-    if scale.data_ptr() % 16:
-        scale = scale.clone()  # from its beginning on two are read at a time
+    x, scale = _readable(x), aligned(scale)  # two scales are read at a time
     optional = (zero_point, bias, residual, token_scale)
     others = [None if t is None else t.contiguous() for t in optional]
     address = [0 if t is None else t.data_ptr() for t in others]
