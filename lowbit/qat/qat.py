@@ -25,18 +25,27 @@ from lowbit.tensor.apply import (
     replace_weights,
 )
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.sharded_linear import make_plain, make_shardable
 
 
 def prepare_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
     Arguments, report and errors are those of `lowbit.quantize_`. The parameters are replaced (the new ones share the
-    old ones' memory): make the optimizer afterwards.
+    old ones' memory): make the optimizer afterwards. Each `nn.Linear` becomes a subclass of it until `convert_`, so
+    that tensor parallelism can split its weight.
     """
     targets, report = find_targets(model, scheme, filter_fn)
-    return replace_weights(
+    owners = _owners(targets)
+    report = replace_weights(
         targets, report, lambda t: FakeQuantizedTensor(t.weight, t.scheme), trainable=True
     )
+    make_shardable(owners)
+    return report
+
+
+def _owners(targets: list[Target]) -> set[nn.Module]:
+    return {module for target in targets for module, _, _ in target.owners}
 
 
 def convert_(model: nn.Module) -> Report:
@@ -64,7 +73,10 @@ def convert_(model: nn.Module) -> Report:
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
-    return replace_weights(targets, Report(), _convert, trainable=False)
+    owners = _owners(targets)
+    report = replace_weights(targets, Report(), _convert, trainable=False)
+    make_plain(owners)
+    return report
 
 
 def _convert(target: Target) -> Tensor:

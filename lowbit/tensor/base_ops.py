@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
+from lowbit.tensor.end_to_end import EndToEnd, wait_for
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.kernels import forget_packed
 
@@ -170,8 +171,11 @@ def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @_like(aten.cat.default)
-def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Flattened tensors stay as they are stored: see `lowbit.tensor.end_to_end`."""
     tensors = args[0]
+    if any(isinstance(t, LowbitTensor) and t.flat_from is not None for t in tensors):
+        return EndToEnd(tensors)
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
     first = tensors[0]
     if not isinstance(first, LowbitTensor):
@@ -264,7 +268,7 @@ def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
     for name in outputs[0].inner_tensors():
         inner_args = tree_map(partial(_inner_bytes, name), args)
         _, work = func(*inner_args, **kwargs)
-        torch._C._distributed_c10d.Work.unbox(work).wait()
+        wait_for(work)
         for output, sent in zip(outputs, inner_args[0], strict=True):
             received = as_bytes(getattr(output, name))
             if received.data_ptr() != sent.data_ptr():  # it was not contiguous

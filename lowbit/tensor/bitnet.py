@@ -29,7 +29,12 @@ from lowbit.tensor import seen
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
+from lowbit.tensor.linear import (
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    unflattened,
+)
 from lowbit.tensor.mixed_precision import low_bit_product
 from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
@@ -336,8 +341,7 @@ def bitnet_linear(
         seen.note(m, n, k, "there is nothing to multiply")
         return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
     note = seen.note(m, n, k, None)
-    y = _Linear.apply(x.reshape(m, k), weight, bias, scale, note)
-    return y.view(*x.shape[:-1], n)
+    return unflattened(_Linear.apply(x.reshape(m, k), weight, bias, scale, note), x)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

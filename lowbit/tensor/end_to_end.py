@@ -1,7 +1,8 @@
 """Tensors laid end to end, each as it is stored: what DistributedDataParallel broadcasts of a model at the start.
 
-It flattens parameters into one tensor, sends that, and cuts it up again. In high precision the pieces of an int8 weight
-would be rounded anew, each replica by its own scales, and lack the places of its random draws.
+It flattens parameters into one tensor, sends that, and cuts it up again. In high precision the pieces of a quantized
+weight would be rounded anew, each replica by its own scales, and an int8 weight would lose the offsets of its random
+draws.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import torch
 from torch import Tensor
 
 from lowbit.tensor.base import aten
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a boxed `Work`. NCCL gives none for a synchronous call, which the current stream orders."""
+    unboxed = torch._C._distributed_c10d.Work.unbox(work)
+    if unboxed is not None:
+        unboxed.wait()
 
 
 class EndToEnd(torch.Tensor):
@@ -41,7 +49,7 @@ class EndToEnd(torch.Tensor):
             work = None
             for part in args[0][0].parts:
                 _, work = func([part], *args[1:], **(kwargs or {}))
-                torch._C._distributed_c10d.Work.unbox(work).wait()
+                wait_for(work)
             return args[0], work
         if func is aten.slice.Tensor:
             self, _, start, end = args

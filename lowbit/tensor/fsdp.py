@@ -1,13 +1,17 @@
 """The FSDP2 all-gather of a low-bit tensor: what travels is the stored form, not the values.
 
 `fully_shard` splits dimension 0. Evenly sharded, the inner tensors that run along it travel as they are. Unevenly
-sharded, FSDP2 demands inputs of exactly the padded shard's logical size, whatever their dtype; so each row's
-codes, scales and zero points are laid end to end as bytes, and that row is viewed as a dtype of as many bytes as
-the logical size needs: 1 byte an element for 4 bits, 2 for 8.
+sharded, FSDP2 accepts only inputs that have exactly the padded shard's logical size. So each row's codes, scales and
+zero points are laid end to end as bytes, and the bytes are cut into planes: uint8 tensors of that size, as many as the
+row needs (one for 4-bit codes, two for 8-bit codes with their scales).
+
+Codes travel as integers, never as bits of a floating dtype: FSDP2 copies the inputs of an all-gather by
+`torch._foreach_copy_`, which on CUDA converts bfloat16 and float16 through float32 and so rewrites NaN patterns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,38 +22,32 @@ from lowbit.tensor.kernels import forget_packed
 if TYPE_CHECKING:
     from lowbit.tensor.base import LowbitTensor
 
-# of those that gloo and NCCL move; only bits are copied
-_DTYPE_OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
-
 
 def as_bytes(t: Tensor) -> Tensor:
     """float8 as uint8, which every collective backend moves; other dtypes as they are."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype.is_floating_point else t
 
 
-def _to_rows(tensor: LowbitTensor, rows: int) -> Tensor:
-    """[rows, trailing…] of a dtype wide enough, holding each row's inner tensors as bytes, zero padded."""
-    parts = []
-    for name in tensor._row_attrs():
-        inner = getattr(tensor, name)
-        parts.append(inner.flatten(1).contiguous().view(torch.uint8))
+def _to_planes(tensor: LowbitTensor, rows: int) -> tuple[Tensor, ...]:
+    """uint8 tensors [rows, trailing…], zero padded: plane p holds bytes p·E to (p + 1)·E of each row of E elements."""
+    parts = [
+        getattr(tensor, name).flatten(1).contiguous().view(torch.uint8)
+        for name in tensor._row_attrs()
+    ]
     used = sum(part.shape[1] for part in parts)
     elements = max(tensor.shape[1:].numel(), 1)
-    width = next((w for w in _DTYPE_OF_BYTES if w * elements >= used), None)
-    if width is None:
-        raise NotImplementedError(
-            f"an uneven FSDP2 shard of {tensor!r} needs more than 8 bytes an element; pad dimension 0 "
-            "to a multiple of the world size or keep this parameter in high precision"
-        )
-    packed = parts[0].new_zeros((rows, elements * width))
+    planes = max(-(-used // elements), 1)
+    packed = parts[0].new_zeros((rows, planes * elements))
     packed[: tensor.shape[0], :used] = torch.cat(parts, dim=1)
-    return packed.view(_DTYPE_OF_BYTES[width]).view(rows, *tensor.shape[1:])
+    split = packed.view(rows, planes, elements).transpose(0, 1).contiguous()
+    return tuple(plane.view(rows, *tensor.shape[1:]) for plane in split)
 
 
-def _from_rows(tensor: LowbitTensor, packed: Tensor, rows: int) -> dict[str, Tensor]:
-    """The inner tensors of `rows` rows, from what `_to_rows` laid end to end on each rank."""
+def _from_planes(tensor: LowbitTensor, planes: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
+    """The inner tensors of `rows` rows, from the gathered planes."""
     shapes = tensor.inner_shapes((rows, *tensor.shape[1:]))
-    flat = packed.reshape(packed.shape[0], -1).view(torch.uint8)[:rows]
+    whole = [plane[:rows].flatten(1) for plane in planes]
+    flat = torch.cat(whole, dim=1) if len(whole) > 1 else whole[0]
     found, start = {}, 0
     for name in tensor._row_attrs():
         shape, dtype = shapes[name]
@@ -70,11 +68,11 @@ class FSDPHooks:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """The tensors to gather, and (the shard that they are of, the full size, their names; None: rows as bytes)."""
+        """The tensors to gather, and (the shard that they are of, the full size, their names; None: planes)."""
         shard = self._wire()
         if outer_size[0] % mesh.size():
             rows = -(-outer_size[0] // mesh.size())
-            return (_to_rows(shard, rows),), (shard, outer_size, None)
+            return _to_planes(shard, rows), (shard, outer_size, None)
         names = shard._row_attrs()
         if mesh.size() == 1:  # where torch 2.13 takes the first only, and nothing is missing anyway
             names = names[:1]
@@ -92,7 +90,7 @@ class FSDPHooks:
         """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
         shard, outer_size, names = metadata
         if names is None:
-            gathered = _from_rows(shard, outputs[0], outer_size[0])
+            gathered = _from_planes(shard, outputs, outer_size[0])
             owned = tuple(gathered.values())
         else:
             gathered = {

@@ -12,10 +12,14 @@ from torch.utils._pytree import tree_map
 
 from lowbit.tensor import seen
 from lowbit.tensor.base import LowbitTensor, aten
-from lowbit.tensor.base_ops import cat, copy_
-from lowbit.tensor.end_to_end import EndToEnd
+from lowbit.tensor.base_ops import copy_
 from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
+from lowbit.tensor.linear import (
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    unflattened,
+)
 from lowbit.tensor.mixed_precision import mixed_linear
 
 _ops = Int8WeightTensor.implements
@@ -80,7 +84,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if why is None:
         return mixed_linear(x, weight, bias)  # type: ignore[arg-type]  # it has what that reads
     seen.note(m, n, k, f"int8 weight, dequantized: {why}")
-    return _WeightOnly.apply(x.reshape(m, k), weight, bias).view(*x.shape[:-1], n)
+    return unflattened(_WeightOnly.apply(x.reshape(m, k), weight, bias), x)
 
 
 def _embedding(
@@ -136,14 +140,6 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         elif src.place is None and dst.place is not None:
             src = src._with({**src.inner_tensors(), "place": dst.place})
     return copy_(func, (dst, src), kwargs)
-
-
-@_ops(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Flattened, as DistributedDataParallel lays parameters end to end to broadcast them: each as it is stored."""
-    if any(is_weight(t) and t.flat_from is not None for t in args[0]):
-        return EndToEnd(args[0])
-    return cat(func, args, kwargs)
 
 
 @_ops(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)

@@ -248,6 +248,12 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
     return x, bias
 
 
+def unflattened(y: Tensor, x: Tensor) -> Tensor:
+    """The product y [M, N] of the flattened input as [..., N], x being [..., K]. FSDP2 warns of modules that return a
+    view, so this is none."""
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])
+
+
 def plain_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
     """Quantize and dequantize the activation if the scheme says so, dequantize the weight, multiply.
 

@@ -21,7 +21,12 @@ from lowbit.tensor import seen
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import autocast_inputs, check_first_derivative, check_linear
+from lowbit.tensor.linear import (
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    unflattened,
+)
 from lowbit.tensor.seen import Note
 from lowbit.tensor.shared_input import quantized_input
 from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
@@ -251,8 +256,7 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
         tensorwise=scheme.one_scale,
     )
     y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
-    # no view: FSDP2 warns of modules that return one
-    return y if x.ndim == 2 else aten._unsafe_view.default(y, [*x.shape[:-1], n])
+    return unflattened(y, x)
 
 
 MixedPrecisionTensor.products = {F.linear: _linear}

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
-from lowbit.tensor.base_ops import cat
 
 KEEP_OUT = (
     "leave this weight out by filter_fn, or call .dequantize() for a plain tensor, from which "
@@ -188,16 +187,6 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
     changes_weight = func._schema.is_mutable and isinstance(args[0], TrainableTensor)
     return args[0] if changes_weight else result
-
-
-@TrainableTensor.implements(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Flattened, as DistributedDataParallel lays parameters end to end to broadcast them: the values."""
-    flat = [isinstance(t, TrainableTensor) and t.flat_from is not None for t in args[0]]
-    if not any(flat):
-        return cat(func, args, kwargs)
-    plain = [t.master().reshape(-1) if f else t for t, f in zip(args[0], flat, strict=True)]
-    return func(plain, *args[1:], **kwargs)
 
 
 def _unwrap(x: Any) -> Any:

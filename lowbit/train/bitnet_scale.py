@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.tensor.apply import check_module
 from lowbit.tensor.bitnet import BitNetTensor, GatheredBitNet
+from lowbit.tensor.sharded_linear import split_dims
 from lowbit.tensor.ternary import magnitude, scale_of
 
 
@@ -52,27 +52,3 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
         for own, total, like in zip(members, parts, own_sums, strict=True):
             n, k = own.matrix
             own.remember_scale(scale_of(total.view(like.shape), n * k))
-
-
-def split_dims(weight: Any) -> tuple[int, ...]:
-    """Dimensions of the mesh along which the [N, K] matrices of a DTensor are split."""
-    inner = (weight.ndim - 2, weight.ndim - 1)
-    # the shards of FSDP2 over tensor parallel ones are no `Shard` to torch, but have a dimension too
-    split = (getattr(placed, "dim", None) for placed in weight.placements)
-    return tuple(mesh_dim for mesh_dim, dim in enumerate(split) if dim in inner)
-
-
-def sharded_scale(weight: Any) -> Tensor | None:
-    """Of a DTensor over a BitNetTensor, for its product; None where that has its own."""
-    own = weight._local_tensor
-    dims = split_dims(weight)
-    if isinstance(own, GatheredBitNet) or not dims:
-        return None
-    known = None if torch.compiler.is_compiling() else own.known_scale()
-    if known is not None:
-        return known
-    total = magnitude(own.weight.detach())
-    for dim in dims:
-        total = all_reduce(total, "sum", (weight.device_mesh, dim))
-    n, k = own.matrix
-    return scale_of(total, n * k)

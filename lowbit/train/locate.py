@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lowbit.tensor.apply import check_module
 from lowbit.tensor.int8_weight import Int8WeightTensor
+from lowbit.tensor.sharded_linear import share_scales
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""
@@ -37,26 +37,6 @@ def locate_(model: nn.Module) -> None:
                 for wrapper in _WRAPPERS:
                     name = name.replace(wrapper, "")
                 own.put_at(name, _rows_of(param))
-
-
-def share_scales(param: Any) -> None:
-    """Where the columns of a DTensor over an int8 weight are split, have its parts find their rows' scales together."""
-    own = param._local_tensor
-    if not isinstance(own, Int8WeightTensor) or own.columns is None:
-        return
-    split = (getattr(placed, "dim", None) for placed in param.placements)
-    dims = [mesh_dim for mesh_dim, dim in enumerate(split) if dim == param.ndim - 1]
-    if len(dims) != 1 or own.shape[-1] == 0:
-        raise NotImplementedError(
-            f"an int8 weight of shape {tuple(param.shape)} placed as {param.placements}, of which this rank has "
-            f"{own.shape[-1]} columns; accepted: columns split along one dimension of the mesh, some on every rank"
-        )
-    _, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    group = param.device_mesh.get_group(dims[0]).group_name
-    # the part may have come by a scatter, into a tensor made in the image of the first one
-    own.columns = replace(own.columns, start=offset[-1], group=group)
 
 
 def _rows_of(param: Any) -> Tensor | None:

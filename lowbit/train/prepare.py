@@ -26,8 +26,8 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.tensor.sharded_linear import make_plain, make_shardable
 from lowbit.train import plain_state
-from lowbit.train.linear import Linear
 from lowbit.train_scheme import (
     BitNet,
     Float8MixedPrecision,
@@ -50,7 +50,8 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
 
     Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
     of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and shard
-    afterwards too. Each `nn.Linear` becomes a `lowbit.train.linear.Linear`. The state dict stays that of the plain
+    afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor
+    parallelism. The state dict stays that of the plain
     model, as far as weights are kept in high precision.
 
     Low-bit products run on GPUs that have units for them (int8: compute capability 8.0, float8: 8.9), where they gain
@@ -65,8 +66,7 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     report = replace_weights(targets, report, _prepared, trainable=True)
     for module in owners:
         plain_state.register(module)
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
+    make_shardable(owners)
     return report
 
 
@@ -121,8 +121,7 @@ def replace_prepared(
     report = replace_weights(targets, report or Report(), make, trainable=trainable, note=note)
     for module in modules:
         plain_state.unregister(module)
-        if type(module) is Linear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+    make_plain(modules)
     return report
 
 

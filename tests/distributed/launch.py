@@ -1,4 +1,4 @@
-"""Run a module-level function in several gloo processes and hand back what each returned.
+"""Run a module-level function in several processes and hand back what each returned.
 
     from tests.distributed.launch import launch
 
@@ -9,7 +9,8 @@
     def test_it():
         first, second = launch(check, 2, 33)
 
-The processes are spawned once per ``world_size`` and reused, since importing torch costs seconds;
+The processes talk over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
+memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds;
 the process group stays up between calls. A call that raises, dies or runs out of time takes its
 processes down, and the next one starts fresh ones. ``fresh=True`` asks for that beforehand, for
 functions that leave global state behind. Workers end when this process does, however it ends.
@@ -43,21 +44,23 @@ def launch(
     *args: Any,
     timeout: float = 120.0,
     fresh: bool = False,
+    nccl: bool = False,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes; results in rank order.
 
     Raises ChildError with every failed process's traceback, or naming the ranks that did not
     answer within ``timeout`` seconds or died without an answer.
     """
-    if fresh and world_size in _groups:
-        _groups.pop(world_size).stop()
-    if world_size not in _groups:
-        _groups[world_size] = _Group(world_size)
-    group = _groups[world_size]
+    key = (world_size, nccl)
+    if fresh and key in _groups:
+        _groups.pop(key).stop()
+    if key not in _groups:
+        _groups[key] = _Group(world_size, nccl)
+    group = _groups[key]
     try:
         return group.call(fn, args, timeout)
     except BaseException:
-        _groups.pop(world_size, None)
+        _groups.pop(key, None)
         group.stop()
         raise
 
@@ -65,7 +68,7 @@ def launch(
 class _Group:
     """Spawned processes of one process group, each behind a pipe."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, nccl: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.mkdtemp(prefix="gloo-")
         self.pipes: list[Connection] = []
@@ -79,7 +82,7 @@ class _Group:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, world_size, os.path.join(self.folder, "store")),
+                    args=(theirs, rank, world_size, os.path.join(self.folder, "store"), nccl),
                     daemon=True,
                 )
                 process.start()
@@ -139,12 +142,14 @@ class _Group:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, store: str, nccl: bool) -> None:
     """A worker: answer calls until the pipe closes."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if nccl:
+        torch.cuda.set_device(rank)
     joined = False
     while True:
         try:
@@ -154,7 +159,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         try:
             if not joined:
                 dist.init_process_group(
-                    "gloo",
+                    "cpu:gloo,cuda:nccl" if nccl else "gloo",
                     init_method=f"file://{store}",
                     rank=rank,
                     world_size=world_size,
@@ -171,7 +176,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         pipe.send_bytes(answer)
 
 
-_groups: dict[int, _Group] = {}
+_groups: dict[tuple[int, bool], _Group] = {}
 
 
 @atexit.register

@@ -12,8 +12,8 @@ from torch import nn
 
 import lowbit
 from lowbit import MixedPrecisionTensor, train
+from lowbit.tensor.sharded_linear import Linear
 from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
-from lowbit.train.linear import Linear
 from lowbit.train_scheme import TrainingScheme, missing_units
 from tests.train.problems import SCHEMES, every_scheme, linear, outcome, prepared, values
 
