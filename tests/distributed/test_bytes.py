@@ -147,14 +147,23 @@ def check_placed(rank, world_size):
 
 
 def check_replicated(rank, world_size):
-    """DistributedDataParallel sends rank 0's weights at the start, flattened with others of their dtype."""
+    """DistributedDataParallel sends rank 0's weights and buffers at the start, flattened with others of their dtype,
+    and the buffers anew before each forward."""
     with copies_as_on_cuda():
         for case in (c for c in WEIGHTS if not c.has_master):
             whole = filled(case, rows_of(case, False), 0)
             model = nn.Linear(*whole.shape[::-1], dtype=torch.bfloat16, device=device())
-            model.weight = nn.Parameter(whole.clone() if rank == 0 else cleared(whole))
-            nn.parallel.DistributedDataParallel(model)
-            check_same(model.weight.detach(), whole, (case.name,))
+            own = whole if rank == 0 else cleared(whole)
+            model.weight = nn.Parameter(own.clone())
+            model.register_buffer("held", own.clone())
+            replica = nn.parallel.DistributedDataParallel(model)
+            for t in (model.weight.detach(), model.held):
+                check_same(t, whole, (case.name,))
+            if rank:
+                for t in model.held.inner_tensors().values():
+                    t.zero_()
+            replica._sync_buffers()
+            check_same(model.held, whole, (case.name, "before a forward"))
     return True
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lowbit import Int8MixedPrecision, optim, train
+from lowbit import Float8MixedPrecision, Int8MixedPrecision, optim, train
 from lowbit.tensor import BitNetTensor, LowbitTensor, MixedPrecisionTensor
 from lowbit.tensor.sharded_linear import make_shardable
 from lowbit_kernels.scaled_mm import calls
@@ -32,9 +32,15 @@ from tests.tensor.cases import CASES, Case, named, same_bits, values
 WORLDS = (2, 4)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("fsdp", "hsdp")
-WEIGHTS = [c for c in CASES if c.is_weight and c.row_step == 1]
-PRODUCTS = Case("train-int8-always", MixedPrecisionTensor, Int8MixedPrecision(always=True))
-CHAINED = [c for c in WEIGHTS if c.kind is not MixedPrecisionTensor]
+# Left to themselves schemes of mixed precision multiply these small layers in high precision, by what was gathered.
+STORED = [
+    c for c in CASES if c.is_weight and c.row_step == 1 and c.kind is not MixedPrecisionTensor
+]
+MIXED = [
+    Case("train-int8-always", MixedPrecisionTensor, Int8MixedPrecision(always=True)),
+    Case("train-float8-always", MixedPrecisionTensor, Float8MixedPrecision(always=True)),
+]
+WEIGHTS = [*STORED, *MIXED]
 ROWS = (64, 333, 1)  # even; uneven; most ranks without any
 STEPS = 3
 
@@ -125,13 +131,14 @@ def check_weights(model, whole, where):
 def check_representations(rank, world_size, dtype, layout):
     """Every way to store a weight: outputs of each step, then weights; frozen ones in between trained biases.
 
-    The gradient of the input reads weights of mixed precision as they were gathered, in codes, so these stand alone.
+    The gradient of the input reads weights of mixed precision as they were gathered, in codes, so there is no layer
+    before theirs.
     """
     mesh = mesh_of(layout)
-    for case in (*WEIGHTS, PRODUCTS):
+    for case in WEIGHTS:
         for rows in ROWS:
             where = (case.name, rows, dtype, layout)
-            chained = case in CHAINED
+            chained = case in STORED
             whole = Model(case, rows, dtype, chained)
             model = shard(Model(case, rows, dtype, chained), mesh)
             optimizers = [optim.AdamW8bit(m.parameters(), lr=1e-2) for m in (whole, model)]
@@ -198,10 +205,10 @@ def check_optimizers(rank, world_size, dtype, layout):
 
 def check_compiled(rank, world_size):
     """Each layer compiled by inductor, bfloat16, even and uneven."""
-    for case in (*named("qat-int4-g32", "train-int8-weight", "train-bitnet"), PRODUCTS):
+    for case in (*named("qat-int4-g32", "train-int8-weight", "train-bitnet"), *MIXED):
         for rows in (64, 333):
             torch._dynamo.reset()
-            chained = case in CHAINED
+            chained = case in STORED
             whole = Model(case, rows, torch.bfloat16, chained)
             model = Model(case, rows, torch.bfloat16, chained)
             for m in (whole, model):
@@ -256,7 +263,7 @@ def relative(found, expected):
 def check_tensor_parallel(rank, world_size, dtype, sharded):
     """By columns and by rows; `sharded`: within FSDP2, on a mesh of two dimensions. Outputs are near, for parts are
     summed in another order and activations quantized in parts have scales of their own; weights are equal."""
-    for case in (*WEIGHTS, PRODUCTS):
+    for case in WEIGHTS:
         if case.column_step > 1 and 384 // world_size % case.column_step:
             continue
         if case.name == "qat-e4m3-row":
@@ -278,8 +285,8 @@ def check_tensor_parallel(rank, world_size, dtype, sharded):
                 train.precompute_bitnet_scale(model)
             x = batch(step, 192, dtype).requires_grad_()
             y, expected = model(x), whole(x)
-            limit = 0.06 if case.activation or case.kind in (MixedPrecisionTensor,) else 0.02
-            limit = 0.06 if case.name == "train-int8-weight-products" else limit
+            in_low_bits = case.activation or case in MIXED or case.name.endswith("-products")
+            limit = 0.06 if in_low_bits else 0.02
             assert relative(whole_of(y).detach(), expected.detach()) < limit, (*where, step)
             for m, out in ((model, y), (whole, expected)):
                 whole_of(out).float().square().mean().backward()
@@ -294,7 +301,7 @@ def check_tensor_parallel(rank, world_size, dtype, sharded):
 
 def check_columns_unevenly(rank, world_size, dtype):
     """333 rows over the ranks: each row's product is that of one process."""
-    for case in (*(c for c in WEIGHTS if not c.shares_rows and not is_in_blocks(c)), PRODUCTS):
+    for case in (c for c in WEIGHTS if not c.shares_rows and not is_in_blocks(c)):
         whole, model = Model(case, 333, dtype, False), Model(case, 333, dtype, False)
         plan = {"first": ColwiseParallel(output_layouts=Replicate())}
         parallelize_module(model, init_device_mesh(device(), (world_size,)), plan)
@@ -327,10 +334,11 @@ def check_replicas(rank, world_size, dtype):
 
 
 def check_low_bit_products_ran(rank, world_size):
-    model = shard(Model(PRODUCTS, 64, torch.bfloat16, inputs=128), mesh_of("fsdp"))
-    calls.clear()
-    step_of(model, None, batch(0, 128, torch.bfloat16))
-    assert calls == {"int8_scaled_mm": 5}, calls
+    for case, op in zip(MIXED, ("int8_scaled_mm", "float8_scaled_mm"), strict=True):
+        model = shard(Model(case, 64, torch.bfloat16, inputs=128), mesh_of("fsdp"))
+        calls.clear()
+        step_of(model, None, batch(0, 128, torch.bfloat16))
+        assert calls == {op: 5}, calls
     return True
 
 

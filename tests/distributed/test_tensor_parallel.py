@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import lowbit
 from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, named, same_bits, values
 
@@ -151,3 +155,46 @@ def test_a_sharded_linear_by_hand():
 
 def test_qat_is_refused():
     assert launch(check_qat_is_refused, 2) == [True, True]
+
+
+def check_qat(rank, world_size):
+    """Weights prepared for QAT: outputs, and gradients with what clips masked, are those of one process; converted from
+    the gathered weights too. Parts that cut through blocks are refused."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for scheme in (lowbit.Int4WeightOnly(32), lowbit.Int8DynamicActivationInt4Weight(32)):
+        plain = Block(named("int8-row")[0])
+        for layer in (plain.up, plain.down):
+            layer.weight = nn.Parameter(values(layer.weight.shape, 7))
+        whole, model = copy.deepcopy(plain), copy.deepcopy(plain)
+        for m in (whole, model):
+            lowbit.qat.prepare_(m, scheme)
+        parallelize_module(model, mesh, plan)
+        limit = 1e-5 if scheme.activation is None else 0.02
+        for m in (whole, model):
+            m.zero_grad()
+            m.x = values((5, 192), 9).requires_grad_()
+            m.y = m(m.x)
+            m.y.square().sum().backward()
+        assert relative_error(model.y, whole.y) < limit
+        assert relative_error(model.x.grad, whole.x.grad) < limit
+        for name, p in whole.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert isinstance(grad, DTensor), name
+            assert type(grad.to_local()) is torch.Tensor, name
+            assert relative_error(grad.full_tensor(), p.grad) < limit, name
+            found = model.get_parameter(name).full_tensor().detach()
+            assert torch.equal(found, p.detach()), name
+    for scheme, part in (
+        (lowbit.Int8WeightOnly(), "RowwiseParallel"),
+        (lowbit.Int4WeightOnly(64), ""),
+    ):
+        model = nn.Sequential(nn.Linear(192, 64))
+        lowbit.qat.prepare_(model, scheme)
+        with pytest.raises(NotImplementedError, match=rf"parts of 96, which cut.*{part}"):
+            parallelize_module(model, mesh, {"0": RowwiseParallel()})
+    return True
+
+
+def test_qat():
+    assert launch(check_qat, 2) == [True, True]
