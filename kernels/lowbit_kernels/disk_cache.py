@@ -1,81 +1,128 @@
 """Compiled kernels on disk: in ``$LOWBIT_CACHE_DIR``, else ``$XDG_CACHE_HOME/lowbit``, else ``~/.cache/lowbit``; for
 a user without a home in a folder of that user's own among the temporary ones.
 
-A file is named by a digest of all that its machine code depends on (source, compiler, options, processor), and by one
-of the code itself: a file that has been cut off or damaged is not taken.
+What is read here runs. So a file is taken only if nobody but this user or root can have written it: `trusted_folder`
+says how that is known. A folder or file that fails is left alone, and a warning says so once per process: the rights
+of an existing folder are never changed, since the path may name any folder at all, /tmp included. A file that fails
+is replaced by the one compiled instead.
+
+A file is named by a digest of all that its machine code depends on (source, compiler, options, processor). It holds
+the code, then a digest of name and code: a file that has been cut off, damaged, or renamed is not taken. Tools for
+ELF files ignore what follows the code.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import secrets
 import tempfile
+import warnings
 from pathlib import Path
 
+from lowbit_kernels import trusted_folder
 
-def cache_folder() -> Path | None:
-    """Where compiled kernels are kept; None where somebody else has made the folder first.
+LARGEST = (
+    64 << 20
+)  # bytes; kernels have less than 2 MiB, and so much is read in less time than one is compiled
+DIGEST = 32  # bytes
+_WARNED: set[str] = set()
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept; an absolute path.
 
     Raises:
-        OSError: there is no folder for temporary files, where one is needed.
+        OSError: there is no folder for temporary files, or no current one, where one is needed.
     """
     if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
         return _absolute(chosen)
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return _absolute(chosen) / "lowbit"
     try:
-        return Path.home() / ".cache" / "lowbit"
+        return Path.home().absolute() / ".cache" / "lowbit"
     except RuntimeError:  # a user without a home
-        folder = Path(tempfile.gettempdir()) / f"lowbit-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        is_own = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
-        return folder if is_own else None
+        return Path(tempfile.gettempdir()).absolute() / f"lowbit-{os.getuid()}"
 
 
-def find(suffix: str, *parts: str) -> Path | None:
-    """The file with the kernel that depends on `parts`; None if it isn't there."""
+def find(suffix: str, *parts: str) -> bytes | None:
+    """The machine code of the kernel that depends on `parts`. None if it isn't there, or isn't to be trusted, which
+    a warning says once."""
     try:
-        folder = cache_folder()
-        for path in folder.glob(f"{_key(parts)}-*{suffix}") if folder else ():
-            if path.name == _name(path.read_bytes(), suffix, parts):
-                return path
-    except OSError:
-        pass
-    return None
-
-
-def keep(code: bytes, suffix: str, *parts: str) -> Path | None:
-    """Write a kernel whole or not at all, whoever else does. Returns its file; None where the folder takes none."""
-    try:
-        folder = cache_folder()
-        if folder is None:
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _name(code, suffix, parts)
-        new = folder / f".{secrets.token_hex(8)}"  # with the rights that the user's umask leaves
-    except OSError:
+        with trusted_folder.opened(cache_folder()) as folder:
+            return _read(folder, suffix, parts)
+    except FileNotFoundError:
         return None
-    try:
-        with new.open("xb") as file:
-            file.write(code)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
+    except OSError as error:
+        _warn_of_folder(error)
         return None
-    return path
+
+
+def keep(code: bytes, suffix: str, *parts: str) -> bool:
+    """Write a kernel whole or not at all, whoever else does. False where that can't be done or the folder isn't to be
+    trusted, which a warning says once."""
+    name = _name(suffix, parts)
+    content = code + _digest(name, code)
+    try:
+        with trusted_folder.opened(cache_folder(), make=True) as folder:
+            if len(content) > LARGEST:
+                reason = f"would have {len(content)} bytes, and at most {LARGEST} are read"
+                raise OSError(errno.EFBIG, reason, str(folder.path / name))
+            folder.write(name, content)
+    except OSError as error:
+        _warn_of_folder(error)
+        return False
+    return True
+
+
+def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) -> bytes | None:
+    name = _name(suffix, parts)
+    try:
+        content = folder.read(name, LARGEST)
+        code, digest = content[:-DIGEST], content[-DIGEST:]
+        if digest != _digest(name, code):
+            raise trusted_folder.Untrusted(folder.path / name, "is damaged")
+    except trusted_folder.Untrusted as error:
+        _warn(
+            error.reason,
+            f"a compiled kernel is not run: {error}. It is compiled anew, and the file replaced. If that recurs, "
+            "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
+        )
+        return None
+    return code
+
+
+def _warn_of_folder(error: OSError) -> None:
+    if isinstance(error, trusted_folder.Untrusted):
+        _warn(
+            error.reason,
+            f"compiled kernels are neither read nor kept on disk: {error}, so that others could plant code to be run. "
+            "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above "
+            "it has to belong to you or to root, and nobody else may write to it (chmod go-w)",
+        )
+    else:
+        _warn(
+            str(error.strerror),
+            f"a compiled kernel cannot be kept on disk: {error}. Each process compiles its own. Set LOWBIT_CACHE_DIR "
+            "to a folder that you can write to",
+        )
+
+
+def _warn(reason: str, message: str) -> None:
+    """Once per reason: what is wrong with the file of one kernel is mostly wrong with all."""
+    if reason not in _WARNED:
+        _WARNED.add(reason)
+        warnings.warn(message, stacklevel=2)
 
 
 def _absolute(folder: str) -> Path:
-    """As the loader of libraries needs it. Without a home a "~" stays, where `Path.expanduser` would raise."""
+    """Without a home a "~" stays, where `Path.expanduser` would raise."""
     return Path(os.path.expanduser(folder)).absolute()
 
 
-def _key(parts: tuple[str, ...]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def _name(suffix: str, parts: tuple[str, ...]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest() + suffix
 
 
-def _name(code: bytes, suffix: str, parts: tuple[str, ...]) -> str:
-    return f"{_key(parts)}-{hashlib.sha256(code).hexdigest()[:16]}{suffix}"
+def _digest(name: str, code: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + code).digest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import platform
 import shlex
@@ -16,9 +17,10 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
-from lowbit_kernels import disk_cache
+from lowbit_kernels import disk_cache, trusted_folder
 
 # Without contraction into fma, results are the same from every compiler. What the last two give up, no kernel reads:
 # errno, and the flags of floating-point exceptions.
@@ -26,6 +28,7 @@ OPTIONS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fno-strict-aliasing", "-fPIC", "-shared", "-pthread", "-w"),
 )
+_LOADS = itertools.count(1)
 NATIVE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",)
 
 
@@ -66,33 +69,72 @@ def library(source: str) -> ctypes.CDLL:
     key = (".so", source, _version(), _processor(), *compiler(), *OPTIONS, *NATIVE)
     kept = disk_cache.find(*key)
     if kept is not None:
-        with contextlib.suppress(OSError):  # a folder that nothing may be run from
-            return ctypes.CDLL(str(kept))
+        with contextlib.suppress(OSError):  # made for another version of the C library, say
+            return _loaded(kept)
     try:
-        with tempfile.TemporaryDirectory(prefix="lowbit-", ignore_cleanup_errors=True) as folder:
-            made = _compile(source, Path(folder))
-            kept = disk_cache.keep(made.read_bytes(), *key)
-            if kept is not None:
-                with contextlib.suppress(OSError):
-                    return ctypes.CDLL(str(kept))
-            return ctypes.CDLL(str(made))
+        code = _compile(source)
+        disk_cache.keep(code, *key)
+        return _loaded(code)
     except (OSError, ValueError) as error:  # no place for temporary files, a full disk, ...
         raise RuntimeError(f"a compiled kernel cannot be made or loaded: {error}") from error
 
 
-def _compile(source: str, folder: Path) -> Path:
-    text, made = folder / "kernel.cpp", folder / "kernel.so"
-    text.write_text(source, encoding="utf-8")
-    command = [*compiler(), *OPTIONS, *NATIVE, str(text), "-o", str(made)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except OSError as error:
-        raise RuntimeError(f"{compiler()[0]} cannot be run: {error}") from error
-    if done.returncode != 0:
-        log = done.stderr.replace(f"{folder}{os.sep}", "").strip()
-        log = log or f"exit status {done.returncode}"
-        raise RuntimeError(f"{compiler()[0]} cannot compile a kernel: {log}")
-    return made
+def _compile(source: str) -> bytes:
+    with _private_folder() as folder:
+        text, made = folder / "kernel.cpp", folder / "kernel.so"
+        text.write_text(source, encoding="utf-8")
+        command = [*compiler(), *OPTIONS, *NATIVE, str(text), "-o", str(made)]
+        environment = {
+            **os.environ,
+            "TMPDIR": str(folder),
+        }  # for files between the compiler's passes
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace"
+            )
+        except OSError as error:
+            raise RuntimeError(f"{compiler()[0]} cannot be run: {error}") from error
+        if done.returncode != 0:
+            log = done.stderr.replace(f"{folder}{os.sep}", "").strip()
+            log = log or f"exit status {done.returncode}"
+            raise RuntimeError(f"{compiler()[0]} cannot compile a kernel: {log}")
+        return made.read_bytes()
+
+
+def _loaded(code: bytes) -> ctypes.CDLL:
+    """The library whose file has this content. Only a copy that nobody else can touch is given to the loader, which
+    takes a path and would look up a shared one once more.
+
+    Raises:
+        OSError: the loader refuses it, or nothing may be run from memory and from temporary folders.
+    """
+    if hasattr(os, "memfd_create"):  # Linux
+        with contextlib.suppress(OSError):  # a sandbox without it, or without /proc
+            return _loaded_from_memory(code)
+    with _private_folder() as folder:
+        path = folder / "kernel.so"
+        path.write_bytes(code)
+        return ctypes.CDLL(str(path))
+
+
+def _loaded_from_memory(code: bytes) -> ctypes.CDLL:
+    with open(os.memfd_create("lowbit-kernel"), "wb") as file:
+        file.write(code)
+        file.flush()
+        # The loader gives back an earlier library for a path that it has seen, and the next file has the same number.
+        # More slashes make another path of the same file.
+        slashes = "/" * next(_LOADS)
+        return ctypes.CDLL(f"/proc/self/fd{slashes}{file.fileno()}")
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A temporary one, which this user alone can enter and others can't exchange."""
+    where = trusted_folder.temporary()
+    with tempfile.TemporaryDirectory(
+        prefix="lowbit-", dir=where, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
 
 
 @functools.cache

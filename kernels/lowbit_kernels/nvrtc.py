@@ -174,7 +174,7 @@ def compiled(source: str, arch: str) -> bytes:
     key = (".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
     kept = disk_cache.find(*key)
     if kept is not None:
-        return kept.read_bytes()
+        return kept
     cubin = _compile(source, arch)
     disk_cache.keep(cubin, *key)
     return cubin

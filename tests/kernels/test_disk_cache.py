@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache
+from lowbit_kernels import disk_cache, trusted_folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told_yet():
+    disk_cache._WARNED.clear()
+    yield
+    disk_cache._WARNED.clear()
 
 
 @pytest.fixture
@@ -42,53 +50,133 @@ def test_without_a_home_the_folder_is_the_users_own(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = disk_cache.cache_folder()
-    assert folder == tmp_path / f"lowbit-{os.getuid()}" and folder.stat().st_mode & 0o77 == 0
-    assert disk_cache.keep(b"code", ".so", "source") is not None
-    other = os.getuid() + 1
-    monkeypatch.setattr(
-        os, "getuid", lambda: other
-    )  # who finds a folder that somebody else has made
-    folder.rename(tmp_path / f"lowbit-{other}")
-    assert disk_cache.cache_folder() is None
-    assert disk_cache.keep(b"code", ".so", "source") is None
-    assert disk_cache.find(".so", "source") is None
+    assert folder == tmp_path / f"lowbit-{os.getuid()}" and not folder.exists()
+    assert disk_cache.keep(b"code", ".so", "source")
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_found_by_what_it_depends_on(folder):
     assert disk_cache.find(".cubin", "source", "9.0") is None
-    path = disk_cache.keep(b"code", ".cubin", "source", "9.0")
-    assert path is not None and path.parent == folder and path.read_bytes() == b"code"
-    assert disk_cache.find(".cubin", "source", "9.0") == path
+    assert not folder.exists(), "a look makes no folder"
+    assert disk_cache.keep(b"code", ".cubin", "source", "9.0")
+    assert disk_cache.find(".cubin", "source", "9.0") == b"code"
     assert disk_cache.find(".cubin", "source", "9.1") is None
     assert disk_cache.find(".so", "source", "9.0") is None
 
 
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_what_is_made_is_for_this_user_alone(folder, umask):
+    before = os.umask(umask)
+    try:
+        assert disk_cache.keep(b"code", ".so", "source")
+    finally:
+        os.umask(before)
+    (path,) = folder.iterdir()
+    assert mode(path) == 0o600
+    assert mode(folder) == mode(folder.parent) == 0o700
+    assert disk_cache.find(".so", "source") == b"code"
+
+
+def mode(path):
+    return path.stat().st_mode & 0o7777
+
+
+@pytest.mark.parametrize("rights", [0o700, 0o755, 0o711])
+def test_the_rights_of_a_folder_stay_as_they_are(folder, rights):
+    folder.mkdir(parents=True)
+    folder.chmod(rights)
+    assert disk_cache.keep(b"code", ".so", "source")
+    assert disk_cache.find(".so", "source") == b"code"
+    assert mode(folder) == rights
+
+
 def test_kept_whole_or_not_at_all(monkeypatch, folder, tmp_path):
-    path = disk_cache.keep(b"code", ".so", "source")
-    assert list(folder.iterdir()) == [path]
+    assert disk_cache.keep(b"code", ".so", "source")
+    (path,) = folder.iterdir()
     path.unlink()
     path.mkdir()
-    assert disk_cache.keep(b"code", ".so", "source") is None
+    with pytest.warns(UserWarning, match=f"cannot be kept on disk: .*directory: '{path}'"):
+        assert not disk_cache.keep(b"code", ".so", "source")
     assert list(folder.iterdir()) == [path]
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "file"))
-    assert disk_cache.keep(b"code", ".so", "source") is None
+    with pytest.warns(UserWarning, match=r"cannot be kept.*Not a directory.*LOWBIT_CACHE_DIR"):
+        assert not disk_cache.keep(b"code", ".so", "source")
     assert disk_cache.find(".so", "source") is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"cod", b"Code", b"code "])
-def test_a_damaged_file_is_not_taken(folder, damage):
-    path = disk_cache.keep(b"code", ".so", "source")
-    path.write_bytes(damage)
+def test_a_full_disk_is_told_once_and_leaves_nothing(monkeypatch, folder):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(UserWarning, match=f"No space left on device: '{folder}/") as caught:
+        for i in range(3):
+            assert not disk_cache.keep(b"code", ".so", f"source {i}")
+    assert len(caught) == 1 and "LOWBIT_CACHE_DIR" in str(caught[0].message)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["empty", "cut off", "other", "longer", "digest alone"])
+def test_a_damaged_file_is_not_taken(folder, change):
+    disk_cache.keep(b"code", ".so", "source")
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    damaged = {
+        "empty": b"",
+        "cut off": whole[:-1],
+        "other": b"Code" + whole[4:],
+        "longer": whole + b" ",
+        "digest alone": whole[4:],
+    }
+    path.write_bytes(damaged[change])
+    with pytest.warns(UserWarning, match=f"{path} is damaged"):
+        assert disk_cache.find(".so", "source") is None
+    assert disk_cache.keep(b"code", ".so", "source")
+    assert path.read_bytes() == whole
+    assert disk_cache.find(".so", "source") == b"code"
+
+
+def test_the_file_of_another_kernel_is_not_taken(folder):
+    """Renamed, say, by whoever could write to the folder once."""
+    disk_cache.keep(b"one", ".so", "one")
+    (one,) = folder.iterdir()
+    disk_cache.keep(b"two", ".so", "two")
+    (two,) = set(folder.iterdir()) - {one}
+    one.replace(two)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert disk_cache.find(".so", "two") is None
+
+
+def test_a_reason_is_told_once(folder):
+    for i in range(3):
+        disk_cache.keep(b"code", ".so", f"source {i}")
+    for path in folder.iterdir():
+        path.chmod(0o620)
+    with pytest.warns(UserWarning, match=r"can be written to by others \(mode 0620\)") as caught:
+        for i in range(3):
+            assert disk_cache.find(".so", f"source {i}") is None
+    assert len(caught) == 1
+
+
+def test_more_than_is_read_is_not_kept_in_vain(monkeypatch, folder):
+    monkeypatch.setattr(disk_cache, "LARGEST", 100)
+    assert disk_cache.keep(bytes(100 - disk_cache.DIGEST), ".so", "source")
+    assert disk_cache.find(".so", "source") == bytes(100 - disk_cache.DIGEST)
+    with pytest.warns(UserWarning, match="would have 101 bytes, and at most 100 are read"):
+        assert not disk_cache.keep(bytes(101 - disk_cache.DIGEST), ".so", "source")
+    assert disk_cache.find(".so", "source") == bytes(100 - disk_cache.DIGEST)
+
+
+def test_where_files_have_no_owners(monkeypatch, folder):
+    """As on Windows: by path, without the checks."""
+    monkeypatch.setattr(trusted_folder, "HAS_OWNERS", False)
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
     assert disk_cache.find(".so", "source") is None
-    assert disk_cache.keep(b"code", ".so", "source") == path
-    assert disk_cache.find(".so", "source") == path
-
-
-def test_others_may_read_what_the_umask_lets_them(folder):
-    before = os.umask(0o022)
-    try:
-        path = disk_cache.keep(b"code", ".so", "source")
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o644
+    assert disk_cache.keep(b"code", ".so", "source")
+    assert disk_cache.find(".so", "source") == b"code"
+    (path,) = folder.iterdir()
+    path.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert disk_cache.find(".so", "source") is None

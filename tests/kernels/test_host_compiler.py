@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shlex
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def _fresh(monkeypatch, tmp_path):
         *(kernel.compile_obstacle, kernel.compiled),
     )
     kernel._WARNED.clear()
+    disk_cache._WARNED.clear()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
     for function in remembered:
         function.cache_clear()
@@ -67,19 +69,96 @@ def test_a_file_that_was_cut_off_is_made_again():
 
 
 @needs_compiler
-@pytest.mark.parametrize("forbidden", ["temporary", "cache"])
-def test_a_folder_that_nothing_may_be_run_from(monkeypatch, forbidden):
+@pytest.mark.parametrize("forbidden", ["memory", "temporary", "no memfd"])
+def test_where_a_library_can_be_loaded_from_one_place_only(monkeypatch, forbidden):
     load = ctypes.CDLL
 
     def loaded(path):
-        if ("cache" in Path(path).parts[-2]) == (forbidden == "cache"):
+        if path.startswith("/proc/self/fd") == (forbidden == "memory"):
             raise OSError("failed to map segment from shared object: Operation not permitted")
         return load(path)
 
-    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    if forbidden == "no memfd":
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    else:
+        monkeypatch.setattr(ctypes, "CDLL", loaded)
     for _ in range(2):
         assert host_compiler.library(SOURCE).answer() == 42
         host_compiler.library.cache_clear()
+
+
+@needs_compiler
+def test_what_may_be_run_from_nowhere_raises(monkeypatch):
+    def refuses(path):
+        raise OSError("failed to map segment from shared object: Operation not permitted")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuses)
+    for _ in range(2):  # compiled, and from the disk
+        with pytest.raises(RuntimeError, match=r"made or loaded: failed to map segment"):
+            host_compiler.library(SOURCE)
+
+
+@needs_compiler
+def test_each_source_is_a_library_of_its_own():
+    """The loader knows libraries by path, and files in memory take turns at the same number."""
+    found = [
+        host_compiler.library(SOURCE.replace("42", str(number))).answer() for number in range(4)
+    ]
+    assert found == [0, 1, 2, 3]
+
+
+@needs_compiler
+def test_another_process_compiles_nothing_and_may_fork():
+    other = SOURCE.replace("42", "7")
+    for source in (SOURCE, other):
+        host_compiler.library(source)
+    code = (
+        "import os; from lowbit_kernels import host_compiler as c; c._compile = None\n"
+        f"first = c.library({SOURCE!r})\n"
+        "if os.fork() == 0:\n"
+        "    os.closerange(3, 64)\n"  # as daemons do
+        f"    os._exit(first.answer() + c.library({other!r}).answer())\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "49\n"), done.stderr
+
+
+@needs_compiler
+def test_two_processes_at_once():
+    """Both compile, and each finds a whole file whenever it looks."""
+    code = (
+        "import sys; from lowbit_kernels import host_compiler as c; print('ready', flush=True); input()\n"
+        f"for i in range(5): print(c.library({SOURCE!r}.replace('42', str(i))).answer())"
+    )
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.communicate()
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "0\n1\n2\n3\n4\n"), err
+    assert len(list(disk_cache.cache_folder().iterdir())) == 5
+
+
+@needs_compiler
+def test_the_compilers_own_files_are_private(monkeypatch, tmp_path):
+    """What a compiler writes between its passes lies in $TMPDIR."""
+    script = tmp_path / "cxx"
+    compiler = shlex.join(host_compiler.compiler())
+    script.write_text(
+        f'#!/bin/sh\nstat -c %a "$TMPDIR" > {tmp_path}/rights\nexec {compiler} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    host_compiler.compiler.cache_clear()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert host_compiler.library(SOURCE).answer() == 42
+    assert (tmp_path / "rights").read_text() == "700\n"
 
 
 @needs_compiler
@@ -94,7 +173,8 @@ def test_a_compiler_that_is_not_there_is_told(monkeypatch):
 def test_a_folder_that_takes_no_files(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    assert host_compiler.library(SOURCE).answer() == 42
+    with pytest.warns(UserWarning, match=r"cannot be kept.*Not a directory"):
+        assert host_compiler.library(SOURCE).answer() == 42
 
 
 @needs_compiler

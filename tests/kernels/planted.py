@@ -1,0 +1,150 @@
+"""Users of a machine, and a library that tells when its code has run, for what others may plant in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lowbit_kernels import disk_cache, host_compiler
+
+SOURCE = 'extern "C" int answer() { return 42; }'
+MARKER = "LOWBIT_TESTS_MARKER"  # the environment variable that names the file by which planted code tells that it ran
+EVIL = f"""
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+__attribute__((constructor)) static void planted() {{ close(open(getenv("{MARKER}"), O_CREAT | O_WRONLY, 0666)); }}
+extern "C" int answer() {{ return 666; }}
+"""
+ATTACKER, SOMEBODY = 64002, 64001  # user ids that no machine gives out to a person
+SECONDS = 20
+
+
+@contextlib.contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """This process acts with that user's rights, in no group but the user's own."""
+    if uid == os.geteuid():
+        yield
+        return
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """TimeoutError when it takes longer than a compilation may: opening a FIFO would wait for ever."""
+
+    def late(*args: object) -> None:
+        raise TimeoutError(f"not done after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A folder that every user can enter, a victim, and the cache entries that an attacker would plant there."""
+
+    root: Path
+    marker: Path
+    victim: int
+    name: str
+    evil: bytes
+    honest: bytes
+
+    def folder(self, name: str, mode: int = 0o755, owner: int | None = None) -> Path:
+        """A new folder of the victim or of somebody else; its ancestors in the stage are root's, 0755."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        path.chmod(mode)
+        own(path, self.victim if owner is None else owner)
+        return path
+
+    def plant(self, folder: Path, owner: int | None = None, mode: int = 0o644) -> Path:
+        """The attacker's entry under the name that the victim looks for."""
+        path = folder / self.name
+        path.write_bytes(self.evil)
+        path.chmod(mode)
+        own(path, ATTACKER if owner is None else owner)
+        return path
+
+    def link(self, name: str, target: Path, owner: int) -> Path:
+        path = self.root / name
+        path.symlink_to(target)
+        own(path, owner)
+        return path
+
+
+def own(path: Path, uid: int) -> None:
+    """Give a file away, which takes root; not where it has that owner already."""
+    if path.lstat().st_uid != uid:
+        if os.geteuid() != 0:
+            pytest.skip("files of another user can be made by root only")
+        os.chown(path, uid, uid, follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def staged(victim: int) -> Iterator[Stage]:
+    root = Path(
+        tempfile.mkdtemp(prefix="lowbit-planted-")
+    )  # pytest's own folders are closed to other users
+    try:
+        root.chmod(0o755)
+        (marks := root / "marks").mkdir()
+        marks.chmod(0o777)
+        marker = marks / "ran"
+        name, evil = _entry(root / "made-evil", _compiled(EVIL))
+        _, honest = _entry(root / "made-honest", _compiled(SOURCE))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MARKER, str(marker))
+            yield Stage(root, marker, victim, name, evil, honest)
+    finally:
+        shutil.rmtree(root)
+
+
+@functools.cache
+def _compiled(source: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "made.so")
+        command = [*host_compiler.compiler(), "-x", "c++", "-", "-shared", "-fPIC", "-o", str(made)]
+        subprocess.run(command, input=source.encode(), check=True)
+        return made.read_bytes()
+
+
+def key(source: str = SOURCE) -> tuple[str, ...]:
+    """What `host_compiler.library` looks a source up by."""
+    c = host_compiler
+    return (".so", source, c._version(), c._processor(), *c.compiler(), *c.OPTIONS, *c.NATIVE)
+
+
+def _entry(folder: Path, code: bytes) -> tuple[str, bytes]:
+    """Name and content of the entry that whoever knows the format of the cache can make of any code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWBIT_CACHE_DIR", str(folder))
+        disk_cache.keep(code, *key())
+    (path,) = folder.iterdir()
+    return path.name, path.read_bytes()
