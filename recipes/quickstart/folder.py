@@ -10,10 +10,13 @@ RUN/report.md, report.html, *.png
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -81,19 +84,25 @@ def latest(parent: Path) -> RunFolder:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text`, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with _replacement(path) as file:
+        file.write(text.encode())
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """`torch.save` that leaves the old file in place until the new one is whole and on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with _replacement(path) as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _replacement(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` at the end. Nobody can foresee its name and put a link there."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with temporary.open("xb") as file:
+            yield file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
