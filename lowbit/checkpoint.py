@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -271,7 +271,10 @@ def save(
     state_dict = model.state_dict() if isinstance(model, nn.Module) else model
     tensors, info = to_plain(state_dict, metadata)
     text = json.dumps(info)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # The rights that the umask leaves are read off a new file. Reading the umask itself sets it, for all threads.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    rights = os.fstat(handle).st_mode & 0o777
     os.close(handle)
     try:
         if path.suffix == ".safetensors":
@@ -280,17 +283,11 @@ def save(
             )
         else:
             torch.save({"lowbit": text, "tensors": tensors}, temporary)
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, rights)  # safetensors has put a file of its own there
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> dict[str, Any]:

@@ -265,8 +265,22 @@ def test_saving_anew_replaces_the_file(tmp_path: Path, suffix: str) -> None:
     lb.save({"b": torch.ones(2)}, path)
     assert lb.load(path).keys() == {"b"}
     assert [p.name for p in tmp_path.iterdir()] == [path.name], "no temporary file stays behind"
-    umask = os.umask(0)
-    os.umask(umask)
+
+
+@SUFFIXES
+@pytest.mark.parametrize("umask", [0o002, 0o027, 0o077])
+def test_a_file_has_the_rights_that_the_umask_leaves(
+    tmp_path: Path, suffix: str, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sets the umask for it, not for a moment: files of other threads would be open to all."""
+    path = tmp_path / f"m{suffix}"
+    before = os.umask(umask)
+    try:
+        with monkeypatch.context() as patch:
+            patch.delattr(os, "umask")
+            lb.save({"a": torch.ones(2)}, path)
+    finally:
+        os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
