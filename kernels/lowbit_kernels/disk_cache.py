@@ -96,9 +96,9 @@ def _warn_of_folder(error: OSError) -> None:
     if isinstance(error, trusted_folder.Untrusted):
         _warn(
             error.reason,
-            f"compiled kernels are neither read nor kept on disk: {error}, so that others could plant code to be run. "
-            "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above "
-            "it has to belong to you or to root, and nobody else may write to it (chmod go-w)",
+            f"compiled kernels are neither read from the disk nor kept there: {error}, and others could plant code. "
+            "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above it "
+            "must belong to you or to root, and nobody else may write to it (empty the folder, then chmod go-w)",
         )
     else:
         _warn(

@@ -12,8 +12,8 @@ Two things on the way are not refused:
 - A symbolic link is followed if it belongs to this user or to root; what it points to is walked in the same way.
   Links lie in checked folders, so nobody else can exchange one between the look at its owner and the reading of it.
 
-An access list that lets others write shows in the bits of the group, which hold its mask. A file needs no look at its
-number of links: whoever makes another link to it changes neither its owner nor who may write to it.
+A POSIX access list that lets others write shows in the bits of the group, which hold its mask. A file needs no look
+at its number of links: whoever makes another link to it changes neither its owner nor who may write to it.
 
 Systems whose files have no owners that Python can read (Windows) get no checks; their folders are opened by path.
 """
@@ -83,7 +83,7 @@ class Folder:
             if status.st_size > largest:
                 raise Untrusted(path, f"has {status.st_size} bytes, and at most {largest} are read")
             with open(handle, "rb", closefd=False) as file:
-                return file.read(largest + 1)  # a bound also for one that grows meanwhile
+                return file.read(status.st_size)  # no more, should it grow meanwhile
         finally:
             os.close(handle)
 
@@ -220,10 +220,10 @@ def _check_owner(status: os.stat_result, path: Path, within: bool) -> None:
 
 
 def _hides_root(owner: int) -> bool:
-    """Whether root's files seem to be this user's, as in a container whose user namespace has no root.
+    """Whether root's files seem to belong to `owner`, as in a container whose user namespace has no root.
 
-    Then root can't be told from other users outside, who could exchange a folder. They can put nothing but another
-    folder of this user there, since the last folder and its files have to be this user's.
+    Files of all users outside then seem to belong to that one. Such a user could exchange a folder above the last one,
+    but only for another folder of this user: the last folder and its files have to be this user's own.
     """
     try:
         unknown = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, host_compiler
+from lowbit_kernels import disk_cache, host_compiler, trusted_folder
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 MARKER = "LOWBIT_TESTS_MARKER"  # the environment variable that names the file by which planted code tells that it ran
@@ -28,6 +29,12 @@ extern "C" int answer() {{ return 666; }}
 """
 ATTACKER, SOMEBODY = 64002, 64001  # user ids that no machine gives out to a person
 SECONDS = 20
+ME = os.geteuid() if hasattr(os, "geteuid") else 0
+AS_ROOT = pytest.mark.skipif(ME != 0, reason="acting as another user takes root")
+NEEDED = [
+    pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files here have no owners"),
+    pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler"),
+]
 
 
 @contextlib.contextmanager
@@ -99,6 +106,18 @@ class Stage:
         return path
 
 
+def answer(stage: Stage) -> tuple[int, list[str]]:
+    """What a fresh process of the victim computes, and the warnings about its files."""
+    host_compiler.library.cache_clear()
+    disk_cache._WARNED.clear()
+    trusted_folder._WARNED.clear()
+    with as_user(stage.victim), bounded(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = host_compiler.library(SOURCE).answer()
+    host_compiler.library.cache_clear()
+    return found, [str(w.message) for w in caught]
+
+
 def own(path: Path, uid: int) -> None:
     """Give a file away, which takes root; not where it has that owner already."""
     if path.lstat().st_uid != uid:
@@ -114,6 +133,9 @@ def staged(victim: int) -> Iterator[Stage]:
     )  # pytest's own folders are closed to other users
     try:
         root.chmod(0o755)
+        with as_user(victim):
+            if not os.access(root, os.X_OK, effective_ids=True):
+                pytest.skip("$TMPDIR is closed to other users")
         (marks := root / "marks").mkdir()
         marks.chmod(0o777)
         marker = marks / "ran"
