@@ -98,7 +98,7 @@ def _warn_of_folder(error: OSError) -> None:
             error.reason,
             f"compiled kernels are neither read from the disk nor kept there: {error}, and others could plant code. "
             "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above it "
-            "must belong to you or to root, and nobody else may write to it (empty the folder, then chmod go-w)",
+            "must belong to you or to root, and nobody else may write to it (chmod go-w, if it is for you alone)",
         )
     else:
         _warn(

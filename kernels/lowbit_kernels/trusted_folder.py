@@ -162,10 +162,9 @@ def temporary() -> str:
 def _walk(path: Path, make: bool, shared: bool) -> int:
     """A descriptor of the folder, all of whose path has been checked."""
     here, folder = Path(path.anchor), os.open(path.anchor, os.O_RDONLY | _FOLDER)
-    names, links = (
-        list(reversed(path.parts)),
-        0,
-    )  # "/" first; it is absolute, relative to whichever folder
+    # "/" comes first: opened relative to any folder, it is the root.
+    names = list(reversed(path.parts))
+    links = 0
     try:
         while names:
             _check(os.fstat(folder), here, within=True)
@@ -198,9 +197,7 @@ def _status(name: str, folder: int, make: bool) -> os.stat_result:
     except FileNotFoundError:
         if not make:
             raise
-    with contextlib.suppress(
-        FileExistsError
-    ):  # another process has made it; it is checked as any other
+    with contextlib.suppress(FileExistsError):  # made by another process meanwhile: checked as any
         os.mkdir(name, 0o700, dir_fd=folder)
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
