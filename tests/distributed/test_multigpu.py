@@ -192,14 +192,11 @@ def check_optimizers(rank, world_size, dtype, layout):
             for m, optimizer in zip((whole, model), optimizers, strict=True):
                 step_of(m, optimizer, x)
         check_weights(model, whole, where)
-        for key, _ in whole.named_parameters():
-            states = [
-                o.state[m.get_parameter(key)]
-                for m, o in zip((model, whole), optimizers[::-1], strict=True)
-            ]
-            assert states[0].keys() == states[1].keys(), where
-            for slot, expected in states[1].items():
-                check_equal(states[0][slot], expected, (*where, key, slot))
+        for key, p in whole.named_parameters():
+            found = optimizers[1].state[model.get_parameter(key)]
+            assert found.keys() == optimizers[0].state[p].keys(), where
+            for slot, expected in optimizers[0].state[p].items():
+                check_equal(found[slot], expected, (*where, key, slot))
     return True
 
 
@@ -250,10 +247,8 @@ def placed_gradients(model, step, dtype):
         if not p.requires_grad:
             continue
         whole = values(p.shape, 100 * step + i, dtype).to(device())
-        if isinstance(p, DTensor):
-            p.grad = distribute_tensor(whole, p.device_mesh, p.placements)
-        else:
-            p.grad = whole
+        is_split = isinstance(p, DTensor)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if is_split else whole
 
 
 def relative(found, expected):
