@@ -27,15 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.tensor import (
-    AffineTensor,
-    CodebookTensor,
-    FakeQuantizedTensor,
-    Float8Tensor,
-    Int8WeightTensor,
-    TernaryTensor,
-)
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.state_dict import KINDS, describe, joined
 
 FORMAT_VERSION = 1
 Plain = tuple[dict[str, Tensor], dict[str, Any]]
@@ -43,24 +36,11 @@ Plain = tuple[dict[str, Tensor], dict[str, Any]]
 MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
 """From a format version to the next: `MIGRATIONS[v](tensors, info)` returns those of version v + 1."""
 
-_KINDS: dict[str, type[LowbitTensor]] = {
-    c.__name__: c
-    for c in (
-        *(AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor),
-        *(Int8WeightTensor, TernaryTensor),
-    )
-}
-
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read, and why."""
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _identity(t: Tensor) -> tuple[Any, ...]:
@@ -87,6 +67,10 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
         "values": {},
     }
     seen: dict[tuple[Any, ...], str] = {}
+    try:
+        state_dict = joined(state_dict)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     for name, value in state_dict.items():
         if not isinstance(name, str):
             raise CheckpointError(f"names must be str, got {name!r}; flatten the state dict first")
@@ -166,20 +150,15 @@ def _check_json(name: str, value: Any) -> None:
 
 
 def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
-    if type(t).__name__ not in _KINDS:
+    if type(t).__name__ not in KINDS:
         raise CheckpointError(
-            f"{name} is a {type(t).__name__}; the format knows {', '.join(_KINDS)}"
+            f"{name} is a {type(t).__name__}; the format knows {', '.join(KINDS)}"
         )
     if getattr(t, "transposed", False) or t.flat_from is not None:
         raise CheckpointError(
             f"{name} is a transposed or flattened view of a quantized tensor; save the original"
         )
-    return {
-        "kind": type(t).__name__,
-        "shape": list(t.shape),
-        "dtype": _dtype_name(t.dtype),
-        **t.meta_to_json(),
-    }
+    return describe(t)
 
 
 def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,11 +184,11 @@ def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[s
 
 def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor:
     """The tensor that `entry` describes; takes its parts out of `tensors`."""
-    if not isinstance(entry, dict) or str(entry.get("kind")) not in _KINDS:
+    if not isinstance(entry, dict) or str(entry.get("kind")) not in KINDS:
         raise CheckpointError(
-            f"{name} is of unknown kind: {entry!r}; known: {', '.join(_KINDS)}; it may come from a newer lowbit"
+            f"{name} is of unknown kind: {entry!r}; known: {', '.join(KINDS)}; it may come from a newer lowbit"
         )
-    kind = _KINDS[str(entry["kind"])]
+    kind = KINDS[str(entry["kind"])]
     inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
     found = {part: (tuple(p.shape), p.dtype) for part, p in inner.items() if p is not None}
     if not found:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import lowbit as lb
 from lowbit import checkpoint, qat
+from lowbit.tensor import joined
 from tests.inference.test_report import BOTH, Model
 from tests.schemes import SCHEMES, over, weight_specs
 
@@ -61,7 +62,7 @@ def test_quantized_models(tmp_path: Path, suffix: str, scheme: lb.Scheme, dtype)
     model = nn.Sequential(nn.Linear(19, 16), nn.Linear(16, 5, bias=False)).to(dtype)
     lb.quantize_(model, scheme)
     state = round_trip(model, tmp_path / f"m{suffix}")
-    assert_same(state, dict(model.state_dict()))
+    assert_same(state, joined(model.state_dict()))
     fresh = nn.Sequential(nn.Linear(19, 16), nn.Linear(16, 5, bias=False)).to(dtype)
     fresh.load_state_dict(state, assign=True)
     x = torch.randn(3, 19, dtype=dtype)
@@ -73,7 +74,7 @@ def test_prepared_models(tmp_path: Path, suffix: str) -> None:
     model = Model()
     qat.prepare_(model, {"head": lb.Int8DynamicActivationInt4Weight(8), "*": INT4}, select)
     state = round_trip(model, tmp_path / f"m{suffix}")
-    assert_same(state, dict(model.state_dict()))
+    assert_same(state, joined(model.state_dict()))
     for target in (Model(), Model()):
         target.load_state_dict(state, assign=True)
         assert target.head.weight.requires_grad
@@ -241,7 +242,7 @@ def test_onto_a_device(tmp_path: Path, suffix: str) -> None:
     assert state["weight"].shape == (4, 16) and state["weight"].spec == INT4.weight
     with pytest.raises(checkpoint.CheckpointError, match=r"on meta; only dense tensors"):
         lb.save(state, path)
-    assert_same(lb.load(path, device=torch.device("cpu")), dict(model.state_dict()))
+    assert_same(lb.load(path, device=torch.device("cpu")), joined(model.state_dict()))
 
 
 @SUFFIXES
@@ -350,11 +351,9 @@ READER = """
 def test_read_by_a_fresh_process_with_and_without_lowbit(tmp_path: Path) -> None:
     model = Model(tied=True)
     lb.quantize_(model, {"layers.*": lb.Int8DynamicActivationInt8Weight(), "*": INT4}, select)
-    state = {
-        **model.state_dict(),
-        "expected": model.head.weight.dequantize(),
-        "output": model.layers[0].up(torch.ones(1, 16)).detach(),
-    }
+    state = model.state_dict()
+    state["expected"] = model.head.weight.dequantize()
+    state["output"] = model.layers[0].up(torch.ones(1, 16)).detach()
     paths = [tmp_path / "m.pt", tmp_path / "m.safetensors"]
     for path in paths:
         lb.save(state, path, metadata={"step": 7})

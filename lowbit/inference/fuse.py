@@ -20,6 +20,13 @@ from torch.nn import functional as F
 
 from lowbit.tensor.apply import find_owners
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.state_dict import (
+    check_described,
+    described,
+    hand_out_names,
+    is_ours,
+    take_parts,
+)
 
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -97,11 +104,7 @@ class FusedLinear(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        parent = prefix[: -len(self.names[0]) - 1]
-        for index, name in enumerate(self.names):
-            for kind, t in zip(("weight", "bias"), self.part(index), strict=True):
-                if t is not None:
-                    destination[f"{parent}{name}.{kind}"] = t if keep_vars else t.detach()
+        _save_part(self, 0, destination, prefix, keep_vars)
 
     def extra_repr(self) -> str:
         parts = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
@@ -117,6 +120,8 @@ class FusedPart(nn.Module):
         self.index = index
         self.in_features, self.out_features = lead.in_features, lead.sizes[index]
         self.train(lead.training)
+        self.register_state_dict_post_hook(_hand_out_part)
+        self.register_load_state_dict_pre_hook(_check_part)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._lead[0].take(self.index, x)
@@ -131,9 +136,42 @@ class FusedPart(nn.Module):
         """A view of the joint bias's elements, or None."""
         return self._lead[0].part(self.index)[1]
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        _save_part(self._lead[0], self.index, destination, prefix, keep_vars)
+
     def extra_repr(self) -> str:
         lead = self._lead[0]
         return f"{lead.names[self.index]} of {lead.names[0]}, out_features={self.out_features}"
+
+
+def _save_part(
+    lead: FusedLinear, index: int, destination: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
+    for kind, t in zip(("weight", "bias"), lead.part(index), strict=True):
+        if t is not None and keep_vars:
+            # a view that has a gradient is no parameter; one without can say that it is to stay whole
+            destination[prefix + kind] = t if t.requires_grad else nn.Parameter(t, False)
+        elif t is not None:
+            destination[prefix + kind] = t.detach()
+
+
+def _hand_out_part(
+    part: FusedPart, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    hand_out_names(("weight",), state_dict, prefix, metadata)
+
+
+def _check_part(part: FusedPart, *args: Any) -> None:
+    """Its tensors are loaded by the parent; what they are said to be is known here."""
+    _, prefix, metadata, _, _, _, errors = args
+    entry = described(metadata, "weight")
+    if entry is not None and isinstance(part.weight, LowbitTensor):
+        try:
+            check_described(part.weight, f"{prefix}weight", entry)
+        except ValueError as error:
+            errors.append(str(error))
 
 
 def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -141,6 +179,11 @@ def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *a
     leads = [m for m in parent._modules.values() if isinstance(m, FusedLinear)]
     for lead in leads:
         lead._held = None
+        assign = bool(args[0].get("assign_to_params_buffers"))
+        for index, name in enumerate(lead.names):
+            weight = lead.part(index)[0]
+            if isinstance(weight, LowbitTensor):
+                take_parts(weight, f"{prefix}{name}.weight", state_dict, None, assign, args[-1])
         for kind in ("weight", "bias"):
             keys = [f"{prefix}{name}.{kind}" for name in lead.names]
             found = [state_dict.pop(key) for key in keys if key in state_dict]
@@ -158,7 +201,7 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
             return f"{name} is a {type(part).__name__}, not an nn.Linear"
         if "weight" not in part._parameters:
             return f"the weight of {name} is computed, not a parameter"
-        if any(getattr(part, kind) for kind in HOOKS):
+        if any(not is_ours(hook) for kind in HOOKS for hook in getattr(part, kind).values()):
             return f"{name} has hooks, which a fused module would not run"
         if uses[id(part.weight)] > 1:
             return f"the weight of {name} is tied to another one"

@@ -22,7 +22,8 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
         filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. `nn.Embedding` can
             be chosen, and modules of your own, whose 2-D and 3-D parameters (experts) are converted.
 
-    Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded.
+    Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
+    dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).
 
     Raises:
         TypeError: `scheme` is none. ValueError: nothing to convert; a pattern that chooses nothing; an integer,

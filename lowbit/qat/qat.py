@@ -32,19 +32,19 @@ def prepare_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None)
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
     Arguments, report and errors are those of `lowbit.quantize_`. The parameters are replaced (the new ones share the
-    old ones' memory): make the optimizer afterwards. Each `nn.Linear` becomes a subclass of it until `convert_`, so
-    that tensor parallelism can split its weight.
+    old ones' memory): make the optimizer afterwards. The state dict stays that of the plain model. Each `nn.Linear`
+    becomes a subclass of it until `convert_`, so that tensor parallelism can split its weight.
     """
     targets, report = find_targets(model, scheme, filter_fn)
-    owners = _owners(targets)
+    modules = _modules(targets)
     report = replace_weights(
         targets, report, lambda t: FakeQuantizedTensor(t.weight, t.scheme), trainable=True
     )
-    make_shardable(owners)
+    make_shardable(modules)
     return report
 
 
-def _owners(targets: list[Target]) -> set[nn.Module]:
+def _modules(targets: list[Target]) -> set[nn.Module]:
     return {module for target in targets for module, _, _ in target.owners}
 
 
@@ -73,9 +73,9 @@ def convert_(model: nn.Module) -> Report:
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
-    owners = _owners(targets)
+    modules = _modules(targets)
     report = replace_weights(targets, Report(), _convert, trainable=False)
-    make_plain(owners)
+    make_plain(modules)
     return report
 
 

@@ -16,6 +16,7 @@ from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.int8_weight import Columns, Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.tensor.state_dict import joined
 from lowbit.tensor.ternary import TernaryTensor
 from lowbit.train_scheme import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 
@@ -37,4 +38,5 @@ __all__ = [
     "LowbitTensor",
     "MixedPrecisionTensor",
     "TernaryTensor",
+    "joined",
 ]

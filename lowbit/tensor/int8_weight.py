@@ -254,7 +254,8 @@ class Int8WeightTensor(AffineTensor):
         return self._with({"codes": self.codes, "scale": self.scale})
 
     def meta_to_json(self) -> dict[str, Any]:
-        columns = self.columns and [self.columns.start, self.columns.total]
+        own = self.columns and _whole(self.columns, self.shape)
+        columns = own and [own.start, own.total]
         return {"scheme": self.scheme.to_dict(), "columns": columns}
 
     @classmethod

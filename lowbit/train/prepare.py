@@ -27,7 +27,6 @@ from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
-from lowbit.train import plain_state
 from lowbit.train_scheme import (
     BitNet,
     Float8MixedPrecision,
@@ -64,8 +63,6 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
     owners = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report, _prepared, trainable=True)
-    for module in owners:
-        plain_state.register(module)
     make_shardable(owners)
     return report
 
@@ -119,8 +116,6 @@ def replace_prepared(
     """Replace prepared weights, undo what `prepare_` did to their modules, and complete the report."""
     modules: set[nn.Module] = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report or Report(), make, trainable=trainable, note=note)
-    for module in modules:
-        plain_state.unregister(module)
     make_plain(modules)
     return report
 

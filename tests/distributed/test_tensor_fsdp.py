@@ -234,10 +234,12 @@ def check_sharded_parameters_are_printed_copied_and_replaced(rank, world_size):
         (case,) = named(name)
         model, other = shard(Model(case, 33)), shard(Model(case, 33))
         assert case.kind.__name__ in repr(model.first.weight)
-        state = copy.deepcopy(other.state_dict())
-        for layer in ("first", "second"):
-            part = state[f"{layer}.weight"].to_local()
-            part.copy_(case.make(part.shape, 7))
+        source = shard(Model(case, 33))
+        with torch.no_grad():
+            for layer in (source.first, source.second):
+                part = layer.weight.to_local()
+                part.copy_(case.make(part.shape, 7))
+        state = copy.deepcopy(source.state_dict())
         model(batch_of(rank))
         model.load_state_dict(state)
         for key, value in model.state_dict().items():

@@ -15,6 +15,7 @@ from lowbit.inference import fuse_linears_, trace_linears, unfuse_linears_
 from recipes.llama import Llama, LlamaConfig
 from tests.inference.weight_ops import counted
 from tests.schemes import over
+from tests.tensor.cases import same_bits
 
 SCHEMES = {
     "int4": lb.Int4WeightOnly(32),
@@ -52,7 +53,7 @@ def make(scheme: lb.Scheme | None, bias: bool = True) -> nn.Sequential:
 
 def same_state(a: nn.Module, b: nn.Module) -> bool:
     first, second = a.state_dict(), b.state_dict()
-    return list(first) == list(second) and all(torch.equal(first[k], second[k]) for k in first)
+    return list(first) == list(second) and all(same_bits(first[k], second[k]) for k in first)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -74,6 +75,8 @@ def test_the_same_outputs_from_fewer_products(scheme: lb.Scheme | None, bias: bo
     ]
     assert fused[0].q_proj._held is None and fused[0].gate_proj._held is None
     assert same_state(fused, model)
+    kept = fused.state_dict(keep_vars=True)
+    assert set(kept) == set(model.state_dict(keep_vars=True)), "whole, as parameters are"
     unfuse_linears_(fused)
     assert torch.equal(fused(x), model(x)) and same_state(fused, model)
     assert all(type(m) in (nn.Linear, Layer, nn.Sequential) for m in fused.modules())
@@ -108,7 +111,8 @@ def test_a_state_dict_that_lacks_a_part() -> None:
     model = make(SCHEMES["int4"])
     state = model.state_dict()
     fuse_linears_(model)
-    del state["0.k_proj.weight"]
+    for part in ("codes", "scale"):
+        del state[f"0.k_proj.weight.{part}"]
     with pytest.raises(RuntimeError, match=r"0.q_proj is fused: it loads all of .*0.k_proj.weight"):
         model.load_state_dict(state)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.tensor import joined
 from tests.schemes import SCHEMES, WEIGHT_ONLY, over, relative_error, rounded
 
 INT4 = lb.Int4WeightOnly(8)
@@ -203,7 +204,7 @@ def test_state_dicts(scheme: lb.Scheme) -> None:
     torch.save(model.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
-    other.load_state_dict(state, assign=True)
+    other.load_state_dict(joined(state), assign=True)
     assert torch.equal(other(x), model(x)) and not other[0].weight.requires_grad
     third = nn.Sequential(nn.Linear(19, 16), nn.Linear(16, 4))
     lb.quantize_(third, scheme)
@@ -233,7 +234,7 @@ def test_plain_weights_loaded_into_a_quantized_model_are_quantized() -> None:
 def test_a_quantized_state_dict_into_a_plain_model_is_dequantized() -> None:
     model, plain = nn.Linear(16, 4), nn.Linear(16, 4)
     lb.quantize_(model, INT4)
-    plain.load_state_dict(model.state_dict())
+    plain.load_state_dict(joined(model.state_dict()))
     assert (
         torch.equal(plain.weight, model.weight.dequantize()) and type(plain.weight) is nn.Parameter
     )

@@ -1,0 +1,353 @@
+"""What state dicts hand out of every weight, and what loads from them: plain tensors, of the same memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit.tensor import LowbitTensor, joined
+from lowbit.tensor.state_dict import is_ours
+from tests.tensor.cases import (
+    BY_NAME,
+    every_frozen_weight,
+    every_master,
+    every_weight,
+    named,
+    over,
+    same,
+    same_bits,
+    values,
+)
+
+STORED = [c for c in BY_NAME.values() if c.is_weight and not c.has_master]
+"""Those whose state is their inner tensors."""
+every_stored = over(STORED)
+
+
+class Net(nn.Module):
+    """100 → 24, under a name of two parts, the weight tied to another module's."""
+
+    def __init__(self, case, seed=0):
+        super().__init__()
+        self.body = nn.ModuleDict({"up": nn.Linear(100, 24)})
+        self.tied = nn.Linear(100, 24, bias=False)
+        with torch.no_grad():
+            self.body["up"].bias.copy_(values((24,), seed + 3))
+        self.body["up"].weight = nn.Parameter(case.make((24, 100), seed))
+        self.tied.weight = self.body["up"].weight
+
+    def forward(self, x):
+        return self.body["up"](x) + self.tied(x)
+
+    def stored(self):
+        return self.body["up"].weight.detach()
+
+
+def names_of(case):
+    if case.has_master:
+        return ["weight"]
+    return [f"weight.{part}" for part in case.make((24, 100)).inner_tensors()]
+
+
+def check_equal(model, other):
+    assert same(model.stored(), other.stored())
+    assert model.body["up"].weight is model.tied.weight
+    x = values((5, 100), 1)
+    assert same_bits(model(x), other(x))
+
+
+@every_weight
+def test_plain_tensors_of_the_same_memory(case):
+    model = Net(case)
+    state = model.state_dict()
+    names = names_of(case)
+    expected = [f"{owner}.{name}" for owner in ("body.up", "tied") for name in names]
+    assert list(state) == [*expected[: len(names)], "body.up.bias", *expected[len(names) :]]
+    inner = model.stored().inner_tensors()
+    for name in names:
+        value, tied = state[f"body.up.{name}"], state[f"tied.{name}"]
+        part = inner[name.split(".")[-1]]
+        assert type(value) is torch.Tensor and same_bits(value, part)
+        assert value.data_ptr() == tied.data_ptr() == part.data_ptr()
+    kept = model.state_dict(keep_vars=True)
+    assert kept["body.up.weight"] is kept["tied.weight"] is model.tied.weight
+
+
+@every_weight
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_into_a_model_that_was_prepared_alike(case, assign):
+    source, model = Net(case), Net(case, seed=1)
+    parameter = model.tied.weight
+    found = model.load_state_dict(copy.deepcopy(source.state_dict()), assign=assign)
+    assert not found.missing_keys and not found.unexpected_keys
+    assert type(model.stored()) is case.kind
+    assert same(model.stored(), source.stored())
+    assert (model.tied.weight is parameter) is not assign
+    x = values((5, 100), 1)
+    assert same_bits(model(x), source(x))
+    assert model.tied.weight.requires_grad == source.tied.weight.requires_grad
+
+
+@every_weight
+def test_saved_by_torch_and_loaded_weights_only(case):
+    source, model = Net(case), Net(case, seed=1)
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    model.load_state_dict(state)
+    check_equal(model, source)
+
+
+@every_weight
+def test_a_module_that_is_the_root(case):
+    layer, other = nn.Linear(100, 24), nn.Linear(100, 24)
+    layer.weight = nn.Parameter(case.make((24, 100)))
+    other.weight = nn.Parameter(case.make((24, 100), seed=1))
+    state = layer.state_dict()
+    assert set(state) == {"bias", *names_of(case)}
+    other.load_state_dict(state)
+    assert same(other.weight.detach(), layer.weight.detach())
+
+
+@every_stored
+def test_described_in_json_and_joined_again(case):
+    model = Net(case)
+    state = model.state_dict()
+    entry = state._metadata["body.up"]["lowbit"]["weight"]
+    assert json.loads(json.dumps(entry)) == entry
+    assert (entry["kind"], entry["shape"]) == (case.kind.__name__, [24, 100])
+    whole = joined(state)
+    assert [*whole] == [*(n for n in model.state_dict(keep_vars=True))]
+    assert same(whole["tied.weight"], model.stored())
+    fresh = nn.Linear(100, 24, bias=False)
+    fresh.load_state_dict({"weight": whole["tied.weight"]}, assign=True)
+    assert same(fresh.weight.detach(), model.stored())
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@every_weight
+def test_lowbit_save_describes_what_a_state_dict_describes(case, suffix, tmp_path):
+    pytest.importorskip("safetensors")
+    model, files = Net(case), [tmp_path / f"{name}{suffix}" for name in ("model", "state")]
+    lb.save(model, files[0])
+    lb.save(model.state_dict(), files[1])
+    first, second = (lb.load(file) for file in files)
+    assert [*first] == [*second] and first["tied.weight"] is first["body.up.weight"]
+    if case.kind.__name__ in lb.checkpoint.KINDS:
+        assert same(first["tied.weight"], model.stored())
+        assert same(second["tied.weight"], model.stored())
+    else:
+        assert same_bits(second["tied.weight"], model.stored().master())
+
+
+@every_stored
+def test_what_does_not_fit_is_told_by_name_and_changes_nothing(case):
+    model, source = (nn.Sequential(nn.Linear(100, 24)) for _ in range(2))
+    for seed, m in enumerate((source, model)):
+        m[0].weight = nn.Parameter(case.make((24, 100), seed))
+    before = copy.deepcopy(model[0].weight.detach())
+
+    def refused(state, match, **options):
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=match):
+                model.load_state_dict(dict(state), assign=assign, **options)
+            assert same(model[0].weight.detach(), before)
+
+    state = source.state_dict()
+    codes, scale = state["0.weight.codes"], state["0.weight.scale"]
+    lacking = {name: t for name, t in state.items() if name != "0.weight.codes"}
+    for strict in (True, False):
+        refused(lacking, r"0\.weight has scale.* and lacks codes", strict=strict)
+    mismatch = r"size mismatch for 0\.weight\.codes: it is .*, expected .*the model has"
+    refused({**state, "0.weight.codes": codes[:, 1:]}, mismatch)
+    refused({**state, "0.weight.codes": codes.float()}, r"0\.weight\.codes: it is .* of float32")
+    refused({**state, "0.weight.scale": scale.long()}, r"0\.weight\.scale: it is .* of int64")
+    refused({**state, "0.weight.scale": 1.0}, r"0\.weight\.scale is 1\.0; accepted: a plain tensor")
+    refused({**state, "0.weight.codes": codes.to("meta")}, r"scale is on cpu, .*codes on meta")
+    whole = {**state, "0.weight": torch.zeros(24, 100)}
+    refused(whole, r"0\.weight is given whole and in parts")
+
+
+@every_stored
+def test_scales_of_another_dtype_are_not_rounded_in_silence(case):
+    if case.make((2, 96), dtype=torch.bfloat16).scale.dtype is torch.float32:
+        return  # always in float32
+    model, state = nn.Linear(100, 24, bias=False), {}
+    model.weight = nn.Parameter(case.make((24, 100), seed=1).detach())
+    other = nn.Linear(100, 24, bias=False)
+    other.weight = nn.Parameter(case.make((24, 100), dtype=torch.bfloat16))
+    state = dict(other.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"weight\.scale: it is .* of bfloat16, expected .* of float32"
+    ):
+        model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    assert same_bits(model.weight.scale, other.weight.scale)
+
+
+@every_stored
+def test_what_is_missing_is_named_as_it_would_be_handed_out(case):
+    model = Net(case, seed=1)
+    before, parameter = copy.deepcopy(model.stored()), model.tied.weight
+    names = {f"{owner}.{name}" for owner in ("body.up", "tied") for name in names_of(case)}
+    with pytest.raises(RuntimeError, match=r"Missing key.*tied\.weight\.codes"):
+        model.load_state_dict({})
+    for assign in (False, True):
+        state = {"body.up.bias": torch.ones(24)}
+        found = model.load_state_dict(state, strict=False, assign=assign)
+        assert set(found.missing_keys) == names and not found.unexpected_keys
+        assert same(model.stored(), before) and model.tied.weight is parameter
+    assert torch.equal(model.body["up"].bias, torch.ones(24))
+
+
+@every_stored
+def test_a_model_that_was_not_prepared_says_so(case):
+    plain = nn.Linear(100, 24, bias=False)
+    before = plain.weight.detach().clone()
+    layer = nn.Linear(100, 24, bias=False)
+    layer.weight = nn.Parameter(case.make((24, 100)))
+    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"weight".*Unexpected.*"weight\.codes"'):
+        plain.load_state_dict(layer.state_dict())
+    assert torch.equal(plain.weight, before)
+
+
+def test_another_scheme_is_refused_by_what_the_state_dict_says_of_itself():
+    """Where the parts alone would fit: only the activation differs, which the model's own scheme decides."""
+    models = [nn.Sequential(nn.Linear(64, 8)) for _ in range(2)]
+    for model, scheme in zip(
+        models, (lb.Int8WeightOnly(), lb.Int8DynamicActivationInt8Weight()), strict=True
+    ):
+        lb.quantize_(model, scheme)
+    before = copy.deepcopy(models[1][0].weight)
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"0\.weight is .* stored differently"):
+            models[1].load_state_dict(models[0].state_dict(), assign=assign)
+        assert torch.equal(models[1][0].weight, before)
+    models[1].load_state_dict(joined(models[0].state_dict()), assign=True)
+    assert models[1][0].weight.activation is None
+
+
+def test_another_group_size_is_refused_by_name():
+    models = [nn.Sequential(nn.Linear(64, 8)) for _ in range(2)]
+    for model, group in zip(models, (16, 32), strict=True):
+        lb.quantize_(model, lb.Int4WeightOnly(group))
+    state = models[0].state_dict()
+    with pytest.raises(
+        RuntimeError, match=r"PerGroup\(.*16.*\).*PerGroup\(.*32.*stored differently"
+    ):
+        models[1].load_state_dict(state)
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for 0\.weight\.scale: .*\[8, 4\].*\[8, 2\]"
+    ):
+        models[1].load_state_dict(dict(state))  # which no longer says what it is
+
+
+@pytest.mark.parametrize("entry", [{"kind": "Foo"}, {"kind": "AffineTensor"}, {}], ids=str)
+def test_a_description_that_cannot_be_read(entry):
+    model = nn.Linear(64, 8)
+    lb.quantize_(model, lb.Int8WeightOnly())
+    state = model.state_dict()
+    state._metadata[""]["lowbit"]["weight"] = entry
+    with pytest.raises(RuntimeError, match=r"weight is described as .*cannot read"):
+        model.load_state_dict(state)
+    with pytest.raises(ValueError, match="weight is described as"):
+        joined(state)
+
+
+@every_stored
+def test_whole_tensors_still_load(case):
+    model, source = Net(case, seed=1), Net(case)
+    state = joined(source.state_dict())
+    assert isinstance(state["tied.weight"], LowbitTensor)
+    for assign in (False, True):
+        model.load_state_dict(state, assign=assign)
+        assert same(model.stored(), source.stored())
+
+
+@every_weight
+def test_on_meta(case):
+    source = Net(case)
+    model = copy.deepcopy(source).to("meta")
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert same(model.stored(), source.stored())
+
+
+@every_master
+@pytest.mark.parametrize("assign", [False, True])
+def test_high_precision_weights_pass_between_prepared_and_plain(case, assign):
+    model, plain = Net(case), nn.Linear(100, 24, bias=False)
+    plain.load_state_dict({"weight": model.state_dict()["tied.weight"]}, assign=assign)
+    assert type(plain.weight) is nn.Parameter and same_bits(
+        plain.weight.detach(), model.stored().master()
+    )
+    model.tied.load_state_dict({"weight": values((24, 100), 9)}, assign=assign)
+    assert type(model.tied.weight.detach()) is case.kind
+    assert same_bits(model.tied.weight.detach().master(), values((24, 100), 9))
+
+
+@every_frozen_weight
+def test_hooks_come_and_go_with_the_parameter(case):
+    layer = nn.Linear(100, 24)
+    assert not layer._state_dict_hooks
+    layer.weight = nn.Parameter(case.make((24, 100)))
+    layer.weight = nn.Parameter(case.make((24, 100), 1))
+    assert len(layer._state_dict_hooks) == len(layer._load_state_dict_pre_hooks) == 1
+    assert all(is_ours(hook) for hook in layer._state_dict_hooks.values())
+    layer.bias = nn.Parameter(torch.zeros(24))
+    assert layer._state_dict_hooks
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert set(twin.state_dict()) == set(layer.state_dict()) != {"weight", "bias"}
+        twin.load_state_dict(layer.state_dict())
+    layer.weight = nn.Parameter(torch.zeros(24, 100))
+    assert not layer._state_dict_hooks and not layer._load_state_dict_pre_hooks
+    assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+@over(named("int4-g32", "qat-int4-g32", "train-int8-weight"))
+def test_by_assignment_into_a_float_model_and_back(case):
+    layer = nn.Linear(100, 24, bias=False)
+    layer.load_state_dict({"weight": case.make((24, 100))}, assign=True)
+    assert set(layer.state_dict()) == set(names_of(case))
+    other = nn.Linear(100, 24, bias=False)
+    other.weight = nn.Parameter(case.make((24, 100), 1))
+    other.load_state_dict(layer.state_dict())
+    assert same(other.weight.detach(), layer.weight.detach())
+
+
+@over(named("int4-g32", "qat-int4-g32", "train-int8-weight"))
+def test_compiled_and_swapped_modules(case):
+    model, source = Net(case, 1), Net(case)
+    compiled = torch.compile(model)
+    assert all(name.startswith("_orig_mod.") for name in compiled.state_dict())
+    compiled.load_state_dict(torch.compile(source).state_dict())
+    check_equal(model, source)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        other = Net(case, 1)
+        other.load_state_dict(source.state_dict())
+        assert same(other.stored(), source.stored())
+        found = other.load_state_dict({}, strict=False)
+        assert len(found.missing_keys) == len(source.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_functional_calls_take_the_parameters():
+    model = Net(BY_NAME["int8-row"])
+    x = values((3, 100), 1)
+    found = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    assert same_bits(found, model(x))
+    y = F.linear(x, joined(model.state_dict())["tied.weight"])
+    assert same_bits(y, model.tied(x))
