@@ -1,0 +1,71 @@
+"""accelerate: save_state, load_state and save_model of models whose weights are low-bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from tests.tensor.cases import same_bits, values
+
+accelerate = pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
+
+PREPARE = {
+    "qat": lambda m: lowbit.qat.prepare_(m, lowbit.Int4WeightOnly(32)),
+    "Int8Weight": lambda m: lowbit.train.prepare_(m, lowbit.Int8Weight()),
+    "int8 products": lambda m: lowbit.train.prepare_(
+        m, lowbit.train.Int8MixedPrecision(always=True)
+    ),
+    "bitnet": lambda m: lowbit.train.prepare_(m, lowbit.BitNet()),
+    "frozen": lambda m: lowbit.quantize_(m, {"0": lowbit.Int4WeightOnly(32), "*": None}),
+}
+over = pytest.mark.parametrize("how", PREPARE)
+
+
+def made(how, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 64))
+    PREPARE[how](model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, lowbit.optim.AdamW8bit(trained, lr=1e-2)
+
+
+def train(accelerator, model, optimizer, steps):
+    for step in steps:
+        x = values((8, 64), step)
+        accelerator.backward((model(x) - x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@over
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_a_run_that_resumes_gives_the_same_bits(how, safe, tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*made(how))
+    train(accelerator, model, optimizer, range(3))
+    accelerator.save_state(tmp_path / "state", safe_serialization=safe)
+    train(accelerator, model, optimizer, range(3, 6))
+    accelerator.free_memory()
+
+    resumed = accelerate.Accelerator(cpu=True)
+    again, optimizer = resumed.prepare(*made(how, seed=1))
+    resumed.load_state(tmp_path / "state")
+    train(resumed, again, optimizer, range(3, 6))
+    expected = model.state_dict()
+    assert [*again.state_dict()] == [*expected]
+    for name, value in again.state_dict().items():
+        assert same_bits(value, expected[name]), name
+
+
+@over
+def test_save_model(how, tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, _ = made(how)
+    accelerator.save_model(accelerator.prepare(model), tmp_path)
+    other, _ = made(how, seed=1)
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    x = values((3, 64), 1)
+    assert same_bits(other(x), model(x))
