@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lowbit import Float8MixedPrecision, Int8MixedPrecision, optim, train
-from lowbit.tensor import BitNetTensor, LowbitTensor, MixedPrecisionTensor
+from lowbit.tensor import BitNetTensor, LowbitTensor, MixedPrecisionTensor, joined
 from lowbit.tensor.sharded_linear import make_shardable
 from lowbit_kernels.scaled_mm import calls
 from tests.distributed import test_bytes
@@ -150,7 +150,7 @@ def check_representations(rank, world_size, dtype, layout):
                 assert same_bits(y.cpu(), expected.cpu()), (*where, step)
             check_weights(model, whole, where)
             full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            for name, expected in whole.state_dict().items():
+            for name, expected in joined(whole.state_dict()).items():
                 check_equal(full[name], expected, (*where, "state dict", name))
     return True
 
