@@ -49,6 +49,10 @@ def _index(func: Any, args: Any, kwargs: Any) -> AffineTensor:
     ):
         raise self._unsupported("indexing but by one 1-D index of dimension 0")
     if rows.dtype is torch.bool:
+        if len(rows) != self.shape[0]:
+            raise IndexError(
+                f"a mask of {len(rows)} elements over the {self.shape[0]} rows of {self!r}"
+            )
         rows = rows.nonzero().squeeze(1)
     elif func is aten.index.Tensor:
         rows = torch.where(rows < 0, rows + self.shape[0], rows)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lowbit.tensor.fsdp import FSDPHooks
+from lowbit.tensor.rows import READS, as_copies, write
 
 aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -195,6 +196,18 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             raise self._unsupported("selecting an expert, since they share scales")
         return self._with(tensors, shape)
 
+    def _row(self, index: int) -> Tensor:
+        """Row `index` of a matrix, or that element of a vector: plain values."""
+        try:
+            part = self._slice(0, index, index + 1)
+        except NotImplementedError:  # rows share scales in blocks, or elements in one
+            return self.dequantize()[index]
+        return part.dequantize()[0]
+
+    def _all_rows(self) -> list[Tensor]:
+        """`_row` of each index."""
+        return list(self.dequantize().unbind())
+
     def _new(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Callable[..., Tensor]
     ) -> Self:
@@ -281,8 +294,11 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             return args[0]
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
+        if func is Tensor.__setitem__ and write(*args):
+            return None
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        return as_copies(args[0], result) if func in READS else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

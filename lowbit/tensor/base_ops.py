@@ -105,18 +105,22 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
 
 
 @_like(aten.select.int, aten.unbind.int)
-def _select(func: Any, args: Any, kwargs: Any) -> LowbitTensor | list[LowbitTensor]:
-    """Experts, by index or all in turn."""
+def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
+    """An expert of three or more dimensions, a row of a matrix, an element of a vector: by index, or all in turn."""
     self = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     check_not_flat(self, "select")
-    if dim % self.ndim != 0 or self.ndim < 3:
+    if dim % self.ndim != 0:
         raise self._unsupported(
-            f"selecting along dimension {dim} (accepted: an expert, dimension 0 of 3 or more)"
+            f"selecting along dimension {dim} (accepted: dimension 0, a row or an expert)"
         )
+    size = self.shape[0]
     if func is aten.unbind.int:
-        return [self._expert(index) for index in range(self.shape[0])]
-    return self._expert(args[2])
+        return self._all_rows() if self.ndim < 3 else [self._expert(i) for i in range(size)]
+    index = args[2]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of range for a dimension of {size} of {self!r}")
+    return self._row(index % size) if self.ndim < 3 else self._expert(index % size)
 
 
 @_like(aten.view.default, aten._unsafe_view.default)

@@ -90,6 +90,13 @@ class TrainableTensor(LowbitTensor):
         shape[dim] = end - start
         return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
 
+    def _row(self, index: int) -> Tensor:
+        """Of the high-precision weight, whose memory it shares unless the weight inside has another dtype."""
+        return self.weight.select(0, index).to(self.dtype)
+
+    def _all_rows(self) -> list[Tensor]:
+        return list(self.weight.to(self.dtype).unbind())
+
     def _view(self, shape: tuple[int, ...]) -> Self | None:
         if len(shape) < 2 or shape[-1] != self.shape[-1]:
             return None
@@ -139,9 +146,11 @@ class GatheredForm:
     def _wire(self: Any) -> LowbitTensor:
         return self
 
-    _slice, _cat = (
+    _slice, _cat, _row, _all_rows = (
         LowbitTensor._slice,
         LowbitTensor._cat,
+        LowbitTensor._row,
+        LowbitTensor._all_rows,
     )  # by rows: of the codes, columns may be padded
 
     def _view(self, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,170 @@
+"""`weight[i]` of a low-bit matrix: one row, as plain values.
+
+The row of a packed tensor is a copy, since its values are nowhere in memory until they are dequantized. A plain tensor
+in its place would take `weight[i].zero_()` and lose it, so that the row is a `RowCopy`, which reads like any tensor and
+refuses to be written to. `weight[i] = values` writes the row. A weight that keeps its high-precision values hands out
+views of these, as every tensor does.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+READS = {
+    Tensor.__getitem__,
+    Tensor.__iter__,
+    Tensor.select,
+    torch.select,
+    Tensor.unbind,
+    torch.unbind,
+}
+"""The functions that give rows."""
+
+
+class RowCopy(Tensor):
+    """Values of a row; results of operations on it are ordinary tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = kwargs.get("out")
+        if isinstance(out, RowCopy) or (_writes(func) and args and isinstance(args[0], RowCopy)):
+            raise NotImplementedError(
+                "a row of a low-bit tensor is a copy, and writing to it would not reach the tensor; accepted: "
+                "tensor[i] = values, or row.clone() for values of your own"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and any(_share(result, a) for a in args):
+                return result.as_subclass(RowCopy)
+            return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain tensor that it is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+
+_NEUTRAL = {"requires_grad_", "retain_grad"}
+"""Methods that change no value."""
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _IN_PLACE)
+    return name.endswith("_") and name not in _NEUTRAL
+
+
+_IN_PLACE = {
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "matmul",
+}
+
+
+def _share(result: Tensor, other: Any) -> bool:
+    if not isinstance(other, RowCopy) or result.is_meta:
+        return False
+    return result.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def as_copies(tensor: Any, result: Any) -> Any:
+    """`result`, read from a low-bit tensor, with the rows in it that share no memory with that as `RowCopy`."""
+    if torch.compiler.is_compiling():
+        return result
+    if isinstance(result, list | tuple):
+        return type(result)(as_copies(tensor, each) for each in result)
+    if not isinstance(result, Tensor):  # the iterator of Tensor.__iter__
+        return iter([as_copies(tensor, each) for each in result])
+    if type(result) is not Tensor:
+        return result
+    inner = [t for t in tensor.inner_tensors().values() if type(t) is Tensor]
+    memory = {t.untyped_storage().data_ptr() for t in inner}
+    return result if result.untyped_storage().data_ptr() in memory else result.as_subclass(RowCopy)
+
+
+def write(tensor: Any, index: Any, value: Any) -> bool:
+    """`tensor[index] = value` where `index` is made of integers, slices and an ellipsis. Returns whether that was so.
+
+    The part is quantized by scales of its own. Raises IndexError for an integer out of range, NotImplementedError for a
+    part that shares scales with the rest.
+    """
+    cuts = _cuts(tensor, index if isinstance(index, tuple) else (index,))
+    if cuts is None:
+        return False
+    part, kept = tensor, []
+    for dim, (cut, stays) in enumerate(cuts):
+        whole, part = part, part[(*[slice(None)] * dim, cut)]
+        if not isinstance(value, type(tensor)):
+            _check_scales_of_its_own(tensor, whole, part)
+        kept += [part.shape[dim]] if stays else []
+    if not isinstance(value, type(tensor)):
+        plain = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
+        value = plain.expand(kept).reshape(part.shape)
+    part.copy_(value)
+    return True
+
+
+def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | None:
+    """For each dimension the slice that `index` cuts out, and whether the dimension stays; None for masks and lists."""
+    if any(each is Ellipsis for each in index):
+        at = next(i for i, each in enumerate(index) if each is Ellipsis)
+        filler = [slice(None)] * (tensor.ndim - len(index) + 1)
+        index = (*index[:at], *filler, *index[at + 1 :])
+    if len(index) > tensor.ndim:
+        return None
+    cuts = []
+    for each, size in zip(index, tensor.shape, strict=False):
+        position = _integer(each)
+        if position is not None:
+            if not -size <= position < size:
+                raise IndexError(
+                    f"index {position} is out of range for a dimension of {size} of {tensor!r}"
+                )
+            position %= size
+            cuts.append((slice(position, position + 1), False))
+        elif isinstance(each, slice):
+            cuts.append((each, True))
+        else:
+            return None
+    return cuts + [(slice(None), True)] * (tensor.ndim - len(cuts))
+
+
+def _check_scales_of_its_own(tensor: Any, whole: Any, part: Any) -> None:
+    """Values that bring other scales must not change those of the rest."""
+    sizes = {name: t.numel() for name, t in whole.inner_tensors().items()}
+    shared = [name for name, t in part.inner_tensors().items() if t.numel() == sizes[name]]
+    if part.numel() < whole.numel() and shared:
+        raise tensor._unsupported(
+            f"writing to a part {tuple(part.shape)} of it, which shares its {' and '.join(shared)} with the rest"
+        )
+
+
+def _integer(index: Any) -> int | None:
+    """An integer that selects; None for slices, masks, lists and the like."""
+    if isinstance(index, bool) or (
+        isinstance(index, Tensor) and (index.ndim or index.dtype is torch.bool)
+    ):
+        return None
+    try:
+        return operator.index(index)
+    except TypeError:
+        return None

@@ -1,0 +1,190 @@
+"""`tensor[i]` of a low-bit matrix is its row; what is written to a part arrives or is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit import AffineTensor, Int4WeightOnly, Int8WeightOnly
+from lowbit.tensor import CodebookTensor
+from tests.tensor.cases import CASES, every_case, every_master, every_trainable, over, same_bits
+
+every_copying = over([case for case in CASES if not case.has_master])
+
+
+def rows_of(case, t) -> Tensor:
+    """What a row must equal: of a weight that keeps its values, the rows of these."""
+    return (t.master() if case.has_master else t.dequantize()).clone()
+
+
+@every_case
+def test_an_index_gives_a_row(case) -> None:
+    t = case.make((8, 96))
+    full = rows_of(case, t)
+    for i in (0, 3, 7, -1, -8, np.int64(2), torch.tensor(5)):
+        row = t[i]
+        assert not isinstance(row, AffineTensor | CodebookTensor) and row.shape == (96,)
+        assert row.dtype is t.dtype and same_bits(row, full[int(i)])
+    assert same_bits(t.select(0, -3), full[5]) and same_bits(torch.select(t, 0, 2), full[2])
+    assert t[3, 5].item() == full[3, 5].item() and same_bits(t[3, 2:7], full[3, 2:7])
+    if case.is_weight and "tensor" not in case.name:
+        expert = case.make((3, 8, 96))[1]
+        assert same_bits(expert[4], rows_of(case, expert)[4])
+
+
+@every_case
+@pytest.mark.parametrize("position", [8, -9, torch.tensor(8)], ids=str)
+def test_out_of_range(case, position) -> None:
+    t = case.make((8, 96))
+    for read in (lambda: t[position], lambda: t.select(0, int(position))):
+        with pytest.raises(IndexError):
+            read()
+    with pytest.raises(IndexError, match=r"out of range for a dimension of 8"):
+        t[position] = 0.0
+    with pytest.raises(IndexError):
+        case.make((0, 96))[0]
+
+
+@every_case
+def test_all_rows_in_turn(case) -> None:
+    t = case.make((8, 96))
+    full = rows_of(case, t)
+    assert len(t) == 8
+    for rows in (list(t), t.unbind(), torch.unbind(t, 0)):
+        assert len(rows) == 8
+        assert all(same_bits(row, plain) for row, plain in zip(rows, full, strict=True))
+    assert list(case.make((0, 96))) == []
+
+
+@every_case
+def test_other_indices_are_right_or_say_what_to_do(case) -> None:
+    t = case.make((8, 96))
+    assert t[...].shape == t[:].shape == t[..., :].shape == (8, 96)
+    for wrong in (
+        *(lambda: t[None], lambda: t[:, 0], lambda: t[..., 0], lambda: t.unbind(1)),
+        *(lambda: t[torch.zeros(8, 96, dtype=torch.bool)], lambda: t[True]),
+    ):
+        with pytest.raises(NotImplementedError, match="dequantize"):
+            wrong()
+
+
+def test_a_mask_has_an_element_a_row() -> None:
+    weight = AffineTensor.from_float(torch.randn(8, 32), Int4WeightOnly(32))
+    for length in (5, 9):
+        with pytest.raises(IndexError, match=f"a mask of {length} elements over the 8 rows"):
+            weight[torch.zeros(length, dtype=torch.bool)]
+
+
+# ---- a row that is a copy -------------------------------------------------------------------------------------
+
+
+@every_copying
+def test_a_copied_row_reads_like_a_tensor_and_takes_no_writes(case) -> None:
+    t = case.make((8, 96))
+    before = t.dequantize()
+    row = t[2]
+    assert type(row + 1) is type(row.clone()) is type(row.float() * 2) is Tensor
+    assert row.tolist() == before[2].tolist() and row.numpy().shape == (96,)
+    assert torch.equal(row, before[2]) and torch.dot(row, row) > 0
+    for write in (
+        *(lambda: row.zero_(), lambda: row.__iadd__(1), lambda: row.__setitem__(0, 1.0)),
+        *(lambda: row[3:5].fill_(0), lambda: torch.neg(before[2], out=row), lambda: row.copy_(row)),
+        *(
+            lambda: nn.init.zeros_(row),
+            lambda: next(iter(t)).mul_(2),
+            lambda: t.unbind()[0].zero_(),
+        ),
+        lambda: t.select(0, 1).zero_(),
+    ):
+        with pytest.raises(NotImplementedError, match=r"is a copy.*tensor\[i\] = values"):
+            write()
+    assert torch.equal(t.dequantize(), before)
+    own = row.clone().zero_()
+    assert not own.any()
+
+
+def test_a_copied_row_is_pickled_as_the_plain_tensor() -> None:
+    row = AffineTensor.from_float(torch.randn(8, 32), Int4WeightOnly(32))[3]
+    assert type(pickle.loads(pickle.dumps(row))) is Tensor
+    file = io.BytesIO()
+    torch.save({"row": row}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["row"]
+    assert type(loaded) is Tensor and torch.equal(loaded, row)
+    assert torch.equal(copy.deepcopy(row), row)
+
+
+@every_master
+def test_a_row_of_kept_values_is_a_view(case) -> None:
+    t = case.make((8, 96))
+    t[2].zero_()
+    t[3][5:7] = 9.0
+    assert not t.master()[2].any() and t.master()[3, 5:7].tolist() == [9.0, 9.0]
+    if not case.is_cast:  # its dtype is then not that of the values inside
+        cast = t.to(torch.bfloat16)
+        assert cast[1].dtype is torch.bfloat16
+        with pytest.raises(NotImplementedError, match="is a copy"):
+            cast[1].zero_()
+
+
+@every_trainable
+def test_a_gradient_through_a_row(case) -> None:
+    t = case.make((8, 96)).requires_grad_()
+    t[3].square().sum().backward()
+    assert t.grad.shape == (8, 96) and t.grad[3].any()
+    assert torch.allclose(t.grad[3], 2 * rows_of(case, t)[3]) and not t.grad[:3].any()
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    weight = AffineTensor.from_float(torch.randn(8, 32), Int4WeightOnly(32))
+    found = torch.compile(lambda w: w[3] * 2, fullgraph=True, backend="aot_eager")(weight)
+    assert torch.equal(found, weight.dequantize()[3] * 2)
+    torch._dynamo.reset()
+
+
+# ---- writing to a part ----------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize(
+    "index",
+    [2, -1, slice(0, 2), slice(None), ..., (1, slice(0, 32)), (slice(None), slice(0, 32)), (2, 5)],
+    ids=str,
+)
+def test_what_is_written_arrives_or_is_refused(case, index) -> None:
+    """Before, a part of a weight of one scale took the scale along, and changed all the rest."""
+    t = case.make((8, 96))
+    expected = case.values_of(t).clone()
+    before = t.clone()
+    expected[index] = values = torch.rand_like(expected[index]) + 0.5
+    try:
+        t[index] = values
+    except NotImplementedError as error:
+        assert "dequantize" in str(error)
+        assert same_bits(case.values_of(t), case.values_of(before))
+        return
+    found = case.values_of(t)
+    untouched = torch.ones_like(expected, dtype=torch.bool)
+    untouched[index] = False
+    assert same_bits(found[untouched], case.values_of(before)[untouched])
+    if not case.is_qat:
+        written = case.encode(values if values.ndim == 2 else values[None].expand(1, -1))
+        if values.shape[-1:] == (96,) and case.kind is not CodebookTensor:
+            assert same_bits(found[index].reshape(-1, 96), case.values_of(written))
+
+
+def test_a_number_and_a_low_bit_row_are_written_too() -> None:
+    a, b = (AffineTensor.from_float(torch.randn(8, 32), Int8WeightOnly()) for _ in range(2))
+    a[3] = 0.0
+    assert not a[3].any() and a[2].any()
+    a[4:6] = b[:2]
+    assert torch.equal(a[4:6], b[:2])
+    a[6] = b[7]
+    assert torch.allclose(a[6], b[7], rtol=0.01, atol=0.01)
