@@ -4,6 +4,7 @@ import torch as _torch
 
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor import affine_arithmetic as affine_arithmetic
 from lowbit.tensor import affine_ops as affine_ops
 from lowbit.tensor import base_ops as base_ops
 from lowbit.tensor import int8_weight_ops as int8_weight_ops

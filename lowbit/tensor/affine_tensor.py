@@ -22,6 +22,7 @@ from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.frozen import asks_for_gradient
 from lowbit.tensor.linear import quantized_linear
 from lowbit.tensor.row_parts import count_nonfinite, encode_in_parts
 
@@ -51,17 +52,19 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
         )
 
 
-_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-
-
 class AffineTensor(LowbitTensor):
     """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
 
-    It is frozen: `requires_grad_()` leaves `requires_grad` False. Gradients flow through its linear to the input.
+    It is frozen: `requires_grad_()` leaves `requires_grad` False, and of a parameter warns. Gradients flow through its
+    linear to the input. Arithmetic with it reads its values, in-place arithmetic and `.data = values` quantize anew:
+    see `lowbit.tensor.affine_arithmetic`. `weight[i]` is a row, as plain values.
     """
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
     meta_attrs: ClassVar[tuple[str, ...]] = ("spec", "activation", "transposed")
+    way_out: ClassVar[str] = (
+        "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
+    )
 
     codes: Tensor
     scale: Tensor
@@ -204,6 +207,11 @@ class AffineTensor(LowbitTensor):
             dtype = self.spec.format.dtype if is_code else self.scale.dtype
             found["zero_point"] = (blocks, dtype)
         return found
+
+    def _assign_data(self, values: Tensor) -> None:
+        from lowbit.tensor.affine_arithmetic import assign
+
+        assign(self, values)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         if self.transposed:
@@ -365,12 +373,8 @@ class AffineTensor(LowbitTensor):
             # reading shape or dtype of a subclass comes back here, at microseconds each, unless this is off
             with torch._C.DisableTorchFunctionSubclass():
                 return quantized_linear(*args, **kwargs)
-        if func is Tensor.requires_grad_:  # load_state_dict(assign=True) asks for a gradient
+        if asks_for_gradient(func, args, kwargs):
             return args[0]
-        if func == _SET_REQUIRES_GRAD and args[1]:
-            raise args[0]._unsupported(
-                "requires_grad=True: codes have no gradient; train with lowbit.qat.prepare_"
-            )
         return super().__torch_function__(func, types, args, kwargs)
 
 

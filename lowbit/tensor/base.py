@@ -142,6 +142,13 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
         """`master()` where that is memory of its own, which an optimizer may write to; else None."""
         return None
 
+    def _assign_data(self, values: Tensor) -> None:
+        """`self.data = values`, of which `self.data += x` assigns what it has changed in place already."""
+        own = self.inner_tensors()
+        given = values.inner_tensors() if type(values) is type(self) else {}
+        if own.keys() != given.keys() or any(t is not given[name] for name, t in own.items()):
+            raise self._unsupported("assigning .data (accepted: copy_, under no_grad)")
+
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""
         return sum(t.nbytes for t in self.inner_tensors().values())
@@ -286,8 +293,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA:  # it would change nothing: the values are in the inner tensors
-            raise args[0]._unsupported("assigning .data (accepted: copy_, under no_grad)")
+        if (
+            func == _SET_DATA
+        ):  # of itself it would change nothing: the values are in the inner tensors
+            return args[0]._assign_data(args[1])
         if func is Tensor.share_memory_:  # it would take the address of memory that is none
             for t in args[0].inner_tensors().values():
                 t.share_memory_()

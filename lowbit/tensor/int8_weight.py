@@ -207,6 +207,8 @@ class Int8WeightTensor(AffineTensor):
             found["place"] = (row, torch.int64)
         return found
 
+    _assign_data = LowbitTensor._assign_data
+
     def _is_stored_like(self, other: Tensor) -> bool:
         """Whichever columns they hold."""
         return (

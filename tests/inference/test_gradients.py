@@ -98,7 +98,8 @@ def test_lora_trains(scheme: lb.Scheme) -> None:
 
 def test_a_quantized_weight_asks_for_no_gradient() -> None:
     layer, _ = pair(lb.Int4WeightOnly(8))
-    layer.requires_grad_(True)
+    with pytest.warns(UserWarning, match="leaves AffineTensor frozen"):
+        layer.requires_grad_(True)
     assert not layer.weight.requires_grad and layer.bias.requires_grad
     with pytest.raises(NotImplementedError, match=r"no gradient.*lowbit.qat.prepare_"):
         layer.weight.requires_grad = True

@@ -169,10 +169,10 @@ def test_modules_and_functions_take_the_same_way(registered) -> None:
         (lambda m: F.linear(m.weight, torch.randn(8, 16)), NotImplementedError, r"AffineTensor"),
         (lambda m: F.linear(m.weight, m.weight), (NotImplementedError, ValueError), r"AffineTen"),
         (lambda m: m.weight.relu(), NotImplementedError, r"AffineTensor.*relu.*dequantize"),
-        (lambda m: m.weight + 1, NotImplementedError, r"AffineTensor.*add.*dequantize"),
-        (lambda m: torch.zeros(8, 16).add_(m.weight), NotImplementedError, r"dequantize"),
+        (lambda m: m.weight.exp(), NotImplementedError, r"AffineTensor.*exp.*dequantize"),
+        (lambda m: torch.zeros(8, 16).lerp_(m.weight, 0.5), NotImplementedError, r"dequantize"),
     ],
-    ids=["K", "bfloat16", "float64", "integers", "as input", "twice", "relu", "add", "add to"],
+    ids=["K", "bfloat16", "float64", "integers", "as input", "twice", "relu", "exp", "lerp to"],
 )
 def test_what_a_quantized_weight_refuses(call, error, match) -> None:
     with pytest.raises(error, match=match):

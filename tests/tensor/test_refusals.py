@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +15,9 @@ from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly, quantize_a
 SCHEME = Int4WeightOnly(group_size=16)
 
 
-@pytest.mark.parametrize(
-    "kind", [AffineTensor.from_float, FakeQuantizedTensor], ids=["int4", "qat"]
-)
-def test_data_cannot_be_assigned(kind) -> None:
+def test_a_trained_weight_takes_no_data() -> None:
     layer = nn.Linear(32, 8)
-    layer.weight = nn.Parameter(kind(torch.randn(8, 32), SCHEME), requires_grad=False)
+    layer.weight = nn.Parameter(FakeQuantizedTensor(torch.randn(8, 32), SCHEME))
     before = layer.weight.dequantize()
     with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
         layer.weight.data = torch.zeros(8, 32)
@@ -25,11 +25,34 @@ def test_data_cannot_be_assigned(kind) -> None:
 
 
 def test_codes_take_no_gradient() -> None:
-    weight = AffineTensor.from_float(torch.randn(8, 32), SCHEME)
-    assert not weight.requires_grad_().requires_grad
-    with pytest.raises(NotImplementedError, match="codes have no gradient"):
+    weight = nn.Parameter(AffineTensor.from_float(torch.randn(8, 32), SCHEME), requires_grad=False)
+    with pytest.warns(
+        UserWarning, match=r"leaves AffineTensor frozen.*lowbit\.dequantize_\(module\)"
+    ):
+        assert not weight.requires_grad_().requires_grad
+    with pytest.raises(NotImplementedError, match=r"codes have no gradient.*dequantize_\(module\)"):
         weight.requires_grad = True
-    weight.requires_grad = False
+
+
+def test_what_asks_for_no_gradient_is_not_warned() -> None:
+    """Only a parameter that somebody wants to train, and one warning for all of a model."""
+    model = nn.Sequential(*(nn.Linear(32, 8) for _ in range(20)))
+    lowbit.quantize_(model, SCHEME)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.requires_grad_(False)
+        model[0].weight.requires_grad = False
+        model.eval().bfloat16().float()
+        fresh = nn.Sequential(*(nn.Linear(32, 8) for _ in range(20)))
+        fresh.load_state_dict(model.state_dict(), assign=True)
+        copy.deepcopy(model).load_state_dict(model.state_dict())
+        lowbit.optim.AdamW8bit(
+            [p for p in model.parameters() if p.requires_grad] or [fresh[0].bias]
+        )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        model.requires_grad_(True)
+    assert len(said) == 1 and not model[0].weight.requires_grad and model[0].bias.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])

@@ -1,0 +1,197 @@
+"""Arithmetic with frozen weights: read as values, written back in the weight's own scheme, or refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import AffineTensor, Int8WeightOnly
+from lowbit.tensor import TernaryTensor
+from lowbit.tensor.row_parts import PART_ELEMENTS
+from tests.schemes import relative_error
+from tests.tensor.cases import BY_NAME, CASES, every_trainable, over, same, same_bits, values
+
+FROZEN = [c for c in CASES if issubclass(c.kind, AffineTensor) and not c.is_trainable]
+every_frozen = over(FROZEN)
+every_affine = over([c for c in FROZEN if c.kind is not TernaryTensor])
+quiet = pytest.mark.filterwarnings("ignore:.* takes new values")
+SHAPES = pytest.mark.parametrize("shape", [(24, 100), (7, 101), (3, 8, 96)], ids=str)
+
+
+@every_frozen
+@SHAPES
+def test_what_is_read_is_read_of_the_values(case, shape) -> None:
+    w = case.make(shape)
+    plain, other = w.dequantize(), values(shape, seed=3)
+    for read in (
+        *(lambda t: t + other, lambda t: other + t, lambda t: t - other, lambda t: other - t),
+        *(lambda t: t * other, lambda t: t * 2, lambda t: t / other, lambda t: t + t, lambda t: -t),
+        *(lambda t: torch.linalg.norm(t, dim=1), lambda t: t.norm(), lambda t: t.abs().max()),
+        *(lambda t: torch.isfinite(t), lambda t: t.sum(), lambda t: t.mean(0), lambda t: t.std()),
+        *(
+            lambda t: t.square(),
+            lambda t: t.amax(),
+            lambda t: t == t,
+            lambda t: other.clone().add_(t),
+        ),
+    ):
+        found = read(w)
+        assert type(found) is torch.Tensor and same_bits(found, read(plain))
+    assert same(w, case.make(shape))
+
+
+def test_a_gradient_passes_through() -> None:
+    w = AffineTensor.from_float(values((8, 32)), Int8WeightOnly())
+    x = values((8, 32), seed=1).requires_grad_()
+    (w * x + w).sum().backward()
+    assert torch.equal(x.grad, w.dequantize())
+
+
+@quiet
+@every_affine
+@SHAPES
+def test_a_change_is_quantized_in_the_same_scheme(case, shape) -> None:
+    for seed, change in enumerate(
+        (
+            lambda t, d: t.add_(d),
+            lambda t, d: t.sub_(d),
+            lambda t, d: t.mul_(d),
+            lambda t, d: t.div_(2),
+        )
+    ):
+        w, delta = case.make(shape), values(shape, seed=seed + 5)
+        expected = change(w.dequantize(), delta)
+        codes = w.codes.data_ptr()
+        assert change(w, delta) is w
+        assert w.codes.data_ptr() == codes and w._is_stored_like(case.make(shape))
+        anew = case.encode(expected).dequantize()
+        least = relative_error(anew, expected)
+        assert relative_error(w.dequantize(), expected) <= 1.001 * least + 1e-6
+
+
+@quiet
+@every_affine
+def test_what_does_not_change_stays_to_the_bit(case) -> None:
+    w, before = case.make((24, 96)), case.make((24, 96))
+    w.add_(torch.zeros(24, 96))
+    w.mul_(1.0)
+    w.data = w.dequantize()
+    assert same_bits(w.dequantize(), before.dequantize())
+    if not case.shares_rows and case.row_step == 1:
+        delta = torch.zeros(24, 96)
+        delta[5] = 3.0
+        w.add_(delta)
+        w.sub_(delta)
+        rest = torch.arange(24) != 5
+        assert same_bits(w.dequantize()[rest], before.dequantize()[rest])
+
+
+@quiet
+@every_affine
+def test_of_a_small_change_no_more_is_lost_than_rounding(case) -> None:
+    """As a merged adapter's is: the error is at most that of leaving the weight, and that of quantizing the sum."""
+    w, delta = case.make((24, 96)), 0.02 * values((24, 96), seed=2)
+    before, wanted = w.dequantize(), w.dequantize() + delta
+    w.data += delta
+    error = (w.dequantize() - wanted).norm()
+    assert error <= (before - wanted).norm() * 1.001
+    assert error <= (case.encode(wanted).dequantize() - wanted).norm() * 1.001
+
+
+@quiet
+def test_a_large_weight_in_parts() -> None:
+    for shape in ((PART_ELEMENTS // 256 + 3, 512), (2, PART_ELEMENTS // 256 + 3, 512)):
+        w = BY_NAME["int4-g32"].make(shape)
+        wanted = w.dequantize() + 0.5
+        w += 0.5
+        assert relative_error(w.dequantize(), wanted) < 0.1
+
+
+@quiet
+@every_affine
+def test_transposed(case) -> None:
+    w, other = case.make((24, 96)), case.make((24, 96))
+    delta = values((24, 96), seed=1)
+    w.t().add_(delta.t())
+    other.add_(delta)
+    assert same(w, other)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@every_affine
+def test_values_that_are_not_finite_change_nothing(case, bad) -> None:
+    w, delta = case.make((8, 96)), torch.zeros(8, 96)
+    delta[3, 4] = bad
+    for change in (lambda: w.add_(delta), lambda: setattr(w, "data", delta)):
+        with pytest.raises(ValueError, match=r"1 NaN or infinite values of 768"):
+            change()
+    assert same(w, case.make((8, 96)))
+
+
+def test_ternary_weights_are_not_changed() -> None:
+    w = BY_NAME["ternary"].make((8, 96))
+    with pytest.raises(NotImplementedError, match=r"lowbit\.dequantize_\(model\) before merging"):
+        w += 0.01
+    assert same(w, BY_NAME["ternary"].make((8, 96)))
+
+
+# ---- weight.data = values --------------------------------------------------------------------------------------
+
+
+@quiet
+@every_affine
+def test_data_takes_values_and_leaves_aliases(case) -> None:
+    """As for plain tensors: what was kept of the weight can be put back."""
+    w = nn.Parameter(case.make((8, 96)), requires_grad=False)
+    kept, first = w.data, case.make((8, 96))
+    w.data = wanted = values((8, 96), seed=4)
+    anew = case.encode(wanted).dequantize()
+    assert relative_error(w.dequantize(), wanted) <= relative_error(anew, wanted) * 1.001 + 1e-6
+    assert same(kept, first)
+    w.data = kept
+    assert same(w.data, first) and w.codes is kept.codes
+
+
+@every_affine
+def test_data_refuses_what_does_not_fit(case) -> None:
+    w = case.make((8, 96))
+    others = case.others or [next(c for c in FROZEN if c.how != case.how)]
+    for given, error, message in (
+        (torch.zeros(8, 95), ValueError, r"shape \(8, 95\)"),
+        (torch.zeros(8, 96, dtype=torch.bfloat16), ValueError, r"dtype torch.bfloat16"),
+        (torch.zeros(8, 96, device="meta"), ValueError, "device meta"),
+        (others[0].make((8, 96)), ValueError, "stored differently"),
+    ):
+        with pytest.raises(error, match=message):
+            w.data = given
+    assert same(w, case.make((8, 96)))
+
+
+@every_trainable
+def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
+    """`weight.data += x` assigns what it has changed already; other values it refuses."""
+    w = nn.Parameter(case.make((8, 96)))
+    before = w.master().clone()
+    w.data += 0.5
+    assert relative_error(w.master(), before + 0.5) < 0.01
+    with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
+        w.data = before
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------
+
+
+def test_rounding_is_said_once() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 8) for _ in range(20)))
+    lowbit.quantize_(model, Int8WeightOnly())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for layer in model:
+            layer.weight.data += 0.1
+    assert len(said) == 1
+    assert "rounded to its own codes" in str(said[0].message)
+    assert "lowbit.dequantize_(model) before merging" in str(said[0].message)
