@@ -12,6 +12,7 @@ from lowbit.affine import (
     quantize_affine,
 )
 from lowbit.checkpoint import CheckpointError, load, load_metadata, save
+from lowbit.dequantize import dequantize_
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.inference import Report, quantize_, register_linear, unregister_linear
 from lowbit.scheme import (
@@ -82,6 +83,7 @@ __all__ = [
     "TernaryTensor",
     "TrainingScheme",
     "choose_qparams_affine",
+    "dequantize_",
     "dequantize_affine",
     "fake_quantize_affine",
     "inference",

@@ -114,8 +114,9 @@ ALLOWED: dict[str, set[str]] = {
     "tensor": {"tensor", "maths", "kernels"},
     "checkpoint": {"tensor", "maths"},
     **{flow: {flow, "tensor", "maths", "kernels"} for flow in FLOWS},
-    "surface": {"maths", "tensor", "checkpoint", *FLOWS},
-    "recipes": {"recipes", "surface", "maths", "tensor", "checkpoint", *FLOWS},
+    "dequantize": {"tensor", "maths", *FLOWS},
+    "surface": {"maths", "tensor", "checkpoint", "dequantize", *FLOWS},
+    "recipes": {"recipes", "surface", "maths", "tensor", "checkpoint", "dequantize", *FLOWS},
 }
 
 

@@ -20,7 +20,12 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
             or "re:" and a regular expression, over the name of the module or of its weight; the first that matches
             counts.
         filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. `nn.Embedding` can
-            be chosen, and modules of your own, whose 2-D and 3-D parameters (experts) are converted.
+            be chosen, and modules of your own, whose 2-D and 3-D parameters (experts) are converted. Single parameters
+            of a module that it does not choose are asked for by their own names. What lies beside the `weight` of an
+            `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern or the filter names it.
+
+    The report lists all parameters of two or more dimensions, with their share of the model's bytes, and says what
+    share of all parameters is now in low bits.
 
     Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).
@@ -30,6 +35,7 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
         complex, NaN or infinite weight. The model is then as it was.
     """
     targets, report = find_targets(model, scheme, filter_fn)
-    return replace_weights(
+    report = replace_weights(
         targets, report, lambda t: AffineTensor.from_float(t.weight, t.scheme), trainable=False
     )
+    return report.count(model)

@@ -41,7 +41,7 @@ def prepare_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None)
         targets, report, lambda t: FakeQuantizedTensor(t.weight, t.scheme), trainable=True
     )
     make_shardable(modules)
-    return report
+    return report.count(model)
 
 
 def _modules(targets: list[Target]) -> set[nn.Module]:
@@ -76,7 +76,7 @@ def convert_(model: nn.Module) -> Report:
     modules = _modules(targets)
     report = replace_weights(targets, Report(), _convert, trainable=False)
     make_plain(modules)
-    return report
+    return report.count(model)
 
 
 def _convert(target: Target) -> Tensor:

@@ -72,8 +72,8 @@ def requantize_(weight: AffineTensor, values: Tensor) -> None:
         raise ValueError(f"values of shape {tuple(values.shape)} for {weight!r}")
     check_weight(values, f"what is to become {type(weight).__name__} {tuple(weight.shape)}")
     warnings.warn(
-        f"{type(weight).__name__} of {weight.spec.format} takes new values, rounded to its own codes: changes below half "
-        f"the distance of two of them are lost. To lose nothing, {_BEFORE}",
+        f"{type(weight).__name__} of {weight.spec.format} takes new values, rounded to its own codes: changes below "
+        f"half the distance of two of them are lost. To lose nothing, {_BEFORE}",
         stacklevel=1,  # this line, so that all weights together warn once
     )
     if weight.transposed:
@@ -86,7 +86,7 @@ def requantize_(weight: AffineTensor, values: Tensor) -> None:
     forget_packed(*weight.inner_tensors().values())
 
 
-def _rows_of(weight: AffineTensor, values: Tensor) -> Any:
+def _rows_of(weight: Any, values: Tensor) -> Any:
     """Parts of both, over the same memory, with few enough elements for the temporaries of quantizing."""
     if weight.ndim > 2:
         for expert, own in zip(weight.unbind(), values.unbind(), strict=True):
@@ -158,7 +158,7 @@ def assign(weight: AffineTensor, values: Any) -> None:
                 f"assigning {values!r} as .data of {weight!r}: they are stored differently; assign "
                 "values.dequantize() to quantize them anew"
             )
-        source = values
+        source: Any = values
     else:
         source = weight.clone()
         requantize_(source, values)

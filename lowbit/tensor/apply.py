@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.report import Entry, Report
 from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]
@@ -30,42 +31,6 @@ Owners = Sequence[tuple[nn.Module, str, str]]
 """The modules that hold a parameter, each with the attribute and the parameter's name there."""
 USES = ("linear", "embedding", "attention", "other")
 """What a module that holds a weight may be to a scheme: `attention` is the `out_proj` of nn.MultiheadAttention."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One weight: its fully qualified name, shape, what became of it, and why."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    converted: bool
-    note: str
-
-
-@dataclass
-class Report:
-    """What a conversion did: `print(report)`, or read `converted` and `left`."""
-
-    entries: list[Entry] = field(default_factory=list)
-
-    @property
-    def converted(self) -> list[str]:
-        """Fully qualified names of the weights that were converted."""
-        return [e.fqn for e in self.entries if e.converted]
-
-    @property
-    def left(self) -> dict[str, str]:
-        """Fully qualified name → reason, of the weights that were left alone."""
-        return {e.fqn: e.note for e in self.entries if not e.converted}
-
-    def __str__(self) -> str:
-        count = len(self.converted)
-        lines = [f"{count} weights converted, {len(self.entries) - count} left alone"]
-        width = max((len(e.fqn) for e in self.entries), default=0)
-        for e in self.entries:
-            mark = "+" if e.converted else "-"
-            lines.append(f"  {mark} {e.fqn:<{width}}  {'x'.join(map(str, e.shape)):<14}  {e.note}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -148,16 +113,21 @@ def find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]
     return owners
 
 
-def _weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module that has been selected that a product could take, with their attribute names."""
+def _has_own_product(module: nn.Module) -> bool:
+    """Whether its product, or its lookup, is that of one parameter, `weight`."""
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a product could take, with their attribute names: of two or more dimensions, or of a selected
+    module, where they have no shape yet."""
     for name, param in module._parameters.items():
         if param is None:
             continue
-        if (
-            name == "weight"
-            if isinstance(module, nn.Linear | nn.Embedding)
-            else isinstance(param, nn.UninitializedParameter) or param.ndim >= 2
-        ):
+        if isinstance(param, nn.UninitializedParameter):
+            if name == "weight" if _has_own_product(module) else selected:
+                yield name, param
+        elif param.ndim >= 2 or (name == "weight" and _has_own_product(module)):
             yield name, param
 
 
@@ -207,55 +177,99 @@ def find_targets(
             f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}; to choose by name "
             "give patterns, {'layers.*': scheme}"
         )
-    owners = find_owners(model)
-    attentions = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    report = Report()
-    used: set[str] = set()
-    targets: dict[int, Target] = {}
-    chosen: dict[int, tuple[str, AnyScheme | None]] = {}
-    left_by_rule = False
+    walk = _Walk(model, schemes, filter_fn, kind)
     for prefix, module in model.named_modules():
-        selected = filter_fn(module, prefix) or hasattr(module, "converted_as")
-        if not selected and not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        weights = list(_weights_of(module))
-        if not weights and isinstance(module, nn.Linear | nn.Embedding):
-            fqn = f"{prefix}.weight" if prefix else "weight"
-            report.entries.append(
-                Entry(fqn, (), False, "computed from other parameters, so none to convert")
-            )
-        for name, param in weights:
-            fqn = f"{prefix}.{name}" if prefix else name
-            note: str | None = "not selected by the filter"
-            if selected:
-                note = _refusal(owners[id(param)], param, kind is TrainingScheme)
-            scheme = None if isinstance(schemes, Mapping) else schemes
-            if note is None and isinstance(schemes, Mapping):
-                pattern = _pattern_for(schemes, (prefix, fqn))
-                if pattern is not None:
-                    used.add(pattern)
-                    scheme = schemes[pattern]
-                    _check_ties(chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
-            shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
-            if note is None and scheme is not None and shape:
-                uses = {_use(owner, attentions) for owner, _, _ in owners[id(param)]}
-                note = scheme.obstacle(shape, uses)
-                left_by_rule |= note is not None and kind is TrainingScheme
-            if note is not None or scheme is None:
-                note = note or "no scheme for this name"
-                report.entries.append(Entry(fqn, shape, False, note))
-            elif id(param) not in targets:
-                targets[id(param)] = Target(param, scheme, tuple(owners[id(param)]))
-    _check_targets(schemes, targets, used, report)
-    if not targets and not left_by_rule:
+        walk.visit(prefix, module)
+    report = walk.report
+    _check_targets(schemes, walk.targets, walk.used, report)
+    if not walk.targets and not walk.left_by_rule:
         reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
         raise ValueError(
             f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
             "choose modules with filter_fn(module, name)"
         )
-    shared = {fqn for t in targets.values() for _, _, fqn in t.owners}
+    shared = {fqn for t in walk.targets.values() for _, _, fqn in t.owners}
     report.entries = [e for e in report.entries if e.fqn not in shared]
-    return list(targets.values()), report
+    return list(walk.targets.values()), report
+
+
+class _Walk:
+    """From module to module: what is to be converted, by which scheme, and what is left alone, and why."""
+
+    def __init__(
+        self, model: nn.Module, schemes: AnySchemes, filter_fn: Filter, kind: type
+    ) -> None:
+        self.schemes, self.filter_fn, self.kind = schemes, filter_fn, kind
+        self.owners = find_owners(model)
+        attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+        self.attentions = {id(m.out_proj) for m in attentions}
+        self.report = Report()
+        self.used: set[str] = set()
+        self.targets: dict[int, Target] = {}
+        self.chosen: dict[int, tuple[str, AnyScheme | None]] = {}
+        self.left_by_rule = False
+
+    def visit(self, prefix: str, module: nn.Module) -> None:
+        selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
+        if _has_own_product(module) and module._parameters.get("weight") is None:
+            fqn = f"{prefix}.weight" if prefix else "weight"
+            note = "computed from other parameters, so none to convert"
+            self.report.entries.append(Entry(fqn, (), False, note))
+        for name, param in _weights_of(module, selected):
+            fqn = f"{prefix}.{name}" if prefix else name
+            shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
+            why, scheme = self._look_at(module, prefix, name, fqn, param, selected)
+            if why is None and scheme is not None and shape:
+                uses = {_use(owner, self.attentions) for owner, _, _ in self.owners[id(param)]}
+                why = scheme.obstacle(shape, uses)
+                self.left_by_rule |= why is not None and self.kind is TrainingScheme
+            if why is not None or scheme is None:
+                why = why or "no scheme for this name"
+                self.report.entries.append(Entry(fqn, shape, False, why))
+            elif id(param) not in self.targets:
+                owners = tuple(self.owners[id(param)])
+                self.targets[id(param)] = Target(param, scheme, owners)
+
+    def _look_at(
+        self,
+        module: nn.Module,
+        prefix: str,
+        name: str,
+        fqn: str,
+        param: nn.Parameter,
+        selected: bool,
+    ) -> tuple[str | None, AnyScheme | None]:
+        """Why this weight is left alone, or None, and the scheme for it, or None."""
+        schemes = self.schemes
+        pattern = _pattern_for(schemes, (prefix, fqn)) if isinstance(schemes, Mapping) else None
+        is_second = _has_own_product(module) and name != "weight"
+        is_first = _has_own_product(module) and not is_second
+        if is_second and selected:  # adapters beside a weight shall not be frozen along with it
+            selected = pattern is not None and not _matches(pattern, prefix)
+        elif not selected and not is_first:
+            selected = self.filter_fn(module, fqn)
+        if not selected:
+            return self._not_selected(module, param, is_first, is_second), None
+        note = _refusal(self.owners[id(param)], param, self.kind is TrainingScheme)
+        if note is not None or not isinstance(schemes, Mapping):
+            return note, schemes if isinstance(schemes, self.kind) else None  # type: ignore[return-value]
+        if pattern is None:
+            return None, None
+        self.used.add(pattern)
+        scheme = schemes[pattern]
+        _check_ties(self.chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
+        return None, scheme
+
+    def _not_selected(
+        self, module: nn.Module, param: nn.Parameter, is_first: bool, is_second: bool
+    ) -> str:
+        kind = type(module).__name__
+        if is_first:
+            return "not selected by the filter"
+        if is_second:
+            return f"beside the weight of a {kind}: a pattern or filter that names it converts it"
+        refusal = _refusal(self.owners[id(param)], param, self.kind is TrainingScheme)
+        return refusal or f"of a {kind}: filter_fn can select it, the default takes nn.Linear only"
 
 
 def _check_ties(first: tuple[str, AnyScheme | None], other: tuple[str, AnyScheme | None]) -> None:

@@ -12,7 +12,7 @@ from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.ternary import TernaryTensor
-from lowbit.train.prepare import prepared_targets, replace_prepared
+from lowbit.train.prepare import forget_prepared, prepared_targets, replace_prepared
 
 _MIXED = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
 
@@ -22,7 +22,8 @@ def convert_(model: nn.Module) -> Report:
 
     BitNet weights become `TernaryTensor`, 2 bits an element, and compute what they did in training, to the bit. int8
     weights become `AffineTensor` of `Int8WeightOnly()`: their values are the same, and so are outputs, unless training
-    multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of mixed precision are left, and reported.
+    multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of mixed precision are left, and reported. Where
+    `prepare_` left all weights alone, nothing is done, and the report says so.
 
     Raises:
         ValueError: there are none, the model is sharded, or a weight has NaN or infinite values. It is then as it was.
@@ -31,9 +32,10 @@ def convert_(model: nn.Module) -> Report:
     for target in targets:
         assert isinstance(target.weight, BitNetTensor | Int8WeightTensor)
         check_weight(target.weight.master(), target.owners[0][2])
-    return replace_prepared(
+    report = replace_prepared(
         targets, _frozen, "for inference", trainable=False, report=_mixed(model)
     )
+    return forget_prepared(model, report).count(model)
 
 
 def _mixed(model: nn.Module) -> Report:
@@ -56,4 +58,7 @@ def _frozen(target: Target) -> Tensor:
         return TernaryTensor(weight.weight).to(weight.dtype)
     assert isinstance(weight, Int8WeightTensor)
     spec = Int8WeightOnly().weight
-    return AffineTensor(weight.codes, weight.scale, None, spec, weight.shape, weight.dtype)
+    scale = (
+        weight.scale.new_ones(spec.blocks(weight.shape)) if weight.numel() == 0 else weight.scale
+    )
+    return AffineTensor(weight.codes, scale, None, spec, weight.shape, weight.dtype)

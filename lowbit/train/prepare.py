@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.tensor.apply import (
+    Entry,
     Filter,
     Report,
     Target,
@@ -64,7 +65,8 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     owners = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report, _prepared, trainable=True)
     make_shardable(owners)
-    return report
+    _remember(model, report)
+    return report.count(model)
 
 
 def _prepared(target: Target) -> Tensor:
@@ -78,26 +80,66 @@ def restore_(model: nn.Module) -> Report:
 
     The parameters are replaced (those of mixed precision share the old ones' memory).
 
+    Where `prepare_` left all weights alone, nothing is done, and the report says so.
+
     Raises:
         ValueError: the model was never prepared, or is sharded. It is then as it was.
     """
     targets = prepared_targets(model, tuple(TENSORS.values()), "restore")
-    return replace_prepared(targets, _plain, "plain again", trainable=True)
+    report = replace_prepared(targets, _plain, "plain again", trainable=True)
+    return forget_prepared(model, report).count(model)
+
+
+_MARK = "_lowbit_left"
+"""Attribute of the modules of a prepared model: its weights that `prepare_` left alone by name, and why. By it a model
+is known to be prepared of which no weight is. It is no part of the state dict."""
+
+
+def _remember(model: nn.Module, report: Report) -> None:
+    left = report.left
+    for prefix, module in model.named_modules():
+        names = {name: f"{prefix}.{name}" if prefix else name for name in module._parameters}
+        setattr(module, _MARK, {name: left[fqn] for name, fqn in names.items() if fqn in left})
+
+
+def was_prepared(model: nn.Module) -> bool:
+    """Whether `prepare_` was called of it, or of a part, and not undone."""
+    return any(hasattr(module, _MARK) for module in model.modules())
+
+
+def forget_prepared(model: nn.Module, report: Report) -> Report:
+    """Forget that `model` was prepared; where no weight was, the report gets those that were left alone."""
+    for prefix, module in model.named_modules():
+        left = module.__dict__.pop(_MARK, {})
+        if report.converted:
+            continue
+        for name, why in left.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            shape = (
+                tuple(module._parameters[name].shape)
+                if module._parameters.get(name) is not None
+                else ()
+            )
+            report.entries.append(Entry(fqn, shape, False, f"prepare_ left it alone: {why}"))
+    return report
 
 
 def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> list[Target]:
-    """The prepared weights of these classes. Raises ValueError if there are none, or sharded ones."""
+    """The prepared weights of these classes. Raises ValueError for sharded ones, and if there are none, unless
+    `prepare_` left all weights alone."""
     targets = []
+    others = False
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
+        others |= isinstance(weight, tuple(TENSORS.values()))
         if isinstance(weight, DTensor) and isinstance(weight.to_local(), kinds):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
             )
         if isinstance(weight, kinds):
             targets.append(Target(weight, weight.scheme, tuple(owners)))  # type: ignore[arg-type, attr-defined]
-    if not targets:
+    if not targets and (others or not was_prepared(model)):
         names = " or ".join(sorted({kind.__name__ for kind in kinds}))
         raise ValueError(
             f"{type(model).__name__} has no weights that lowbit.train.prepare_ prepared, none to {what}; accepted: "

@@ -79,11 +79,16 @@ def test_printed() -> None:
         lambda m, name: isinstance(m, BOTH),
     )
     lines = str(report).splitlines()
-    assert lines[0] == "4 weights converted, 2 left alone"
-    assert sorted(line.split()[1] for line in lines[1:]) == sorted(
+    low = 20 * 16 + 24 * 13 + 16 * 24
+    total = sum(p.numel() for p in model.parameters())
+    assert lines[0] == (
+        f"4 weights converted, 2 left alone; {100 * low / total:.1f}% of {total:,} parameters are now in low bits"
+    )
+    assert sorted(line.split()[1] for line in lines[1:-1]) == sorted(
         [*report.converted, *report.left]
     )
-    rows = {line.split()[1]: line for line in lines[1:]}
+    assert "8 vectors (biases, norms)" in lines[-1]
+    rows = {line.split()[1]: line for line in lines[1:-1]}
     assert rows["layers.0.up.weight"].split()[:3] == ["+", "layers.0.up.weight", "24x13"]
     assert "padded to 24x16" in rows["layers.0.up.weight"]
     assert "activation Int(bits=8, signed=True), PerToken()" in rows["layers.0.up.weight"]

@@ -97,7 +97,10 @@ def test_attentions_own_product_is_left_alone(scheme):
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     report = train.prepare_(model, scheme)
     assert report.converted == ["linear1.weight", "linear2.weight"]
-    assert report.left == {"self_attn.out_proj.weight": "nn.MultiheadAttention has its own product"}
+    assert report.left == {
+        "self_attn.in_proj_weight": "no low-bit product for MultiheadAttention",
+        "self_attn.out_proj.weight": "nn.MultiheadAttention has its own product",
+    }
     model(values(2, 5, 32)).sum().backward()
     assert model.linear1.weight.grad.any()
     assert not train.prepare_(nn.MultiheadAttention(32, 4), scheme).converted

@@ -1,0 +1,101 @@
+"""dequantize_: a model in low bits, of whatever kind, as a plain one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.inference.fuse import FusedLinear, unfuse_linears_
+from lowbit.tensor.apply import Filter, Report, Target, check_module, find_owners
+from lowbit.tensor.base import LowbitTensor
+from lowbit.train.prepare import forget_prepared, replace_prepared, was_prepared
+
+_FROZEN = "plain, frozen as it was: requires_grad_(True) trains it"
+
+
+def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
+    """Replace every low-bit weight of `model` by a plain one of the values that its products see, in place.
+
+        lowbit.dequantize_(model)                  # before PEFT's merge_and_unload, an export, another quantization
+        lowbit.dequantize_(model, lambda module, name: name == "lm_head")
+
+    | weights                                    | values                                                          |
+    |--------------------------------------------|-----------------------------------------------------------------|
+    | quantized, ternary, `Int8Weight`           | the dequantized codes                                           |
+    | prepared for QAT, `BitNet`                 | the trained weights as products round them; without rounding    |
+    |                                            | `lowbit.train.restore_`, and `weight.master()`, give them       |
+    | `Int8MixedPrecision`, `Float8MixedPrecision` | the trained weights themselves, in the same memory            |
+
+    Each keeps its dtype, device, `requires_grad` and gradient: what was trainable stays so, and a quantized weight,
+    which is frozen, becomes a plain frozen one, which `model.requires_grad_(True)` then makes trainable. The parameters
+    are replaced: make an optimizer afterwards. Ties stay ties, fused linears are unfused, and modules are again what
+    they were before they were prepared.
+
+    Args:
+        model: any module.
+        filter_fn: `(module, name) -> bool`, which modules' weights; default: all. A tied weight is chosen by any of the
+            modules that hold it.
+
+    Returns:
+        A report of the weights.
+
+    Raises:
+        TypeError: `model` is no module, `filter_fn` no function. ValueError: no weight that is chosen is in low bits,
+        unless `lowbit.train.prepare_` left all alone; one is sharded; a filter for fused linears. The model is then as
+        it was.
+    """
+    check_module(model)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}"
+        )
+    chosen = _targets(model, filter_fn)
+    if not chosen and not was_prepared(model):
+        raise ValueError(
+            f"{type(model).__name__} has no weights in low bits{' that the filter chooses' if filter_fn else ''}, none "
+            "to dequantize"
+        )
+    if any(isinstance(module, FusedLinear) for module in model.modules()):
+        if filter_fn is not None:
+            raise ValueError(
+                "a filter chooses single layers, and some are fused with their neighbours: call "
+                "lowbit.inference.unfuse_linears_(model) first, or dequantize_ without a filter"
+            )
+        del chosen
+        unfuse_linears_(model)
+        chosen = _targets(model, None)
+    frozen = [t for t in chosen if not t.weight.requires_grad]
+    trained = [t for t in chosen if t.weight.requires_grad]
+    del chosen  # each old weight's memory is free before the next one's turn
+    report = replace_prepared(frozen, _plain, _FROZEN, trainable=True)
+    report = replace_prepared(trained, _plain, "plain", trainable=True, report=report)
+    if filter_fn is None:
+        forget_prepared(model, report)
+    return report.count(model)
+
+
+def _targets(model: nn.Module, filter_fn: Filter | None) -> list[Target]:
+    """The low-bit weights that are chosen. Raises ValueError for a sharded one."""
+    targets = []
+    for owners in find_owners(model).values():
+        module, name, fqn = owners[0]
+        weight = getattr(module, name)
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if not isinstance(local, LowbitTensor):
+            continue
+        if filter_fn is not None and not any(
+            filter_fn(owner, full.removesuffix(own).removesuffix("."))
+            for owner, own, full in owners
+        ):
+            continue
+        if isinstance(weight, DTensor):
+            raise ValueError(
+                f"{fqn} is sharded: gather the state dict, load it into a model on one process, and dequantize that"
+            )
+        targets.append(Target(weight, None, tuple(owners)))
+    return targets
+
+
+def _plain(target: Target) -> Tensor:
+    assert isinstance(target.weight, LowbitTensor)
+    return target.weight.dequantize().detach().contiguous()
