@@ -34,6 +34,9 @@ OPTIONAL = [
     "tokenizers",
     "wandb",
     "transformers",
+    "peft",
+    "accelerate",
+    "lightning",
     "torchtitan",
     "matplotlib",
     "tqdm",
@@ -330,10 +333,10 @@ def requirements(extra: str) -> set[str]:
 
 
 def test_constraints_pin_all_that_the_tests_need() -> None:
-    """Every package the test extra leads to, as far as it is installed here, is pinned; torch and triton as agreed."""
+    """Every package the test extras lead to, as far as it is installed here, is pinned; torch and triton as agreed."""
     pins = constraints()
     assert pins["torch"] == "2.13.0" and pins["triton"] == "3.7.1"
-    todo, seen = sorted(requirements("test")), set()
+    todo, seen = sorted(requirements("test") | requirements("test-integrations")), set()
     while todo:
         name = todo.pop()
         if name in seen:

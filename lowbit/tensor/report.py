@@ -97,9 +97,10 @@ class Report:
         width = max((len(e.fqn) for e in self.entries), default=0)
         for e in self.entries:
             mark = "+" if e.converted else "-"
-            share = f"{self._share(e.nbytes, self.nbytes):>6} of bytes" if e.nbytes else " " * 15
+            share = f"{self._share(e.nbytes, self.nbytes):>6} of bytes" if e.nbytes else ""
+            share = share or ("counted above" if self.parameters and e.shape else "")
             shape = "x".join(map(str, e.shape))
-            lines.append(f"  {mark} {e.fqn:<{width}}  {shape:<14}  {share}  {e.note}")
+            lines.append(f"  {mark} {e.fqn:<{width}}  {shape:<14}  {share:>15}  {e.note}")
         if self.vectors:
             share = self._share(self.vector_nbytes, self.nbytes)
             lines.append(f"    and {self.vectors} vectors (biases, norms): {share} of bytes")

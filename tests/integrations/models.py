@@ -1,0 +1,79 @@
+"""Tiny models of transformers, made here, and a few steps of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 128
+TOKENS = torch.arange(24).view(2, 12) * 5 % VOCABULARY
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = GPT2Config(
+        n_embd=64, n_layer=1, n_head=4, vocab_size=VOCABULARY, n_positions=64, **ids
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).eval()
+
+
+def qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).eval()
+
+
+def is_inner_linear(module: nn.Module, name: str) -> bool:
+    """Every linear but the head, as people quantize a base model."""
+    return isinstance(module, nn.Linear) and "lm_head" not in name
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
+    """Losses of training on `TOKENS`."""
+    model.train()
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses

@@ -1,0 +1,226 @@
+"""PEFT's adapters over a quantized base: they train, save and load, and merge, or say what to call before."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from tests.integrations.models import TOKENS, is_inner_linear, llama, logits, train
+from tests.schemes import relative_error
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+SCHEMES = {
+    "int4": lb.Int4WeightOnly(32),
+    "int8": lb.Int8WeightOnly(),
+    "float8": lb.Float8WeightOnly(),
+}
+ROUNDING = {"int4": 0.2, "int8": 0.02, "float8": 0.08}
+"""Of outputs, where a weight is quantized once more."""
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+ADAPTERS = {
+    "lora": lambda: peft.LoraConfig(r=4, target_modules=TARGETS),
+    "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, target_modules=TARGETS),
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules=TARGETS),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=TARGETS),
+    "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+every_adapter = pytest.mark.parametrize("adapter", ADAPTERS)
+quiet = pytest.mark.filterwarnings("ignore:.* takes new values", "ignore:Unmerge result")
+
+
+def base(scheme: str, **changes: Any) -> nn.Module:
+    model = llama(**changes)
+    lb.quantize_(model, SCHEMES[scheme], is_inner_linear)
+    return model
+
+
+def trained(scheme: str, adapter: str, steps: int = 5, dtype: torch.dtype = torch.float32) -> Any:
+    model = peft.get_peft_model(base(scheme).to(dtype), ADAPTERS[adapter]())
+    weights = [p for p in model.parameters() if p.requires_grad]
+    assert weights and not any(isinstance(p, lb.LowbitTensor) for p in weights)
+    losses = train(model, torch.optim.AdamW(weights, lr=1e-2), steps)
+    assert losses[-1] < losses[0]
+    return model
+
+
+def base_weights(model: nn.Module) -> dict[str, lb.LowbitTensor]:
+    return {n: p for n, p in model.named_parameters() if isinstance(p, lb.LowbitTensor)}
+
+
+@every_scheme
+@every_adapter
+def test_adapters_train_and_the_base_does_not(scheme, adapter) -> None:
+    model = peft.get_peft_model(base(scheme), ADAPTERS[adapter]())
+    before = {name: copy.deepcopy(p.data) for name, p in base_weights(model).items()}
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    started = {name: p.detach().clone() for name, p in adapters.items()}
+    optimizer = lb.optim.AdamW8bit(adapters.values(), lr=1e-2)
+    losses = train(model, optimizer, steps=5)
+    assert losses[-1] < losses[0]
+    assert any(not torch.equal(p, started[name]) for name, p in adapters.items())
+    assert before and all(torch.equal(base_weights(model)[name], w) for name, w in before.items())
+
+
+@every_scheme
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_saved_and_loaded(scheme, adapter, tmp_path) -> None:
+    model = trained(scheme, adapter)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base(scheme), tmp_path)
+    assert torch.equal(logits(loaded), expected)
+
+
+@quiet
+@every_scheme
+@every_adapter
+@pytest.mark.parametrize("safe", [False, True], ids=["fast", "safe"])
+def test_merged_into_the_quantized_base(scheme, adapter, safe) -> None:
+    """Each weight is quantized once more, in its own scheme: the outputs differ by that rounding."""
+    model = trained(scheme, adapter)
+    expected = logits(model)
+    kinds = {
+        name.removeprefix("base_model.model.").replace(".base_layer", "")
+        for name in base_weights(model)
+    }
+    merged = model.merge_and_unload(safe_merge=safe)
+    assert set(base_weights(merged)) == kinds
+    assert relative_error(logits(merged), expected) < ROUNDING[scheme]
+
+
+@every_scheme
+@every_adapter
+def test_dequantized_first_nothing_is_lost(scheme, adapter) -> None:
+    model = trained(scheme, adapter)
+    expected = logits(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        lb.dequantize_(model)
+        assert relative_error(logits(model), expected) < 1e-5
+        merged = model.merge_and_unload()
+    assert not base_weights(merged)
+    assert relative_error(logits(merged), expected) < 1e-5
+
+
+@quiet
+@every_scheme
+@pytest.mark.parametrize("adapter", ["lora", "dora", "loha"])
+def test_merged_and_unmerged(scheme, adapter) -> None:
+    """Rounded twice, and by no more: what an adapter leaves alone is as it was to the bit."""
+    model = trained(scheme, adapter)
+    expected, before = logits(model), {n: p.dequantize() for n, p in base_weights(model).items()}
+    model.merge_adapter()
+    assert relative_error(logits(model), expected) < ROUNDING[scheme]
+    model.unmerge_adapter()
+    assert relative_error(logits(model), expected) < 2 * ROUNDING[scheme]
+    for name, p in base_weights(model).items():
+        if not any(target in name for target in TARGETS):
+            assert torch.equal(p.dequantize(), before[name])
+
+
+def test_merging_says_what_it_costs() -> None:
+    model = trained("int4", "lora", steps=2)
+    with pytest.warns(UserWarning, match=r"rounded to its own codes.*lowbit\.dequantize_\(model\)"):
+        model.merge_adapter()
+
+
+@every_scheme
+def test_doras_norm_is_that_of_the_dequantized_weight(scheme) -> None:
+    model = peft.get_peft_model(base(scheme), ADAPTERS["dora"]())
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    values = layer.base_layer.weight.dequantize()
+    magnitude = layer.lora_magnitude_vector["default"].weight
+    assert torch.equal(magnitude, torch.linalg.norm(values, dim=1))
+    plain = lb.dequantize_(twin := copy.deepcopy(model))
+    assert plain.converted and torch.allclose(logits(model), logits(twin), atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_takes_the_base_apart_says_what_to_call(init) -> None:
+    """It would change the base by what it found in it, at high precision."""
+    config = peft.LoraConfig(r=4, init_lora_weights=init, target_modules=TARGETS)
+    model = base("int4")
+    with pytest.raises(NotImplementedError, match=r"lowbit\.dequantize_\(model\)"):
+        peft.get_peft_model(model, config)
+    model = base("int4")
+    lb.dequantize_(model)
+    train(peft.get_peft_model(model, config), torch.optim.SGD(model.parameters(), lr=0.0), steps=1)
+
+
+# ---- modules_to_save -------------------------------------------------------------------------------------------
+
+
+def saved_head() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+
+
+def test_a_quantized_head_in_modules_to_save_says_that_it_stays_frozen() -> None:
+    model = llama()
+    lb.quantize_(model, lb.Int8WeightOnly())
+    with pytest.warns(
+        UserWarning, match=r"leaves AffineTensor frozen.*modules_to_save.*dequantize_"
+    ):
+        peft.get_peft_model(model, saved_head())
+
+
+@pytest.mark.parametrize("way", ["left out", "dequantized", "int8 weight"])
+def test_the_ways_out_train_the_head(way) -> None:
+    model = llama()
+    if way == "dequantized":
+        lb.quantize_(model, lb.Int8WeightOnly())
+        lb.dequantize_(model, lambda module, name: name == "lm_head")
+    else:
+        lb.quantize_(model, lb.Int8WeightOnly(), is_inner_linear)
+    if way == "int8 weight":
+        lb.train.prepare_(model.lm_head, lb.Int8Weight())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = peft.get_peft_model(model, saved_head())
+    head = model.base_model.model.lm_head.modules_to_save["default"].weight
+    assert head.requires_grad
+    before = head.dequantize().clone()
+    train(model, lb.optim.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    assert not torch.equal(head.dequantize(), before)
+    original = model.base_model.model.lm_head.original_module.weight
+    assert torch.equal(original.dequantize(), before)
+
+
+# ---- other dtypes, other layers ----------------------------------------------------------------------------------
+
+
+@quiet
+def test_in_bfloat16() -> None:
+    model = trained("int8", "lora", dtype=torch.bfloat16)
+    expected = logits(model)
+    assert relative_error(logits(copy.deepcopy(model).merge_and_unload()), expected) < 0.05
+    lb.dequantize_(model)
+    assert relative_error(logits(model.merge_and_unload()), expected) < 0.05
+
+
+def test_a_base_in_training_of_low_bits_is_merged_as_a_plain_one_is() -> None:
+    """QAT keeps a high-precision weight, which takes the adapter without a loss."""
+    model = llama()
+    lb.qat.prepare_(model, SCHEMES["int8"], is_inner_linear)
+    model = peft.get_peft_model(model, ADAPTERS["lora"]())
+    weights = [p for p in model.parameters() if p.requires_grad]
+    train(model, torch.optim.AdamW(weights, lr=1e-2))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    wanted = layer.base_layer.weight.master() + layer.get_delta_weight("default")
+    merged = model.merge_and_unload()
+    found = merged.model.layers[0].self_attn.q_proj.weight
+    assert isinstance(found, lb.FakeQuantizedTensor) and torch.allclose(found.master(), wanted)
+
+
+def test_generating_with_an_adapter() -> None:
+    model = trained("int4", "lora", steps=2)
+    found = model.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False)
+    assert found.shape[0] == 2 and found.shape[1] > 12
