@@ -86,3 +86,22 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
         return quantized_linear(x, stored, bias)
     product = x @ weight.dequantize().to(x.dtype)
     return product if bias is None else product + bias
+
+
+@AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
+def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Of all experts at once, in high precision: the dequantized weights, in either position, as gradients need."""
+    for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
+        if weight.activation is not None:  # whose rounding is for inputs and not for gradients
+            raise weight._unsupported(
+                f"{func}, as its scheme quantizes inputs (accepted: F.linear of one expert, weight[i], at a time, or a "
+                "weight-only scheme)"
+            )
+    plain = [x for x in args[:2] if not isinstance(x, LowbitTensor)]
+    if not plain:
+        raise args[0]._unsupported(f"{func} of two low-bit tensors (accepted: one of them plain)")
+    dtype = plain[0].dtype
+    first, second = (
+        x.dequantize().to(dtype) if isinstance(x, AffineTensor) else x for x in args[:2]
+    )
+    return func(first, second, *args[2:], **kwargs)

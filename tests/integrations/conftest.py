@@ -3,5 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets() -> Iterator[None]:
+    """Its state belongs to the process: what one test chose, by itself or by the Trainer, the next could not change."""
+    _reset()
+    yield
+    _reset()
+
+
+def _reset() -> None:
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
