@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
 from lowbit.tensor.apply import Filter, Report, Target, check_module, find_owners
 from lowbit.tensor.base import LowbitTensor
-from lowbit.train.prepare import forget_prepared, replace_prepared, was_prepared
+from lowbit.train.prepare import replace_prepared
+from lowbit.train.prepared import forget_prepared, was_prepared
 
 _FROZEN = "plain, frozen as it was: requires_grad_(True) trains it"
 

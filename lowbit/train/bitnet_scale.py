@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.tensor.apply import check_module
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor, GatheredBitNet
 from lowbit.tensor.sharded_linear import split_dims
 from lowbit.tensor.ternary import magnitude, scale_of
+from lowbit.train.prepared import was_prepared
 
 
 @torch.no_grad()
@@ -27,18 +29,19 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
     Call it after every optimizer step; a scale of a weight that has changed since is not used. Under FSDP2 together
     with tensor parallelism it is needed, since a gather knows only of one of the two.
 
-    Raises ValueError if the model has no such weights.
+    Raises ValueError if the model has no such weights, unless `prepare_` left all alone.
     """
     check_module(model)
     found: defaultdict[Any, list[Any]] = defaultdict(list)
-    has_any = False
+    has_any = has_others = False
     for param in model.parameters():
         own: Any = getattr(param, "_local_tensor", param)  # itself, no alias
         has_any |= isinstance(own, BitNetTensor)
+        has_others |= isinstance(own, LowbitTensor)
         is_shard = isinstance(own, BitNetTensor) and not isinstance(own, GatheredBitNet)
         if isinstance(param, DTensor) and is_shard:
             found[param.device_mesh, split_dims(param)].append(own)
-    if not has_any:
+    if not has_any and (has_others or not was_prepared(model)):
         raise ValueError(
             f"{type(model).__name__} has no BitNet weights; call lowbit.train.prepare_(model, BitNet()) before "
             "sharding it"

@@ -12,7 +12,8 @@ from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.ternary import TernaryTensor
-from lowbit.train.prepare import forget_prepared, prepared_targets, replace_prepared
+from lowbit.train.prepare import prepared_targets, replace_prepared
+from lowbit.train.prepared import forget_prepared
 
 _MIXED = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
 

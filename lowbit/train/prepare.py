@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.tensor.apply import (
-    Entry,
     Filter,
     Report,
     Target,
@@ -28,6 +27,7 @@ from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
+from lowbit.train.prepared import forget_prepared, remember_prepared, was_prepared
 from lowbit.train_scheme import (
     BitNet,
     Float8MixedPrecision,
@@ -65,7 +65,7 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     owners = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report, _prepared, trainable=True)
     make_shardable(owners)
-    _remember(model, report)
+    remember_prepared(model, report)
     return report.count(model)
 
 
@@ -88,40 +88,6 @@ def restore_(model: nn.Module) -> Report:
     targets = prepared_targets(model, tuple(TENSORS.values()), "restore")
     report = replace_prepared(targets, _plain, "plain again", trainable=True)
     return forget_prepared(model, report).count(model)
-
-
-_MARK = "_lowbit_left"
-"""Attribute of the modules of a prepared model: its weights that `prepare_` left alone by name, and why. By it a model
-is known to be prepared of which no weight is. It is no part of the state dict."""
-
-
-def _remember(model: nn.Module, report: Report) -> None:
-    left = report.left
-    for prefix, module in model.named_modules():
-        names = {name: f"{prefix}.{name}" if prefix else name for name in module._parameters}
-        setattr(module, _MARK, {name: left[fqn] for name, fqn in names.items() if fqn in left})
-
-
-def was_prepared(model: nn.Module) -> bool:
-    """Whether `prepare_` was called of it, or of a part, and not undone."""
-    return any(hasattr(module, _MARK) for module in model.modules())
-
-
-def forget_prepared(model: nn.Module, report: Report) -> Report:
-    """Forget that `model` was prepared; where no weight was, the report gets those that were left alone."""
-    for prefix, module in model.named_modules():
-        left = module.__dict__.pop(_MARK, {})
-        if report.converted:
-            continue
-        for name, why in left.items():
-            fqn = f"{prefix}.{name}" if prefix else name
-            shape = (
-                tuple(module._parameters[name].shape)
-                if module._parameters.get(name) is not None
-                else ()
-            )
-            report.entries.append(Entry(fqn, shape, False, f"prepare_ left it alone: {why}"))
-    return report
 
 
 def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> list[Target]:

@@ -27,6 +27,7 @@ def test_what_prepare_left_alone_is_undone_without_an_error(scheme, end):
         model = whole["inner"] = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     state = {name: t.clone() for name, t in model.state_dict().items()}
     assert not train.prepare_(model, scheme).converted
+    train.precompute_bitnet_scale(model)
     for twin in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)), whole):
         assert twin.inner.state_dict().keys() == state.keys()
         report = end(twin)
@@ -51,6 +52,8 @@ def test_each_part_of_a_model_is_restored_on_its_own():
 def test_mixed_precision_is_not_converted_in_silence():
     model = nn.Sequential(linear(16, 16), nn.MultiheadAttention(32, 4))
     train.prepare_(model, INT8)
+    with pytest.raises(ValueError, match="no BitNet weights"):
+        train.precompute_bitnet_scale(model)
     with pytest.raises(ValueError, match=r"none to convert; accepted: BitNetTensor or Int8Weight"):
         train.convert_(model)
     assert train.restore_(model).converted == ["0.weight"]

@@ -1,0 +1,41 @@
+"""That a model was prepared, also where `prepare_` left all of its weights alone, by its rules."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lowbit.tensor.report import Entry, Report
+
+_MARK = "_lowbit_left"
+"""Attribute of the modules of a prepared model: its weights that `prepare_` left alone by name, and why. By it a model
+is known to be prepared of which no weight is. It is no part of the state dict."""
+
+
+def remember_prepared(model: nn.Module, report: Report) -> None:
+    """Note that `prepare_` was called of `model`, and what it left alone."""
+    left = report.left
+    for prefix, module in model.named_modules():
+        names = {name: f"{prefix}.{name}" if prefix else name for name in module._parameters}
+        setattr(module, _MARK, {name: left[fqn] for name, fqn in names.items() if fqn in left})
+
+
+def was_prepared(model: nn.Module) -> bool:
+    """Whether `prepare_` was called of it, or of a part, and not undone."""
+    return any(hasattr(module, _MARK) for module in model.modules())
+
+
+def forget_prepared(model: nn.Module, report: Report) -> Report:
+    """Forget that `model` was prepared; where no weight was, the report gets those that were left alone."""
+    for prefix, module in model.named_modules():
+        left = module.__dict__.pop(_MARK, {})
+        if report.converted:
+            continue
+        for name, why in left.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            shape = (
+                tuple(module._parameters[name].shape)
+                if module._parameters.get(name) is not None
+                else ()
+            )
+            report.entries.append(Entry(fqn, shape, False, f"prepare_ left it alone: {why}"))
+    return report
