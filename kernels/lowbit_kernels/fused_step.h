@@ -36,7 +36,7 @@ struct alignas(16) Tensor {
     void *state[3];           // codes, or values
     signed char *correction;  // [numel], only if CORRECTED
     float *scale[3];          // [rows, ceil(cols / block)]
-    float *step;              // steps done
+    double *step;             // steps done: float32 would count no further than 2**24
     long long first_tile;     // tiles of the tensors before this one
     uint64 cols;              // elements of a row
     uint64 tiles_a_row;       // 0 if there is one row only
@@ -88,19 +88,18 @@ DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UP
 
 // Count the step of a tensor, work out what depends on it, and the keys of the draws.
 DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
-    const float counted = *tensor.step + 1.0f;
-    *tensor.step = counted;
+    const double t = *tensor.step + 1.0;
+    *tensor.step = t;
     double lr = group.lr;
     if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
     const double *h = group.h;
-    const double t = counted;
     double c[8] = {};
     HYPER
     { PREPARE }
     for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
     if constexpr (DRAWS) {
         for (int slot = 0; slot <= STATES; ++slot) {
-            const uint64 words[3] = {group.seed, (uint64)counted, tensor.key + slot};
+            const uint64 words[3] = {group.seed, (uint64)t, tensor.key + slot};
             uint32 k0 = 0x243f6a88u, k1 = 0x85a308d3u;
             for (int j = 0; j < 3; ++j) k0 = mix(k0, words[j]), k1 = mix(k1, words[j]);
             out.keys[slot][0] = k0, out.keys[slot][1] = k1;

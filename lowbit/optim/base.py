@@ -8,7 +8,7 @@ What the base does with them:
 - A step collects its jobs (`lowbit.optim.job`), finds out what clipping and skipping make of the gradients
   (`lowbit.optim.clip`), and updates: decode, compute in float32, encode, and write the weight back in its own dtype
   once (`lowbit.optim.eager`).
-- Steps are counted in float32, on the parameter's device.
+- Steps are counted in float64 (`state.STEP`), on the parameter's device.
 - Random draws (`lowbit.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in the
   optimizer + slot, index of the element in the whole parameter), with slot 0 for the weight and i + 1 for the i-th
   name of `state_names`: the same draws at any sharding, and after a restart.
@@ -46,6 +46,7 @@ from lowbit.optim.options import (
     check_param,
     check_shared,
 )
+from lowbit.optim.saved import check_dtype, check_states, parameter_names, step_of
 
 if TYPE_CHECKING:
     from lowbit.optim.fused import FusedSteps
@@ -237,10 +238,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Give a parameter the states that it lacks: all, or that of an option turned on since."""
-        state, made = self.state[param], {}
+        state = self.state[param]
+        made = states.moved(state, param)
         if not state:
-            device = states.local(param).device
-            made["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            made["step"] = states.new_step(param)
         for name, signed in self.state_names(group).items():
             if name not in state:
                 made[name] = states.new_state(param, self.state_format(group, name), signed)
@@ -277,14 +278,14 @@ class LowbitOptimizer(torch.optim.Optimizer):
             )
         groups = self._loaded_groups(state_dict)
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        slots = [(group, i, p) for group in groups for i, p in enumerate(group["params"])]
-        by_id = dict(zip(saved_ids, slots, strict=True))
+        slots = [(group, param) for group in groups for param in group["params"]]
+        by_id = dict(zip(saved_ids, zip(slots, parameter_names(groups)), strict=True))
         loaded: defaultdict[Any, Any] = defaultdict(dict)
         with torch.no_grad():
+            check_states(groups, state_dict)
             for key, value in state_dict["state"].items():
                 if key in by_id:
-                    group, i, param = by_id[key]
-                    name = group["param_names"][i] if "param_names" in group else f"parameter {key}"
+                    (group, param), name = by_id[key]
                     loaded[param] = self._loaded_state(group, param, value, name)
                 else:
                     loaded[key] = value
@@ -322,15 +323,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 f"{name}: the checkpoint's state has {sorted(saved)}, {type(self).__name__} takes "
                 f"{sorted(['step', *signs])}; is it the checkpoint of another optimizer?"
             )
-        step = torch.as_tensor(saved["step"], dtype=torch.float32)
-        if step.numel() != 1:
-            raise ValueError(f"{name}: step must be one number, got shape {tuple(step.shape)}")
-        device = states.local(param).device
-        made = {"step": step.detach().reshape(()).to(device, copy=True)}
+        made = {"step": states.new_step(param, step_of(name, saved["step"]))}
         for key in saved.keys() - {"step"}:
             value = saved[key]
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
+            check_dtype(f"{name}: {key}", key, value)
             if value.shape != param.shape:
                 raise ValueError(
                     f"{name}: {key} has shape {tuple(value.shape)} in the checkpoint, the parameter has "
@@ -359,13 +357,13 @@ def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The `state_dict()` of a lowbit optimizer with every state in float32: what its namesake in torch.optim loads.
 
     Returns:
-        A new dictionary. States that were float32 are shared with `state_dict`; step counters are on the CPU,
-        where torch.optim keeps them unless `capturable` or `fused` is set, in which case it moves them itself.
+        A new dictionary. States that were float32 are shared with `state_dict`; step counters are float32 on the
+        CPU, as torch.optim keeps them unless `capturable` or `fused` is set, in which case it moves them itself.
     """
     converted = {}
     for key, state in state_dict["state"].items():
         converted[key] = {
-            name: value.cpu() if name == "step" and isinstance(value, Tensor) else _float32(value)
+            name: _float32(value.cpu() if name == "step" and isinstance(value, Tensor) else value)
             for name, value in state.items()
             if name != "weight_correction"
         }

@@ -141,7 +141,7 @@ class Step:
         rounds: bool,
     ) -> tuple[Any, Kind]:
         """What to gather by, and the kind; found once for parameters of one shape."""
-        at = (weight.shape, param.shape, formats, rounds)
+        at = (weight.shape, param.shape, weight.dtype, formats, rounds)
         if at not in self.kinds:
             coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
             widths = [t.cols_of(weight.shape) if t is not None else 0 for t in coded]
@@ -149,7 +149,9 @@ class Step:
             each = zip(self.signs, coded, (cols // (w or cols) for w in widths), strict=True)
             corrected = states.has_correction(self.group, param)
             widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
-            self.kinds[at] = (cols, formats), Kind(cols, widest, corrected, tuple(each))
+            # beside bf16 weights may lie those of a converted model, which stay float32 behind low-bit products
+            key = cols, weight.dtype, formats
+            self.kinds[at] = key, Kind(cols, widest, corrected, tuple(each))
         return self.kinds[at]
 
     def _update(self, kind: Kind, piece: list[Part]) -> None:

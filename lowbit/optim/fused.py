@@ -7,8 +7,9 @@ parameters have gradients, and weights and states lie where they lay, in the sam
 of the gradients. On a GPU the table is copied to the device if anything in it has changed: a pinned, asynchronous copy
 of some kilobytes; on a CPU it is read where it is. Nothing is read back.
 
-A plan knows its tensors by weak references, so that weights and states are freed with the optimizer, or with what
-the user takes out of it.
+A plan knows states by weak references, so that they are freed with the optimizer, or with what the user takes out of
+it. It knows parameters by their ids: weak references would keep `nn.Module.to` from swapping them. The optimizer's
+`state` has those that kernels take as keys, so that no other object can get their ids.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class FusedSteps:
         """What `holds` compares."""
         groups = optimizer.param_groups
         params = _params(optimizer)
-        self._params = list(map(_weak, params))
+        self._params = list(map(id, params))
         self._sizes = [len(group["params"]) for group in groups]
         self._options = [options_of(optimizer, group) for group in groups]
         used = {index for job in jobs for index in job.indices}
@@ -98,7 +99,7 @@ class FusedSteps:
         This is most of what the host does in a step: loops in Python would take three times as long.
         """
         groups, params = optimizer.param_groups, _params(optimizer)
-        if not self.launches or not _are(params, self._params):
+        if not self.launches or list(map(id, params)) != self._params:
             return False
         if [len(group["params"]) for group in groups] != self._sizes:
             return False

@@ -24,7 +24,9 @@ from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
 from lowbit_kernels.fused_step_cpu import FusedStepCpu
 
-_GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "layout", "shape"))
+_GRAD, _DTYPE, _LAYOUT, _SHAPE, _DEVICE = map(
+    operator.attrgetter, ("grad", "dtype", "layout", "shape", "device")
+)
 
 
 class Item(NamedTuple):
@@ -56,8 +58,9 @@ class Launch:
     variant: Variant
     places: list[int]  # of its parameters in the optimizer
     wrapped: bool  # some parameter is a DTensor, or has its weight inside
-    addresses: list[int]  # of the weights
-    shapes: list[torch.Size]  # of the weights
+    dtypes: set[torch.dtype]  # of the weights
+    addresses: list[int]
+    shapes: list[torch.Size]
     tiles: int
     locate: Tensor
     scalars: Tensor
@@ -100,6 +103,7 @@ class Launch:
             variant=variant,
             places=[item.place for item in items],
             wrapped=any(item.own is not item.param for item in items),
+            dtypes={item.own.dtype for item in items},
             addresses=cls._addresses_of([item.own for item in items]),
             shapes=[item.own.shape for item in items],
             tiles=total,
@@ -123,7 +127,9 @@ class Launch:
     def holds(self, params: list[Any]) -> bool:
         """Whether weights and gradients are such as they were; takes up the gradients. `params`: its own."""
         own = list(map(states.memory, params)) if self.wrapped else params
-        if self._addresses_of(own) != self.addresses:
+        if self._addresses_of(own) != self.addresses or set(map(_DTYPE, own)) != self.dtypes:
+            return False
+        if set(map(_DEVICE, own)) != {self.table.device}:
             return False
         if not _are_shaped(own, self.shapes) or not all(map(Tensor.is_contiguous, own)):
             return False

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer, check_flag
+from lowbit.optim.saved import check_states
 from lowbit.optim.state import is_dtensor, local
 from lowbit.optim.transfers import Slot, Transfers, transfers_for
 from lowbit.tensor.base import LowbitTensor
@@ -282,13 +283,17 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Load a checkpoint of this optimizer, or of `base_class` used directly. Gradients stay.
 
         Raises:
-            As `base_class`: ValueError where the checkpoint doesn't fit. Nothing has changed then.
+            As `base_class`: ValueError, TypeError where the checkpoint doesn't fit, or holds values that no run leaves,
+            such as a negative step. Nothing has changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        if not isinstance(self.base, LowbitOptimizer):  # which looks itself
+            with torch.no_grad():
+                check_states(self.base.param_groups, state_dict)
         self.base.load_state_dict(state_dict)
         for own, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             params = own["params"]

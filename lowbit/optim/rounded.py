@@ -62,7 +62,7 @@ class RoundedLaunch(Launch):
     counted: list[tuple[int, int, int]] = field(default_factory=list)
     """Of parameters with several rows in the table: index, the first of them, the last."""
     steps: Tensor | None = None
-    """What all of them but the last count on: every row counts a step. float32, one a row of the table."""
+    """What all of them but the last count on: every row counts a step. float64, one a row of the table."""
     values: Tensor | None = None
     """The shared memory, during a step."""
     skip: Tensor | None = None
@@ -98,7 +98,7 @@ class RoundedLaunch(Launch):
         for first, end in pairwise(bounds):
             self.passes.append(self._pass(first, end))
         if self.counted:
-            self.steps = self.scalars.new_zeros(len(self.pieces), dtype=torch.float32)
+            self.steps = self.scalars.new_zeros(len(self.pieces), dtype=states.STEP)
             for _, first, last in self.counted:
                 own = self.steps.data_ptr() + self.steps.itemsize * np.arange(first, last)
                 self.tensor_words()[first:last, COLUMN["step"]] = own

@@ -17,6 +17,8 @@ from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor, row_layout
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements, over all shards; smaller ones keep float32 states
 SHORTEST_ROW = 32  # elements; with shorter ones the scales would weigh as much as the codes
+STEP = torch.float64
+"""Of step counters: float32 counts to 2**24 and stays there, this to 2**53."""
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -75,6 +77,24 @@ def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
     return like_param(param, zeros)
 
 
+def new_step(param: Tensor, count: float = 0) -> Tensor:
+    """A step counter of a parameter, on its device."""
+    return torch.full((), count, dtype=STEP, device=local(param).device)
+
+
+def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Those of a parameter's states that lie elsewhere than it does now, on its device, and its step counter if it is
+    no `STEP`: the model was moved, or an older version made the states."""
+    device = local(param).device
+    made: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == "step" and (value.dtype != STEP or value.device != device):
+            made[name] = value.to(device, STEP)
+        elif isinstance(value, Tensor) and local(value).device != device:
+            made[name] = like_param(param, local(value).to(device))
+    return made
+
+
 def rounds_itself(param: Tensor) -> bool:
     """Whether a parameter takes updates in float32 and rounds them (`LowbitTensor.update_`), as int8 weights do."""
     part = local(param)
@@ -83,9 +103,9 @@ def rounds_itself(param: Tensor) -> bool:
 
 def has_correction(group: dict[str, Any], param: Tensor) -> bool:
     """Whether a parameter of this group has the state "weight_correction"."""
-    if group["weight_correction"] is None or param.dtype != torch.bfloat16:
+    if group["weight_correction"] is None or rounds_itself(param):
         return False
-    return not rounds_itself(param)
+    return memory(param).dtype == torch.bfloat16
 
 
 def new_correction(param: Tensor) -> Tensor:

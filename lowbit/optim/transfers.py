@@ -7,13 +7,11 @@ once, on CUDA in the background. So the order can be tested without a GPU.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lowbit.optim.state import is_dtensor, local
 
@@ -82,8 +80,16 @@ def transfers_for(device: torch.device) -> Transfers:
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
 
 
-_HOOKS: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
-"""By parameter: the handle of the hook that hands over its gradient."""
+class _HandOver:
+    """The hook that hands over a parameter's gradient. The parameter outlives the optimizer, and must not keep it."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = weakref.ref(slot)
+
+    def __call__(self, _: Tensor) -> None:
+        slot = self.slot()
+        if slot is not None and not slot.may_be_reduced_later():
+            slot.receive(in_backward=True)
 
 
 class Slot:
@@ -105,7 +111,7 @@ class Slot:
         self.grad: Tensor | None = None  # the host's
         self.more: Tensor | None = None  # the next backward's, to be added to `grad`
         self.has_more = False
-        self.grad_seen: Callable[[], Tensor | None] = lambda: None
+        self.mark = object()
         self.grad_version: tuple[int, ...] = ()
         self.grad_event: Event | None = None
         self.hook: Any = None
@@ -113,16 +119,10 @@ class Slot:
     def watch(self) -> None:
         """Have backward hand over the gradient as soon as it is there."""
         if self.hook is None and self.param.requires_grad:
-            ref = weakref.ref(self)  # the parameter outlives the optimizer, and must not keep it
-
-            def hook(_: Tensor) -> None:
-                slot = ref()
-                if slot is not None and not slot.may_be_reduced_later():
-                    slot.receive(in_backward=True)
-
-            if (previous := _HOOKS.get(self.param)) is not None:
-                previous.remove()  # of an optimizer that was replaced: it would take the gradients
-            self.hook = _HOOKS[self.param] = self.param.register_post_accumulate_grad_hook(hook)
+            hooks: dict[int, Any] = self.param._post_accumulate_grad_hooks or {}  # type: ignore[assignment]
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _HandOver)]:
+                del hooks[key]  # of an optimizer that was replaced: it would take the gradients
+            self.hook = self.param.register_post_accumulate_grad_hook(_HandOver(self))
 
     def may_be_reduced_later(self) -> bool:
         """Whether a gradient that backward delivers may be another one at its end: DistributedDataParallel averages
@@ -153,12 +153,14 @@ class Slot:
             self.param.grad = None
         elif not self._has_copied(own):
             self.grad = self._buffer(self.grad, part)
-            self.grad_seen, self.grad_version = TensorWeakRef(own), _version(own)
+            # a mark on the very gradient: it goes with it, and unlike a weak reference lets `nn.Module.to` swap it
+            own._copied_by, self.grad_version = self.mark, _version(own)
             self.grad_event = self.transfers.download(self.grad, part)
         self.has_grad = True
 
     def _has_copied(self, grad: Tensor) -> bool:
-        return self.has_grad and _version(grad) == self.grad_version and self.grad_seen() is grad
+        is_marked = getattr(grad, "_copied_by", None) is self.mark
+        return self.has_grad and is_marked and _version(grad) == self.grad_version
 
     def _add(self, part: Tensor) -> None:
         if self.has_grad:

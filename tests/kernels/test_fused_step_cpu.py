@@ -30,7 +30,7 @@ def pass_through(values, state):
     table = _table(state.format, state.signed)
     single = (torch.float32, torch.float32, (state.format,), (state.signed,))
     step = FusedStepCpu(Variant(RULE, *single, tables=(table,)))
-    weight, counter = torch.zeros_like(values), torch.zeros(())
+    weight, counter = torch.zeros_like(values), torch.zeros((), dtype=torch.float64)
     row = np.zeros(len(fused_step.TENSOR) + fused_step.GROUP_WORDS, np.int64)
     pointers = {"grad": values, "param": weight, "state_0": state.codes, "scale_0": state.scale}
     for name, tensor in {**pointers, "step": counter}.items():
