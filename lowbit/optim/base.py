@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import operator
 import reprlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -156,8 +157,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     # ---- the step -------------------------------------------------------------------------------------------
 
-    _step_supports_amp_scaling = True
-    """torch.amp.GradScaler sets `grad_scale` and `found_inf` around `step`, which then unscales, or skips."""
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True where torch.amp.GradScaler asks: it sets `grad_scale` and `found_inf` around `step` then, which unscales
+        or skips. False for all others: Lightning reads it too, and where it is True refuses to clip gradients, in
+        bfloat16 as well, where nothing is scaled. By hand unscaled gradients (`GradScaler.unscale_`) are taken too."""
+        return isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler)
 
     @torch._disable_dynamo  # its states cannot be traced: a compiled training step runs it as it is
     @torch.no_grad()

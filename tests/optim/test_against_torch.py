@@ -256,7 +256,7 @@ def test_grad_scaler_skips_an_overflowing_step():
     assert torch.equal(params[0], before)
 
 
-def test_the_step_counter_is_float32_whatever_the_default_dtype():
+def test_the_step_counter_is_float64_whatever_the_default_dtype():
     params = parameters((40, 130))
     optimizer = optim.AdamW4bit(params)
     torch.set_default_dtype(torch.bfloat16)
@@ -265,7 +265,7 @@ def test_the_step_counter_is_float32_whatever_the_default_dtype():
     finally:
         torch.set_default_dtype(torch.float32)
     step = optimizer.state[params[0]]["step"]
-    assert step.dtype == torch.float32
+    assert step.dtype == torch.float64
     step.fill_(300)
     run(optimizer, params, 1)
     assert step.item() == 301

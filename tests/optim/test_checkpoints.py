@@ -159,7 +159,7 @@ def test_step_as_a_number_and_groups_without_newer_options():
         state_dict["param_groups"][0].pop(name)
     copies, other = fresh(params, optim.AdamW8bit, amsgrad=False)
     other.load_state_dict(state_dict)
-    assert other.state[copies[0]]["step"].dtype == torch.float32
+    assert other.state[copies[0]]["step"].dtype == torch.float64
     run(other, copies, 1, first=3)
 
 

@@ -137,3 +137,23 @@ def test_grad_scaler_skips_and_halves():
     assert scaler.get_scale() == 512.0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     same(snapshot(optimizer), states)
+
+
+def test_only_a_grad_scaler_is_told_that_the_step_unscales():
+    """Lightning refuses to clip the gradients of optimizers that say so to everybody."""
+    optimizer = optim.AdamW8bit([nn.Parameter(torch.ones(2))])
+    assert not optimizer._step_supports_amp_scaling
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_grad_scaler_leaves_gradients_to_the_step(monkeypatch):
+    """Of float16 too, which its own unscaling refuses; and the host asks for no answer."""
+    param = nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
+    optimizer = optim.AdamW8bit([param], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.float().sum()).backward()
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "_maybe_opt_step", lambda *_, **__: pytest.fail("it was not asked")
+    )
+    scaler.step(optimizer)
+    assert param.grad[0, 0] == 1024 and torch.allclose(param, torch.tensor(0.99).half(), atol=1e-3)
