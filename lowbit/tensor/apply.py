@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.replaced import hand_over
 from lowbit.tensor.report import Entry, Report
 from lowbit.train_scheme import TrainingScheme
 
@@ -317,7 +318,8 @@ def replace_weights(
     note: str | None = None,
 ) -> Report:
     """Replace each target by `make(target)` in every module that holds it, and complete the report, with `note`
-    or what the scheme has to say. What stays trainable keeps the gradient that it has accumulated.
+    or what the scheme has to say. What stays trainable keeps the gradient that it has accumulated, and its hooks; an
+    optimizer that holds the old parameters raises at its next step (`lowbit.tensor.replaced`).
 
     Empties `targets` on the way, so that each old weight's memory is free before the next one's turn.
     """
@@ -325,12 +327,12 @@ def replace_weights(
         target = targets.pop(0)
         keeps_grad = trainable and target.weight.requires_grad
         new = nn.Parameter(make(target), requires_grad=keeps_grad)
-        if trainable:
-            new.grad = target.weight.grad
         for module, name, _ in target.owners:
             module.register_parameter(name, new)
         first, *others = (fqn for _, _, fqn in target.owners)
+        left_behind = hand_over(target.weight, new, first, trainable)
         about = note or target.scheme.describe(new.shape)
+        about = f"{about}; {left_behind}" if left_behind else about
         report.entries.append(Entry(first, tuple(new.shape), True, about))
         report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]
     return report

@@ -1,0 +1,115 @@
+"""Parameters that a conversion replaced: their hooks and attributes go on, and an optimizer that still holds them says so.
+
+A conversion puts a new parameter where the old one was. An optimizer that was made before it holds the old one, which
+gets no gradient any more: a step would skip it in silence. So the old parameter is remembered, without keeping it
+alive, and every step of every torch optimizer looks whether it holds such a parameter (while any is alive).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lowbit.tensor.base import LowbitTensor
+
+
+class _Replaced(NamedTuple):
+    name: str
+    kind: str
+    alive: weakref.ref[Tensor]
+
+
+_REPLACED: dict[int, _Replaced] = {}
+"""By id, of parameters that are alive: a dictionary of tensors would compare them elementwise."""
+_INSTALLED: list[Any] = []
+"""The handles of the hooks, from the first replacement on."""
+
+
+def hand_over(old: nn.Parameter, new: nn.Parameter, name: str, trainable: bool) -> str:
+    """Give a parameter what users put on the one that it replaces, and remember that one.
+
+    Hooks (`register_hook`, `register_post_accumulate_grad_hook`) are those of both from now on: their handles remove
+    them. They see the gradient, a plain tensor, and the new parameter. Attributes are copied by reference. The gradient
+    goes along, unless the new parameter is for inference; the old one has none any more.
+
+    Args:
+        old, new: the parameters.
+        name: of both, for messages.
+        trainable: whether gradients reach the new one. Hooks stay behind otherwise.
+
+    Returns:
+        What stayed behind, for the report; "" if nothing did.
+    """
+    left = []
+    hooks = [old._backward_hooks, old._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    if trainable:
+        new.grad = old.grad
+        # The very dictionaries, as torch sets them itself: a handle removes its hook from the one that it knows.
+        if hooks[0] is not None:
+            new._backward_hooks = hooks[0]  # type: ignore[attr-defined]
+        if hooks[1] is not None:
+            new._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
+    elif count := sum(map(len, filter(None, hooks))):
+        left.append(f"{count} gradient hook{'s' * (count > 1)}, as it gets no gradients")
+    old.grad = None
+    own = set(old.detach().__dict__) if isinstance(old, LowbitTensor) else set()
+    for attribute, value in old.__dict__.items():
+        if attribute in own or attribute == "_is_param":  # the representation's, and torch's
+            continue
+        if hasattr(new, attribute):
+            left.append(f"the attribute {attribute!r}, which {type(new).__name__} has itself")
+        else:
+            setattr(new, attribute, value)
+    _remember(old, name, type(new).__name__)
+    return f"left behind: {'; '.join(left)}" if left else ""
+
+
+def _remember(old: nn.Parameter, name: str, kind: str) -> None:
+    key, forget = id(old), _REPLACED.pop
+    _REPLACED[key] = _Replaced(name, kind, weakref.ref(old, lambda _: forget(key, None)))
+    if not _INSTALLED:
+        _INSTALLED.append(register_optimizer_step_pre_hook(_before_step))
+        _INSTALLED.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _REPLACED and not _has_closure(args, kwargs):
+        _check(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where a closure makes the gradients, they are there now."""
+    if _REPLACED and _has_closure(args, kwargs):
+        _check(optimizer)
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Raise RuntimeError if the optimizer holds parameters that were replaced and that nothing uses any more. One that
+    gets gradients is in use by another model, and a frozen one was not to be trained."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    stale = [_REPLACED[id(p)] for p in params if id(p) in _REPLACED and _is_idle(p)]
+    if not stale:
+        return
+    names = ", ".join(found.name for found in stale[:3]) + (", ..." if len(stale) > 3 else "")
+    total = sum(len(group["params"]) for group in optimizer.param_groups)
+    raise RuntimeError(
+        f"{type(optimizer).__name__} holds {len(stale)} parameters (of {total}) that are no longer those of their "
+        f"model: {names}. A conversion replaced them (by {stale[0].kind}) after the optimizer was made, which would "
+        "not train them. Make the optimizer after prepare_, restore_, convert_ or quantize_, and what holds it (a "
+        "scheduler, say); load_state_dict(old.state_dict()) gives it the old one's states"
+    )
+
+
+def _is_idle(param: Tensor) -> bool:
+    return param.grad is None and param.requires_grad
