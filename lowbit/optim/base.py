@@ -48,6 +48,8 @@ from lowbit.optim.options import (
     check_shared,
 )
 from lowbit.optim.saved import check_dtype, check_states, parameter_names, step_of
+from lowbit.optim.stepped_by import SteppedBy
+from lowbit.optim.stepped_by import read as read_stepped_by
 
 if TYPE_CHECKING:
     from lowbit.optim.fused import FusedSteps
@@ -60,7 +62,6 @@ __all__ = [
     "check_flag",
     "check_nonnegative",
     "check_number",
-    "dequantize_state_dict",
 ]
 
 
@@ -74,6 +75,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     _plan: FusedSteps | None = None  # of the last step
     _checked: Sequence[Any] = ()  # the options of all groups that were looked at
+    _stepped_by: SteppedBy
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
         """`options`: the algorithm's own, with their values. Raises TypeError, ValueError for bad ones."""
@@ -90,6 +92,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if defaults.get("state") is None:
             defaults["state"] = self.default_state
         self.check_group(defaults)
+        self._stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
     # ---- what an algorithm provides ------------------------------------------------------------------------
@@ -228,11 +231,15 @@ class LowbitOptimizer(torch.optim.Optimizer):
             from lowbit.optim.fused import FusedSteps
 
             self._plan = FusedSteps(self, jobs)
+            for places, by in self._plan.stepped_by():
+                self._stepped_by.note(self.param_groups, places, by)
             rest = self._plan.pop_rest()
         if self._plan is not None:
             self._plan.run(self, scale)
         # finding out whether to skip waits for the device
         if rest and not (scale.skip is not None and bool(scale.skip)):
+            for job in rest:
+                self._stepped_by.note(self.param_groups, job.indices, "eager")
             self._step_eagerly(rest, scale.coefficient)
 
     def _step_eagerly(self, jobs: list[Job], coefficient: Tensor | None) -> None:
@@ -261,15 +268,23 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch.optim. Its `_metadata` says by which implementation each parameter was updated last: a run that
+        another one goes on with is told so (`lowbit.optim.stepped_by`)."""
+        made = super().state_dict()
+        return self._stepped_by.attach(made) if isinstance(made, dict) else made
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim.
 
         Options come from the checkpoint, as with torch.optim; but `state`, the format, stays this optimizer's,
-        and states are converted to it. They are copies: the checkpoint's tensors are not shared.
+        and states are converted to it. They are copies: the checkpoint's tensors are not shared. If the next step is
+        by another implementation than the checkpoint's last one, compiled or not, it warns once.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
         """
+        stepped_by = read_stepped_by(state_dict)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -295,6 +310,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 else:
                     loaded[key] = value
         self.__setstate__({"state": loaded, "param_groups": groups})
+        self._stepped_by = stepped_by
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -348,7 +364,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._plan, self._stepped_by = None, SteppedBy()
         for group in self.param_groups:
             self.fix_group(group)
 
@@ -356,27 +372,3 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Bytes that the states take, on this rank and as of now (states are created at the first step)."""
         tensors = (t for state in self.state.values() for t in state.values())
         return sum(states.nbytes(t) for t in tensors if isinstance(t, Tensor))
-
-
-def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The `state_dict()` of a lowbit optimizer with every state in float32: what its namesake in torch.optim loads.
-
-    Returns:
-        A new dictionary. States that were float32 are shared with `state_dict`; step counters are float32 on the
-        CPU, as torch.optim keeps them unless `capturable` or `fused` is set, in which case it moves them itself.
-    """
-    converted = {}
-    for key, state in state_dict["state"].items():
-        converted[key] = {
-            name: _float32(value.cpu() if name == "step" and isinstance(value, Tensor) else value)
-            for name, value in state.items()
-            if name != "weight_correction"
-        }
-    own = {"state", *COMMON_DEFAULTS} - {"foreach", "fused", "capturable", "differentiable"}
-    groups = [{k: v for k, v in g.items() if k not in own} for g in state_dict["param_groups"]]
-    return {**state_dict, "state": converted, "param_groups": groups}
-
-
-def _float32(value: Any) -> Any:
-    value = states.dequantized(value)
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

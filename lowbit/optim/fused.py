@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, compress
 from typing import Any
 
@@ -159,6 +159,11 @@ class FusedSteps:
         """What kernels don't do of it, once a step."""
         rest, self._left = self._left, []
         return rest
+
+    def stepped_by(self) -> Iterator[tuple[list[int], str]]:
+        """The places of the parameters that kernels update, and of what device; see `lowbit.optim.stepped_by`."""
+        for launch in self.launches:
+            yield launch.places, f"fused {launch.table.device.type}"
 
     def run(self, optimizer: Any, scale: GradScale) -> None:
         """Update what the kernels take."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -277,7 +278,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As of `base_class` used directly; its tensors are on the CPU. Gradients are not part of it."""
         self._link_states()
-        return super().state_dict()
+        made = super().state_dict()
+        if isinstance(self.base, LowbitOptimizer) and isinstance(made, dict):
+            return self.base._stepped_by.attach(made)
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or of `base_class` used directly. Gradients stay.
@@ -286,7 +290,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             As `base_class`: ValueError, TypeError where the checkpoint doesn't fit, or holds values that no run leaves,
             such as a negative step. Nothing has changed then.
         """
-        state_dict = state_dict.copy()
+        state_dict = copy(state_dict)  # with its `_metadata`
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:

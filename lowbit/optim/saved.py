@@ -1,6 +1,6 @@
-"""What `load_state_dict` asks of the values in a checkpoint, before it changes anything.
+"""What a checkpoint holds: the values that `load_state_dict` takes, and the way back to torch.optim.
 
-A checkpoint that a run made passes, also that of a run that diverged: a moment may hold NaNs. Values that no step
+All values are looked at before anything changes. A checkpoint that a run made passes, also that of a run that diverged: a moment may hold NaNs. Values that no step
 could have left are refused by the parameter's name: a step that is no count, a second moment below 0, a tensor
 without memory.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.optim import state as states
+from lowbit.optim.options import COMMON_DEFAULTS
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 
@@ -134,6 +135,32 @@ def _below_zero(part: Tensor) -> float | None:
         has_table = not part.signed and part.format != "float8"
         part = part.scale if has_table else part.dequantize()
     if part.is_complex():
-        part = torch.view_as_real(part)  # torch.optim's moments of complex weights: each part has its own
+        part = torch.view_as_real(
+            part
+        )  # torch.optim's moments of complex weights: each part has its own
     below = part[part < 0]
     return below.min().item() if below.numel() else None
+
+
+def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The `state_dict()` of a lowbit optimizer with every state in float32: what its namesake in torch.optim loads.
+
+    Returns:
+        A new dictionary. States that were float32 are shared with `state_dict`; step counters are float32 on the
+        CPU, as torch.optim keeps them unless `capturable` or `fused` is set, in which case it moves them itself.
+    """
+    converted = {}
+    for key, state in state_dict["state"].items():
+        converted[key] = {
+            name: _float32(value.cpu() if name == "step" and isinstance(value, Tensor) else value)
+            for name, value in state.items()
+            if name != "weight_correction"
+        }
+    own = {"state", *COMMON_DEFAULTS} - {"foreach", "fused", "capturable", "differentiable"}
+    groups = [{k: v for k, v in g.items() if k not in own} for g in state_dict["param_groups"]]
+    return {**state_dict, "state": converted, "param_groups": groups}
+
+
+def _float32(value: Any) -> Any:
+    value = states.dequantized(value)
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

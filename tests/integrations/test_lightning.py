@@ -50,7 +50,9 @@ class Module(lightning.LightningModule):
         self.before = [p.detach().clone() for p in self.parameters()]
 
     def on_before_zero_grad(self, optimizer):
-        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None] or [torch.zeros(())])
+        norm = torch.stack(
+            [p.grad.norm() for p in self.parameters() if p.grad is not None] or [torch.zeros(())]
+        )
         self.norms.append(norm.norm().item())
 
     def on_train_batch_end(self, outputs, batch, index):

@@ -73,7 +73,9 @@ def same(a, b):
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, CodebookTensor):
-        return a.meta() == b.meta() and torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+        return (
+            a.meta() == b.meta() and torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+        )
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 

@@ -138,9 +138,7 @@ def test_gradients_are_moved_along():
 def test_a_float32_weight_behind_bfloat16_products_needs_no_correction(fused):
     """Converted, it is float32 inside, and is updated as such beside bfloat16 ones."""
     model = prepared("QAT").to(torch.bfloat16)
-    optimizer = optim.AdamW8bit(
-        model.parameters(), lr=1e-2, weight_correction="8bit", fused=fused
-    )
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, weight_correction="8bit", fused=fused)
     before = values(model)
     for seed in range(2):
         step(model, optimizer, seed)
