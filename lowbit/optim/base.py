@@ -299,7 +299,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         groups = self._loaded_groups(state_dict)
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         slots = [(group, param) for group in groups for param in group["params"]]
-        by_id = dict(zip(saved_ids, zip(slots, parameter_names(groups)), strict=True))
+        named = zip(slots, parameter_names(groups), strict=True)
+        by_id = dict(zip(saved_ids, named, strict=True))
         loaded: defaultdict[Any, Any] = defaultdict(dict)
         with torch.no_grad():
             check_states(groups, state_dict)

@@ -1,8 +1,8 @@
 """What a checkpoint holds: the values that `load_state_dict` takes, and the way back to torch.optim.
 
-All values are looked at before anything changes. A checkpoint that a run made passes, also that of a run that diverged: a moment may hold NaNs. Values that no step
-could have left are refused by the parameter's name: a step that is no count, a second moment below 0, a tensor
-without memory.
+All values are looked at before anything changes. A checkpoint that a run made passes, also that of a run that
+diverged: a moment may hold NaNs. Values that no step could have left are refused by the parameter's name: a step that
+is no count, a second moment below 0, a tensor without memory.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def step_of(name: str, value: Any) -> float:
         number = number.item()
     if not isinstance(number, Real) or isinstance(number, bool | np.bool_):
         raise TypeError(f"{accepted}, got {value!r}")
-    if not (0 <= number <= MOST_STEPS and number == int(number)):  # also for NaN
+    count: Any = number
+    if not (0 <= count <= MOST_STEPS and count == int(count)):  # also for NaN
         raise ValueError(f"{accepted}, got {value!r}")
-    return float(number)
+    return float(count)
 
 
 def check_dtype(label: str, key: str, value: Tensor) -> None:

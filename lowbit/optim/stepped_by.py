@@ -36,7 +36,7 @@ class SteppedBy:
             before = ", ".join(sorted({self._last[place] for place in changed}))
             warnings.warn(
                 f"the optimizer's step of {len(changed)} parameters ({first}{', ...' * (len(changed) > 3)}) is {by!r} "
-                f"now and was {before!r} until now, or in the run that saved the checkpoint: they round differently, so "
+                f"now and was {before!r} before, or in the run that saved the checkpoint: they round differently, so "
                 "results may differ from those of an uninterrupted run by a code, or in the last bit. fused=True says "
                 "why a parameter has no compiled step",
                 stacklevel=2,

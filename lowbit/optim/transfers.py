@@ -119,7 +119,7 @@ class Slot:
     def watch(self) -> None:
         """Have backward hand over the gradient as soon as it is there."""
         if self.hook is None and self.param.requires_grad:
-            hooks: dict[int, Any] = self.param._post_accumulate_grad_hooks or {}  # type: ignore[assignment]
+            hooks: dict[int, Any] = self.param._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HandOver)]:
                 del hooks[key]  # of an optimizer that was replaced: it would take the gradients
             self.hook = self.param.register_post_accumulate_grad_hook(_HandOver(self))

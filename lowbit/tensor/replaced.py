@@ -1,4 +1,4 @@
-"""Parameters that a conversion replaced: their hooks and attributes go on, and an optimizer that still holds them says so.
+"""Parameters that a conversion replaced: hooks and attributes go on, an optimizer that still holds them says so.
 
 A conversion puts a new parameter where the old one was. An optimizer that was made before it holds the old one, which
 gets no gradient any more: a step would skip it in silence. So the old parameter is remembered, without keeping it
@@ -32,7 +32,7 @@ _INSTALLED: list[Any] = []
 """The handles of the hooks, from the first replacement on."""
 
 
-def hand_over(old: nn.Parameter, new: nn.Parameter, name: str, trainable: bool) -> str:
+def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
     """Give a parameter what users put on the one that it replaces, and remember that one.
 
     Hooks (`register_hook`, `register_post_accumulate_grad_hook`) are those of both from now on: their handles remove
@@ -48,14 +48,14 @@ def hand_over(old: nn.Parameter, new: nn.Parameter, name: str, trainable: bool) 
         What stayed behind, for the report; "" if nothing did.
     """
     left = []
-    hooks = [old._backward_hooks, old._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    hooks = [old._backward_hooks, old._post_accumulate_grad_hooks]
     if trainable:
         new.grad = old.grad
         # The very dictionaries, as torch sets them itself: a handle removes its hook from the one that it knows.
         if hooks[0] is not None:
-            new._backward_hooks = hooks[0]  # type: ignore[attr-defined]
+            new._backward_hooks = hooks[0]
         if hooks[1] is not None:
-            new._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
+            new._post_accumulate_grad_hooks = hooks[1]
     elif count := sum(map(len, filter(None, hooks))):
         left.append(f"{count} gradient hook{'s' * (count > 1)}, as it gets no gradients")
     old.grad = None
@@ -71,7 +71,7 @@ def hand_over(old: nn.Parameter, new: nn.Parameter, name: str, trainable: bool) 
     return f"left behind: {'; '.join(left)}" if left else ""
 
 
-def _remember(old: nn.Parameter, name: str, kind: str) -> None:
+def _remember(old: Tensor, name: str, kind: str) -> None:
     key, forget = id(old), _REPLACED.pop
     _REPLACED[key] = _Replaced(name, kind, weakref.ref(old, lambda _: forget(key, None)))
     if not _INSTALLED:
