@@ -9,6 +9,9 @@ everywhere, because `x · (1/scale)` and `x / scale` differ in the last bit and 
 Number types are told by `target_dtype` and the range: any integer range (int4 is `torch.int8` with −8..7), or
 float8, where the range is the largest finite value and the cast does the rounding.
 
+A NaN is quantized as 0 is, to the code of the zero point, and float8 keeps it: a code can't say it, but the scale that
+`choose_qparams_affine` gives for its block does. So what is dequantized is NaN throughout the block.
+
 A zero point of integer dtype is a code. A zero point of floating dtype is a value in the input's own domain, the
 tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
 
@@ -16,7 +19,8 @@ tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
     x̂ = (code − mid) · scale + zero_point
 
 Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
-observers, to which this module is bit-exact but for exact ties (tests/test_affine_against_torch.py).
+observers, to which this module is bit-exact but for exact ties, NaN, and the ends of int32, where those wrap
+(tests/test_affine_against_torch.py).
 """
 
 from __future__ import annotations
@@ -27,8 +31,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lowbit.code_range import (
+    FLOAT8_DTYPES,
+    check_zero_point_dtype,
+    clamped,
+    quant_range,
+    within_range,
+)
+
 Mapping = Literal["symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point"]
-FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _check_input(input: Tensor) -> None:
@@ -37,32 +48,6 @@ def _check_input(input: Tensor) -> None:
             f"only real floating-point tensors can be quantized, got {input.dtype}; "
             "convert it first, e.g. with .float()"
         )
-
-
-def quant_range(
-    dtype: torch.dtype, quant_min: float | None, quant_max: float | None
-) -> tuple[float, float]:
-    """The code range: the one given, or the whole range of `dtype`.
-
-    Raises ValueError where the range is empty or does not fit `dtype`.
-    """
-    info: Any
-    if dtype in FLOAT8_DTYPES:
-        info = torch.finfo(dtype)
-    elif dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
-        info = torch.iinfo(dtype)
-    else:
-        raise ValueError(
-            f"cannot quantize to {dtype}; accepted: int8, uint8, int16, int32, float8_e4m3fn, float8_e5m2 "
-            "(fewer bits are int8 or uint8 with a smaller quant_min and quant_max)"
-        )
-    low = info.min if quant_min is None else quant_min
-    high = info.max if quant_max is None else quant_max
-    if not info.min <= low < high <= info.max:
-        raise ValueError(
-            f"quant_min={low}, quant_max={high} is not a range within {dtype}'s {info.min}..{info.max}"
-        )
-    return low, high
 
 
 def _block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
@@ -198,7 +183,8 @@ def choose_qparams_affine(
         eps: the least scale. Default, and at least: the smallest that `scale_dtype` has and whose reciprocal is
             finite, so that all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
-        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point".
+        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point". It holds every zero point that the
+            mapping may choose, as a code (integer) or, for "float_zero_point", a value (floating).
         keepdim: keep dimensions that a block covers, as size 1 (shape: blocks along each dimension).
             Otherwise they are dropped: () per tensor, (N,) per row, (N, K/g) per group.
         min_val, max_val: observed range, one element a block, instead of `input`'s own.
@@ -207,7 +193,8 @@ def choose_qparams_affine(
         (scale, zero_point); zero_point is None for float8. A block with NaN or Inf has a NaN or Inf scale.
 
     Raises:
-        ValueError: unknown mapping, integer or complex input, a block that does not tile, a bad range.
+        ValueError: unknown mapping, integer or complex input, a block that does not tile, a bad range, a
+            `zero_point_dtype` that cannot hold the zero point.
     """
     _check_input(input)
     if mapping not in get_args(Mapping):
@@ -219,6 +206,11 @@ def choose_qparams_affine(
         )
     low, high = quant_range(target_dtype, quant_min, quant_max)
     mid = 0 if is_float8 else (low + high + 1) // 2
+    if zero_point_dtype is not None and not is_float8:
+        codes = None if mapping == "float_zero_point" else (mid, mid)
+        check_zero_point_dtype(
+            zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
+        )
     least = max(_smallest_scale(scale_dtype), eps or 0.0)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
 
@@ -238,7 +230,8 @@ def choose_qparams_affine(
         )
         scale = _round_to(scale.clamp(min=least), scale_dtype)
         if mapping == "asymmetric":
-            zero_point = (low - torch.round(_divide(min_neg, scale))).clamp(low, high)
+            steps = _nan_to(0.0, _divide(min_neg, scale).round_())
+            zero_point = clamped(low - steps, torch.int32, low, high)
             zero_point = zero_point.to(zero_point_dtype or torch.int32)
         else:
             zero_point = _multiply_add(scale, mid - low, min_neg)
@@ -250,20 +243,29 @@ def choose_qparams_affine(
     return scale, zero_point
 
 
+def _nan_to(value: float, x: Tensor) -> Tensor:
+    """`x`, which is overwritten, with `value` in place of NaN."""
+    if torch.compiler.is_compiling():  # Inductor vectorises a comparison on CPUs, and not isnan
+        return torch.where(x == x, x, value)
+    return x.nan_to_num_(value, torch.inf, -torch.inf)
+
+
 def _to_grid(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, low: float, high: float
 ) -> Tensor:
-    """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it."""
+    """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it.
+
+    A NaN, also that of an infinity by an infinite scale, takes the code of the zero point, so that the cast is defined.
+    """
     inverse = _divide(torch.ones_like(scale), scale)
     if dtype in FLOAT8_DTYPES:
         return x * inverse  # the cast rounds
-    if zero_point is None:
-        return torch.round(x * inverse)
-    if zero_point.dtype.is_floating_point:
+    if zero_point is not None and zero_point.dtype.is_floating_point:
         mid = (low + high + 1) // 2
         min_val = _multiply_add(scale, low - mid, zero_point)
-        return torch.round((x - min_val) * inverse) + low
-    return torch.round(x * inverse) + zero_point
+        return _nan_to(float(mid - low), ((x - min_val) * inverse).round_()) + low
+    steps = _nan_to(0.0, (x * inverse).round_())
+    return steps if zero_point is None else steps + zero_point
 
 
 def _from_grid(
@@ -293,24 +295,16 @@ def unclamped_codes(
     quant_min: float | None = None,
     quant_max: float | None = None,
 ) -> Tensor:
-    """round(x · (1/scale)) + zero_point before the clamp to the range: float32, in `input`'s shape.
+    """round(x · (1/scale)) + zero_point before the clamp to the range: float32, in `input`'s shape, no NaN.
 
     A code outside quant_min..quant_max is one that clips. Arguments and errors are those of `quantize_affine`;
-    for float8 these are x · (1/scale), which the cast has yet to round.
+    for float8 these are x · (1/scale), which the cast has yet to round and where NaN stays.
     """
     _check_input(input)
     low, high = quant_range(dtype, quant_min, quant_max)
     blocks, counts = _blocked(input.float(), block_size)
     scale, zero_point = _params(scale, zero_point, counts)
     return _to_grid(blocks, scale, zero_point, dtype, low, high).reshape(input.shape)
-
-
-def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    """Where unclamped codes do not clip. A float8 within half a step of the largest value rounds to it."""
-    slack = 0.0
-    if dtype in FLOAT8_DTYPES:
-        slack = high / (28 if dtype is torch.float8_e4m3fn else 14)  # 448 + 16, 57344 + 4096
-    return (codes >= low - slack) & (codes <= high + slack)
 
 
 def quantize_affine(
@@ -325,15 +319,14 @@ def quantize_affine(
     """Codes of `input`: same shape, dtype `output_dtype`, within quant_min..quant_max.
 
     `scale` and `zero_point` have one element a block, in any shape. `zero_point` None means 0, without rounding
-    for float8 (the cast rounds). A NaN has no code: it shows in the scale that `choose_qparams_affine` gives.
+    for float8 (the cast rounds). What lies beyond the range takes its nearest end, infinities too; a NaN takes the
+    code of the zero point (with a floating one the middle code, whose value that is), or stays NaN in float8.
 
     Raises ValueError for integer or complex input, a block that does not tile, or a bad range.
     """
     low, high = quant_range(output_dtype, quant_min, quant_max)
     codes = unclamped_codes(input, block_size, scale, zero_point, output_dtype, low, high)
-    if output_dtype is torch.int32:
-        high = min(high, 2**31 - 128)  # the largest float32 that int32 holds
-    return codes.clamp(low, high).to(output_dtype)
+    return clamped(codes, output_dtype, low, high)
 
 
 def dequantize_affine(
@@ -349,6 +342,7 @@ def dequantize_affine(
     """Values of `codes`: (code − zero_point) · scale in float32, rounded once to `output_dtype`.
 
     quant_min and quant_max matter only for a floating zero point, whose formula names the middle of the range.
+    Float32 rounds codes of int32 beyond 2^24.
     """
     low, high = quant_range(codes.dtype, quant_min, quant_max)
     blocks, counts = _blocked(codes, block_size)
@@ -389,7 +383,7 @@ def fake_quantize_affine(
     with torch.no_grad():
         codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)
         inside = within_range(codes, quant_dtype, low, high)
-        codes = codes.clamp(low, high).to(quant_dtype)
+        codes = clamped(codes, quant_dtype, low, high)
         values = dequantize_affine(
             codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
         )

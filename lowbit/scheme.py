@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.affine import (
-    FLOAT8_DTYPES,
     Mapping,
     choose_qparams_affine,
     dequantize_affine,
@@ -28,6 +27,7 @@ from lowbit.affine import (
     quantize_affine,
     unclamped_codes,
 )
+from lowbit.code_range import FLOAT8_DTYPES
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 
 

@@ -304,15 +304,11 @@ def test_observed_range_replaces_the_inputs_own(mapping: Mapping) -> None:
 def test_dtypes_of_parameters() -> None:
     x = torch.randn(4, 16)
     for mapping in MAPPINGS:
-        scale, zero_point = choose_qparams_affine(
-            x,
-            mapping,
-            (1, 16),
-            torch.int8,
-            scale_dtype=torch.bfloat16,
-            zero_point_dtype=torch.bfloat16,
-        )
-        assert zero_point is not None and scale.dtype == zero_point.dtype == torch.bfloat16
+        dtype = torch.bfloat16 if mapping == "float_zero_point" else torch.int16
+        options = {"scale_dtype": torch.bfloat16, "zero_point_dtype": dtype}
+        scale, zero_point = choose_qparams_affine(x, mapping, (1, 16), torch.int8, **options)
+        assert zero_point is not None
+        assert (scale.dtype, zero_point.dtype) == (torch.bfloat16, dtype)
     scale, zero_point = choose_qparams_affine(
         x, "asymmetric", (1, 16), torch.uint8, zero_point_dtype=torch.uint8
     )

@@ -20,7 +20,16 @@ PACKAGES = {
     "lowbit_kernels": ROOT / "kernels/lowbit_kernels",
     "recipes": ROOT / "recipes",
 }
-MATHS = {"affine", "codebook", "granularity", "packing", "rounding", "scheme", "train_scheme"}
+MATHS = {
+    "affine",
+    "code_range",
+    "codebook",
+    "granularity",
+    "packing",
+    "rounding",
+    "scheme",
+    "train_scheme",
+}
 FLOWS = {"optim", "train", "qat", "inference"}
 
 MAX_FILE_LINES = 400

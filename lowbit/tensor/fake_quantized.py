@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lowbit.affine import within_range
+from lowbit.code_range import within_range
 from lowbit.scheme import Float8, Scheme, crop
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.linear import autocast_inputs

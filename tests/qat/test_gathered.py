@@ -45,3 +45,21 @@ def test_one_byte_an_element() -> None:
     weight = FakeQuantizedTensor(torch.randn(8, 64), lowbit.Int4WeightOnly(group_size=32))
     codes = weight._wire().codes
     assert codes.dtype is torch.int8 and codes.shape == (8, 64)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_what_is_not_finite_is_the_same(fmt: Int, mapping, bad: float) -> None:
+    """Of a weight that diverged in training: its values, and the gradient that reaches it."""
+    weight = FakeQuantizedTensor(torch.randn(3, 40), Scheme(Spec(fmt, PerGroup(16), mapping)))
+    weight.weight[1, 20] = bad
+    own, gathered = nn.Parameter(weight), nn.Parameter(weight._wire())
+    values = own.dequantize()
+    broken = torch.zeros(3, 40, dtype=torch.bool)
+    broken[1, 16:32] = True
+    assert torch.equal(~values.isfinite(), broken)
+    torch.testing.assert_close(gathered.dequantize(), values, rtol=0, atol=0, equal_nan=True)
+    expected = torch.autograd.grad(own.fake_quantized().sum(), own)[0]
+    found = torch.autograd.grad(gathered.fake_quantized().sum(), gathered)[0]
+    assert torch.equal(found, expected)
