@@ -15,19 +15,16 @@ from lowbit.checkpoint import CheckpointError, load, load_metadata, save
 from lowbit.dequantize import dequantize_
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.inference import Report, quantize_, register_linear, unregister_linear
-from lowbit.scheme import (
-    Float8,
+from lowbit.presets import (
     Float8DynamicActivationFloat8Weight,
     Float8WeightOnly,
-    Int,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
     IntxWeightOnly,
-    Scheme,
-    Spec,
 )
+from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,

@@ -5,14 +5,14 @@ activations are quantized too, theirs. The same Scheme drives `quantize_`, `qat.
 checkpoints, so nothing is configured twice. `Spec` also carries out what it describes (`quantize`, `dequantize`,
 `fake_quantize`), through `lowbit.affine`, so that every flow gives the same bits.
 
-The presets at the end (`Int4WeightOnly(group_size=128)`, …) are functions that return a `Scheme`.
+`lowbit.presets` has the usual ones (`Int4WeightOnly(group_size=128)`, …), functions that return a `Scheme`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -126,6 +126,12 @@ class Spec:
             raise ValueError(
                 f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric'"
             )
+
+    def same_values(self, other: Spec) -> bool:
+        """Whether codes and scales stand for the same values under both: the two symmetric mappings choose different
+        scales, and read them alike."""
+        symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
+        return self == (replace(other, mapping=self.mapping) if symmetric else other)
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dimension rounded up to a whole number of blocks."""
@@ -351,49 +357,3 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
         granularity=_GRANULARITIES[name](*sizes),
         mapping=data["mapping"],
     )
-
-
-def IntxWeightOnly(
-    bits: int, group_size: int | None = None, mapping: Mapping | None = None
-) -> Scheme:
-    """Weights of 1 to 8 bits, one scale a group of `group_size` inputs or (None) a row; activations as they are.
-
-    `mapping` defaults to "symmetric", and to "asymmetric" for one bit, where symmetric codes would all be zero.
-    """
-    granularity = PerRow() if group_size is None else PerGroup(group_size)
-    if mapping is None:
-        mapping = "asymmetric" if bits == 1 else "symmetric"
-    return Scheme(weight=Spec(Int(bits), granularity, mapping))
-
-
-def Int4WeightOnly(group_size: int = 128, mapping: Mapping = "symmetric") -> Scheme:
-    """4-bit weights, one scale a group of `group_size` inputs: 0.5 byte a weight plus scales."""
-    return IntxWeightOnly(4, group_size, mapping)
-
-
-def Int8WeightOnly(group_size: int | None = None) -> Scheme:
-    """8-bit weights, one scale a row, or a group of `group_size` inputs."""
-    return IntxWeightOnly(8, group_size)
-
-
-_DYNAMIC_INT8 = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
-
-
-def Int8DynamicActivationInt8Weight() -> Scheme:
-    """int8 × int8 products: weights one scale a row, activations one a token, computed as they come."""
-    return Scheme(weight=Spec(Int(8), PerRow()), activation=_DYNAMIC_INT8)
-
-
-def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping = "symmetric") -> Scheme:
-    """4-bit weights in groups of `group_size`, activations in 8 bits, one scale a token."""
-    return Scheme(weight=Spec(Int(4), PerGroup(group_size), mapping), activation=_DYNAMIC_INT8)
-
-
-def Float8WeightOnly() -> Scheme:
-    """float8 (e4m3) weights, one scale a row."""
-    return Scheme(weight=Spec(Float8(), PerRow()))
-
-
-def Float8DynamicActivationFloat8Weight() -> Scheme:
-    """float8 × float8 products (e4m3): weights one scale a row, activations one a token."""
-    return Scheme(weight=Spec(Float8(), PerRow()), activation=Spec(Float8(), PerToken()))

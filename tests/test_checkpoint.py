@@ -328,7 +328,8 @@ READER = """
         assert info["ties"] == {"head.weight": "embedding.weight"}
         entry = info["tensors"]["embedding.weight"]
         assert entry["scheme"]["weight"] == {
-            "format": {"bits": 4, "signed": True}, "granularity": ["PerGroup", 8], "mapping": "symmetric"}
+            "format": {"bits": 4, "signed": True}, "granularity": ["PerGroup", 8],
+            "mapping": "symmetric_no_clipping_err"}
         packed, scale = tensors["embedding.weight.codes"], tensors["embedding.weight.scale"]
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int() - 8
         values = (codes.view(20, 2, 8) * scale[..., None]).view(entry["shape"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import checkpoint
 from lowbit.checkpoint import FORMAT_VERSION, CheckpointError
+from tests.data.write_presets import SCHEMES
 
 DATA = Path(__file__).resolve().parent / "data"
 SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
@@ -50,8 +53,8 @@ def test_old_files_load(path: Path) -> None:
     for name, values in expected.items():
         assert torch.equal(state[name].dequantize().float(), values), name
     assert state["plain"].dtype is torch.float16
-    assert state["int4.weight"].spec == lb.Int4WeightOnly(8).weight
-    assert state["qat"].scheme == lb.Int8DynamicActivationInt4Weight(8)
+    assert state["int4.weight"].spec == lb.Int4WeightOnly(8, "symmetric").weight
+    assert state["qat"].scheme == lb.Int8DynamicActivationInt4Weight(8, "symmetric")
     assert isinstance(state["float8.weight"], lb.Float8Tensor)
     book = state["state.4bit.signed"]
     assert (book.format, book.signed, book.block_size) == ("4bit", True, 32)
@@ -68,6 +71,89 @@ def test_old_files_are_in_their_version(path: Path) -> None:
     """A file must not be written again under a newer version."""
     _, info = checkpoint._read(path, "cpu")
     assert f"_v{info['format_version']}." in path.name
+
+
+# ---- presets that have another default since ------------------------------------------------------------------
+
+PRESETS = lb.load(DATA / "presets_symmetric.safetensors")
+OLD = sorted(n for n in PRESETS if not n.startswith("expected."))
+every_old = pytest.mark.parametrize("name", OLD)
+
+
+def spec_of(weight: Any) -> lb.Spec:
+    return weight.scheme.weight if isinstance(weight, lb.FakeQuantizedTensor) else weight.spec
+
+
+def todays(name: str) -> nn.Linear:
+    """A layer for the weight of this name, prepared or quantized by the same preset as it is today."""
+    preset, dtype = name.removeprefix("qat.").split(".")
+    layer = nn.Linear(32, 4, bias=False, dtype=getattr(torch, dtype))
+    flow = lb.qat.prepare_ if name.startswith("qat.") else lb.quantize_
+    flow(layer, SCHEMES[preset])
+    return layer
+
+
+def test_the_presets_have_another_mapping_today() -> None:
+    assert len(OLD) == 24
+    for name in OLD:
+        assert spec_of(PRESETS[name]).mapping == "symmetric"
+        assert spec_of(todays(name).weight).mapping == "symmetric_no_clipping_err"
+
+
+@every_old
+def test_weights_of_an_old_preset_load_as_they_were(name: str) -> None:
+    weight, expected = PRESETS[name], PRESETS[f"expected.{name}"]
+    assert torch.equal(weight.dequantize().float(), expected)
+    preset = SCHEMES[name.removeprefix("qat.").split(".")[0]]
+    assert dataclasses.replace(spec_of(weight), mapping=preset.weight.mapping) == preset.weight
+
+
+@every_old
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_a_layer_of_today_that_loads_an_old_weight_goes_on_with_its_mapping(
+    name: str, assign: bool
+) -> None:
+    layer, old = todays(name), PRESETS[name]
+    parameter = layer.weight
+    layer.load_state_dict({"weight": old}, assign=assign)
+    assert (layer.weight is parameter) != assign
+    assert spec_of(layer.weight) == spec_of(old)
+    assert torch.equal(layer.weight.dequantize().float(), PRESETS[f"expected.{name}"])
+    x = torch.randn(3, 32, dtype=old.dtype)
+    assert torch.equal(layer(x), F.linear(x, old))
+    if not name.startswith("qat."):
+        return
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(x).float().square().sum().backward()
+    optimizer.step()
+    trained = layer.weight.weight.detach().clone()
+    lb.qat.convert_(layer)
+    expected = lb.AffineTensor.from_float(trained, old.scheme)
+    assert layer.weight.spec == spec_of(old) == expected.spec
+    assert torch.equal(layer.weight.codes, expected.codes)
+    assert torch.equal(layer.weight.scale, expected.scale)
+
+
+def test_a_view_of_a_qat_weight_takes_no_other_mapping() -> None:
+    """The parameter would keep its own, in silence."""
+    layer = todays("qat.int8.float32")
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"stored differently.*the other's scheme"):
+        layer.weight.detach().copy_(PRESETS["qat.int8.float32"])
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("mapping", ["asymmetric", "float_zero_point"])
+def test_a_mapping_with_other_codes_is_refused(mapping: Any) -> None:
+    layer = nn.Linear(32, 4, bias=False)
+    lb.quantize_(layer, lb.IntxWeightOnly(8, mapping=mapping))
+    before = layer.weight.dequantize()
+    with pytest.raises(RuntimeError, match="stored differently"):
+        layer.load_state_dict({"weight": PRESETS["int8.float32"]})
+    assert torch.equal(layer.weight.dequantize(), before)
+
+
+# ---- versions -------------------------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change: Any) -> None:

@@ -26,6 +26,7 @@ MATHS = {
     "codebook",
     "granularity",
     "packing",
+    "presets",
     "rounding",
     "scheme",
     "train_scheme",

@@ -218,6 +218,12 @@ class AffineTensor(LowbitTensor):
             values = values.transpose(-2, -1)
         return type(self)._encode_as(values, self.spec, self.scale.dtype)
 
+    def _takes_meta_of(self, other: Tensor) -> bool:
+        """Of the other symmetric mapping, as in a checkpoint of a preset that had it."""
+        if type(self) is not type(other) or not self.spec.same_values(other.spec):
+            return False
+        return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
+
     @classmethod
     def _strides(cls, shape: Sequence[int], meta: Any) -> tuple[int, ...] | None:
         if not meta["transposed"] or len(shape) < 2:

@@ -168,6 +168,10 @@ class LowbitTensor(FSDPHooks, torch.Tensor):
             and self.meta() == other.meta()
         )
 
+    def _takes_meta_of(self, other: Tensor) -> bool:
+        """Whether a copy makes this tensor what `other` is, metadata included, where it is not stored like it."""
+        return False
+
     def _row_attrs(self) -> tuple[str, ...]:
         """The inner tensors whose dimension 0 runs along this tensor's; the others belong to all rows."""
         return tuple(self.inner_tensors())

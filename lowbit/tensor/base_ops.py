@@ -58,17 +58,23 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         )  # of QAT weights the high-precision ones, so that loading loses nothing
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
+    meta: dict[str, Any] = {}
     if not isinstance(src, LowbitTensor):
         source = dst._encode(src)
     elif dst._is_stored_like(src):
         source = {**src.inner_tensors()}
+    elif dst._takes_meta_of(src):
+        source, meta = {**src.inner_tensors()}, src.meta()
     else:
         raise ValueError(
             f"cannot copy {src!r} into {dst!r}: they are stored differently. To replace the tensor use "
-            "load_state_dict(..., assign=True); to quantize anew copy src.dequantize()"
+            "load_state_dict(..., assign=True), or make it with the other's scheme in the first place; to quantize "
+            "anew copy src.dequantize()"
         )
     for name, t in dst.inner_tensors().items():
         t.copy_(cast(Tensor, source[name]))
+    for name, value in meta.items():
+        setattr(dst, name, value)
     forget_packed(*dst.inner_tensors().values())
     return dst
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -39,6 +39,15 @@ class FakeQuantizedTensor(TrainableTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
             self.dtype
+        )
+
+    def _takes_meta_of(self, other: Tensor) -> bool:
+        """Of the other symmetric mapping, with which training then goes on; a view of the parameter would lose it."""
+        return (
+            type(self) is type(other)
+            and isinstance(self, nn.Parameter)
+            and self.scheme.activation == other.scheme.activation
+            and self.scheme.weight.same_values(other.scheme.weight)
         )
 
     @classmethod

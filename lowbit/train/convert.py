@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.scheme import Int8WeightOnly
+from lowbit.presets import Int8WeightOnly
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.apply import Entry, Report, Target, find_owners
 from lowbit.tensor.bitnet import BitNetTensor

@@ -92,7 +92,7 @@ def test_printed() -> None:
     assert rows["layers.0.up.weight"].split()[:3] == ["+", "layers.0.up.weight", "24x13"]
     assert "padded to 24x16" in rows["layers.0.up.weight"]
     assert "activation Int(bits=8, signed=True), PerToken()" in rows["layers.0.up.weight"]
-    assert "PerGroup(group_size=8), symmetric" in rows["embedding.weight"]
+    assert "PerGroup(group_size=8), symmetric_no_clipping_err" in rows["embedding.weight"]
     assert "tied to embedding.weight" in rows["head.weight"]
     assert rows["layers.1.up.weight"].startswith("  - ")
     assert "no scheme for this name" in rows["layers.1.up.weight"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.scheme import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
+from lowbit.presets import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
 from lowbit_kernels import quantize_tokens, quantize_tokens_cuda
 from lowbit_kernels.quantize_tokens import CASES, FORMATS, Case, codes_of, reference
 from tests.kernels import emulator

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.scheme import Int4WeightOnly
+from lowbit.presets import Int4WeightOnly
 from lowbit.tensor import CodebookTensor, FakeQuantizedTensor
 from lowbit.tensor.codebook_tensor import FORMATS as BLOCKWISE
 from tests.optim.problems import FORMATS, LOW, parameters, rand, relative, run, set_grads
