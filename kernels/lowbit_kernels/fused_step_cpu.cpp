@@ -329,9 +329,9 @@ DEVICE void encode(const float *y, int n, const uint32 *table, unsigned char *__
                 uint32 rank = 0;
                 for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= pieces_of(table, SLOT).boundary[j];
                 each[i] = code_of<SLOT>(y[i], rank);
-            } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1
-                const int up = (int)ceilf(16.0f * y[i] - 0.5f) - 1;
-                each[i] = up > 0 ? up : 0;
+            } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1; NaN, which is no int, takes 1
+                const float up = ceilf(16.0f * y[i] - 0.5f) - 1.0f;
+                each[i] = up > 0.0f ? (uint32)(int)up : 0;
             }
         }
         for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(each[2 * i] | each[2 * i + 1] << 4);
