@@ -155,18 +155,18 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "other bits": (
         lambda i: weight_entry(i)["scheme"]["weight"]["format"].update(bits=8),
-        r"w has parts of .*\(4, 4\).*expected .*\(4, 8\)",
+        r"w cannot.*codes of shape \(4, 4\).*expected .*\(4, 8\)",
     ),
     "other group": (
         lambda i: weight_entry(i)["scheme"]["weight"].update(granularity=["PerGroup", 4]),
-        r"w has parts of .*\(4, 1\).*expected .*\(4, 2\)",
+        r"w cannot.*scale of shape \(4, 1\).*expected .*\(4, 2\)",
     ),
-    "other kind": (lambda i: weight_entry(i).update(kind="Float8Tensor"), "w has parts of"),
+    "other kind": (lambda i: weight_entry(i).update(kind="Float8Tensor"), "w cannot.*is no Float8"),
     "kind of other parts": (
         lambda i: weight_entry(i).update(kind="FakeQuantizedTensor"),
         "w has none of its parts weight",
     ),
-    "other shape": (lambda i: weight_entry(i).update(shape=[5, 8]), r"w has parts of .*\(5, 4\)"),
+    "other shape": (lambda i: weight_entry(i).update(shape=[5, 8]), r"w cannot.*\(5, 4\)"),
     "negative shape": (lambda i: weight_entry(i).update(shape=[-4, 8]), "w cannot be put together"),
     "shape of text": (lambda i: weight_entry(i).update(shape="4x8"), "w cannot be put together"),
     "no shape": (lambda i: weight_entry(i).pop("shape"), "w cannot be put together"),
@@ -190,25 +190,30 @@ def test_descriptions_that_do_not_fit(tmp_path: Path, suffix: str, name: str) ->
     assert str(path) in str(error.value)
 
 
+def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def zero_point(tensors: dict[str, Tensor]) -> None:
+    tensors["w.zero_point"] = torch.zeros(4, 1)
+
+
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("mapping", "change", "match"),
     [
-        (lambda t: t.pop("w.codes"), r"w has parts of .*scale.*expected .*codes"),
-        (lambda t: t.pop("w.scale"), r"w (has parts|cannot)"),
-        (lambda t: (t.pop("w.codes"), t.pop("w.scale")), r"none of its parts codes, scale"),
-        (lambda t: t.update({"w.codes": t["w.codes"][:3]}), r"\(3, 4\)"),
-        (lambda t: t.update({"w.codes": t["w.codes"].float()}), r"torch.float32.*torch.uint8"),
-        (lambda t: t.update({"w.scale": t["w.scale"][:, :0]}), r"\(4, 0\)"),
-        (lambda t: t.update({"w.zero_point": torch.zeros(4, 1)}), r"w has parts of"),
-        (lambda t: t.pop("w.zero_point"), r"w has parts of .*expected .*zero_point"),
-        (
-            lambda t: t.update({"w.zero_point": torch.zeros(4, 1)}),
-            r"int8.*zero_point|zero_point.*int8",
-        ),
+        ("symmetric", lambda t: t.pop("w.codes"), r"w cannot.* has no codes; expected"),
+        ("symmetric", lambda t: t.pop("w.scale"), r"w cannot.* has no scale"),
+        ("symmetric", lambda t: [t.pop(f"w.{p}") for p in ("codes", "scale")], "none of its parts"),
+        ("symmetric", put("w.codes", lambda c: c[:3]), r"codes of shape \(3, 4\)"),
+        ("symmetric", put("w.codes", Tensor.float), r"codes of .*torch.float32.*torch.uint8"),
+        ("symmetric", put("w.scale", lambda s: s[:, :0]), r"scale of shape \(4, 0\)"),
+        ("symmetric", put("w.scale", Tensor.int), r"scale of torch.int32 does not fit"),
+        ("symmetric", zero_point, r"zero_point .*does not fit.*expected none"),
+        ("asymmetric", lambda t: t.pop("w.zero_point"), r"w cannot.* has no zero_point; expected"),
+        ("asymmetric", zero_point, r"zero_point of .*float32.*int8"),
     ],
 )
-def test_parts_that_do_not_fit(tmp_path: Path, change, match: str) -> None:
-    mapping = "asymmetric" if "zero_point" in match else "symmetric"
+def test_parts_that_do_not_fit(tmp_path: Path, mapping: Any, change: Any, match: str) -> None:
     weight = lb.AffineTensor.from_float(torch.randn(4, 8), lb.Int4WeightOnly(8, mapping))
     tensors, info = checkpoint.to_plain({"w": weight})
     change(tensors)

@@ -347,15 +347,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
             )
         made = {"step": states.new_step(param, step_of(name, saved["step"]))}
         for key in saved.keys() - {"step"}:
-            value = saved[key]
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
-            check_dtype(f"{name}: {key}", key, value)
-            if value.shape != param.shape:
-                raise ValueError(
-                    f"{name}: {key} has shape {tuple(value.shape)} in the checkpoint, the parameter has "
-                    f"{tuple(param.shape)}"
-                )
+            states.check_loaded(f"{name}: {key}", saved[key], param)
+            check_dtype(f"{name}: {key}", key, saved[key])
         for key, signed in signs.items():
             made[key] = states.converted(saved[key], param, self.state_format(group, key), signed)
         if "weight_correction" in saved and states.has_correction(group, param):

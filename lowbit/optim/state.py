@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor, row_layout
+from lowbit.tensor.pickled import FLOATS
 
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements, over all shards; smaller ones keep float32 states
@@ -163,6 +164,32 @@ def fill(state: Tensor, value: Tensor, param: Tensor) -> None:
     if isinstance(value, CodebookTensor) and not _same_storage(value, target):
         value = value.dequantize()
     target.copy_(value)
+
+
+def check_loaded(name: str, value: Any, param: Tensor) -> None:
+    """Raise TypeError or ValueError, which begin with `name`, unless `value` is a state that `param` can take: of its
+    shape, plain, dense and in a floating dtype (int8 for a weight correction), or in a format of `STATE_FORMATS`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)} in the checkpoint, the parameter has "
+            f"{tuple(param.shape)}"
+        )
+    part = local(value)
+    if isinstance(part, CodebookTensor):
+        try:
+            part.check_parts()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        return
+    dtypes = (torch.int8,) if name.endswith("weight_correction") else FLOATS
+    is_dense = part.layout is torch.strided and not part.is_nested
+    if isinstance(part, LowbitTensor) or not is_dense or part.dtype not in dtypes:
+        raise ValueError(
+            f"{name} is a {type(part).__name__} of {part.dtype}, {part.layout}; accepted: a CodebookTensor, or a plain "
+            f"dense tensor of {', '.join(map(str, dtypes))}"
+        )
 
 
 def _shard_like(param: Any, value: Any) -> Tensor:

@@ -66,6 +66,9 @@ class AffineTensor(LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
+    formats: ClassVar[type] = Int
+    """Number formats that the class stores."""
+
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
@@ -86,7 +89,7 @@ class AffineTensor(LowbitTensor):
         dtype: torch.dtype,
         activation: Spec | None = None,
     ) -> Self:
-        """From parts as the module describes them. Raises ValueError where their shapes don't fit."""
+        """From parts as the module describes them. Raises ValueError where they don't fit, as `check_parts`."""
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         self = cls.from_inner(
             tensors, {"spec": spec, "activation": activation, "transposed": False}, shape, dtype
@@ -95,13 +98,7 @@ class AffineTensor(LowbitTensor):
             takes = "takes a" if spec.has_zero_point else "takes no"
             got = "none" if zero_point is None else f"one of shape {tuple(zero_point.shape)}"
             raise ValueError(f"{spec} {takes} zero_point, got {got}")
-        expected = self.inner_shapes(shape)
-        for name, t in self.inner_tensors().items():
-            if name not in expected or tuple(t.shape) != expected[name][0]:
-                raise ValueError(
-                    f"{name} of shape {tuple(t.shape)} does not fit a {cls.__name__} of shape {tuple(shape)} and "
-                    f"{spec}; expected {expected.get(name, ['none'])[0]}"
-                )
+        self.check_parts()
         return self
 
     @classmethod
@@ -344,6 +341,13 @@ class AffineTensor(LowbitTensor):
         return self._with(
             {**self.inner_tensors(), "codes": joined}, (self.shape[0] + rows, *self.shape[1:])
         )
+
+    def check_meta(self) -> None:
+        super().check_meta()
+        if not isinstance(self.transposed, bool):
+            raise ValueError(f"transposed must be True or False, got {self.transposed!r}")
+        if not isinstance(self.spec.format, self.formats):
+            raise ValueError(f"{self.spec.format} is no {self.formats.__name__}")
 
     def meta_to_json(self) -> dict[str, Any]:
         return {"scheme": Scheme(self.spec, self.activation).to_dict()}

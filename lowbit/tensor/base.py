@@ -9,7 +9,8 @@ A representation is one subclass. It declares
 
 From these the base derives flattening for torch.compile, repr, detach, clone, `to`, `copy_`, slicing and views,
 collectives, the FSDP2 all-gather hooks (`lowbit.tensor.fsdp`), `new_zeros`, pickling by torch.save with
-weights_only=True. An operation that is not implemented raises NotImplementedError; nothing falls back silently.
+weights_only=True (`lowbit.tensor.pickled`). An operation that is not implemented raises NotImplementedError; nothing
+falls back silently.
 
 The scales never change dtype: `tensor.to(torch.bfloat16)` changes the logical dtype, which is the dtype of the
 values that `dequantize()` gives, and nothing else.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lowbit.tensor.fsdp import FSDPHooks
+from lowbit.tensor.pickled import Pickling
 from lowbit.tensor.rows import READS, as_copies, write
 
 aten = torch.ops.aten
@@ -33,7 +35,7 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class LowbitTensor(FSDPHooks, torch.Tensor):
+class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     """A tensor of logical `shape` and `dtype`, stored in low bits. See the module for how to write a subclass."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ()

@@ -54,6 +54,7 @@ class BitNetTensor(TrainableTensor):
     """A trainable weight [..., N, K] with ternary products. `weight` is the high-precision tensor inside."""
 
     meta_attrs = ("scheme", "matrix")
+    caches = ("precomputed", "writes")
     already = (
         "prepared for training already; lowbit.train.convert_(model) makes it ternary for good"
     )

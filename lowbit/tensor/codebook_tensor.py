@@ -24,9 +24,9 @@ differ in magnitude by a factor of a thousand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -95,21 +95,11 @@ class CodebookTensor(LowbitTensor):
         Raises:
             ValueError: an unknown format, or a block size that is not a positive even integer.
         """
-        if format not in FORMATS:
-            raise ValueError(
-                f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}"
-            )
-        if block_size is None:
+        if block_size is None and format in FORMATS:
             block_size = FORMATS[format].block_size
-        if (
-            isinstance(block_size, bool)
-            or not isinstance(block_size, int)
-            or block_size < 2
-            or block_size % 2
-        ):
-            raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
-        meta = {"format": format, "signed": bool(signed), "block_size": block_size}
-        shapes = inner_shapes(shape, format, block_size)
+        asked = {"format": format, "signed": bool(signed), "block_size": block_size}
+        meta = cls.meta_from_json(asked)
+        shapes = inner_shapes(shape, format, meta["block_size"])
         tensors = {
             name: torch.zeros(s, dtype=dtype, device=device) for name, (s, dtype) in shapes.items()
         }
@@ -177,6 +167,20 @@ class CodebookTensor(LowbitTensor):
         lead, cols = self._layout()
         codes, scale = self.encode_rows(values.reshape(*lead, cols))
         return {"codes": codes, "scale": scale}
+
+    @classmethod
+    def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ValueError, as `zeros` does."""
+        format, signed, block_size = (data[name] for name in cls.meta_attrs)
+        if format not in FORMATS:
+            raise ValueError(
+                f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}"
+            )
+        if not isinstance(signed, bool):
+            raise ValueError(f"signed must be True or False, got {signed!r}")
+        if type(block_size) is not int or block_size < 2 or block_size % 2:
+            raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
+        return {"format": format, "signed": signed, "block_size": block_size}
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         """Along dimension 0 and `mid` anywhere; along the others at the ends of blocks."""

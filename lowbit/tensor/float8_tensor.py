@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.scheme import Spec
+from lowbit.scheme import Float8, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 
 
 class Float8Tensor(AffineTensor):
     """A weight in float8; make one with `Float8Tensor.from_float(weight, Float8WeightOnly())`."""
+
+    formats = Float8
 
     @staticmethod
     def _store(codes: Tensor, spec: Spec) -> Tensor:

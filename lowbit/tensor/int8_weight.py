@@ -255,6 +255,13 @@ class Int8WeightTensor(AffineTensor):
         """A gathered weight is not updated, so its places stay where they are."""
         return self._with({"codes": self.codes, "scale": self.scale})
 
+    def check_meta(self) -> None:
+        super().check_meta()
+        held = (self.flat_from or self.shape)[-2 if self.transposed else -1]
+        part = self.columns
+        if part is not None and not 0 <= part.start <= part.start + held <= part.total:
+            raise ValueError(f"{held} columns that are {part} of the whole weight")
+
     def meta_to_json(self) -> dict[str, Any]:
         own = self.columns and _whole(self.columns, self.shape)
         columns = own and [own.start, own.total]
