@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import checkpoint
+from lowbit import checkpoint, container
 from lowbit.checkpoint import FORMAT_VERSION, CheckpointError
 from tests.data.write_presets import SCHEMES
 
@@ -69,7 +69,7 @@ def test_old_files_load(path: Path) -> None:
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.name)
 def test_old_files_are_in_their_version(path: Path) -> None:
     """A file must not be written again under a newer version."""
-    _, info = checkpoint._read(path, "cpu")
+    _, info, _ = container.read(path, "cpu")
     assert f"_v{info['format_version']}." in path.name
 
 
@@ -157,16 +157,10 @@ def test_a_mapping_with_other_codes_is_refused(mapping: Any) -> None:
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Let `change` edit the JSON of a checkpoint."""
-    tensors, info = checkpoint._read(path, "cpu")
+    """Let `change` edit the JSON of a checkpoint, whose digests are then those of the change."""
+    tensors, info, _ = container.read(path, "cpu")
     change(info)
-    text = json.dumps(info)
-    if path.suffix == ".pt":
-        torch.save({"lowbit": text, "tensors": tensors}, path)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(tensors, path, metadata={"lowbit": text})
+    container.write(path, tensors, info)
 
 
 @SUFFIXES

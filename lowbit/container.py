@@ -1,0 +1,234 @@
+"""The file of a checkpoint: plain tensors by name, a description in JSON beside them, and digests of both.
+
+The description has an entry of each tensor under "stored" (`lowbit.digests`). The description's own digest lies beside
+it, under "lowbit_sha256": in the metadata of a *.safetensors file, in the dictionary of a *.pt file. A file of an
+earlier version has neither, and loads as it is. Earlier versions skip both, so the format version is still theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from lowbit import digests
+
+SEAL = "lowbit_sha256"
+_WAY_OUT = (
+    "copy the file anew from where it came from (verify=False loads it without comparing digests)"
+)
+_Content = tuple[Any, Any, dict[str, Tensor]]
+"""The text, its digest, and the tensors."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read, and why."""
+
+
+def check_suffix(path: Path) -> None:
+    if path.suffix not in (".safetensors", ".pt"):
+        raise CheckpointError(
+            f"{path}: unknown suffix {path.suffix!r}; accepted: .safetensors, .pt"
+        )
+
+
+def _safetensors(module: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError(
+            "*.safetensors needs the safetensors package (pip install safetensors); *.pt needs nothing more"
+        ) from error
+    return safetensors.torch if module == "torch" else safetensors
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
+    """Write both to `path`, with their digests. The file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # The rights that the umask leaves are read off a new file. Reading the umask itself sets it, for all threads.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    rights = os.fstat(handle).st_mode & 0o777
+    os.close(handle)
+    try:
+        text = json.dumps({**info, "stored": digests.entries_of(tensors)})
+        seal = digests.of_text(text)
+        if path.suffix == ".safetensors":
+            metadata = {"lowbit": text, SEAL: seal, "format": "pt"}
+            _safetensors("torch").save_file(tensors, temporary, metadata=metadata)
+        else:
+            torch.save({"lowbit": text, SEAL: seal, "tensors": tensors}, temporary)
+        os.chmod(temporary, rights)  # safetensors has put a file of its own there
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+class Unverified:
+    """Tensors that were read and have not been compared with their digests."""
+
+    def __init__(
+        self, path: Path, entries: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self._path, self._entries, self._tensors = path, entries, dict(tensors)
+        self._damaged: set[str] = set()
+        self.nbytes = sum(t.nbytes for t in tensors.values())
+
+    def check(self, names: Iterable[str] | None = None) -> None:
+        """Compare these (by default: all), and some that follow, if that has not been done.
+
+        Raises CheckpointError, which names those of them that are damaged.
+        """
+        asked = [*self._tensors] if names is None else list(names)
+        if any(name in self._tensors for name in asked):
+            rest = [*self._tensors]
+            first = next(i for i, name in enumerate(rest) if name in asked)
+            ahead = rest if names is None else rest[first : first + 2 * digests.threads()]
+            todo = {**dict.fromkeys(n for n in asked if n in self._tensors), **dict.fromkeys(ahead)}
+            self._damaged |= digests.damaged(self._entries, self._tensors, todo)
+            for name in todo:
+                del self._tensors[name]
+        bad = sorted(self._damaged if names is None else self._damaged.intersection(asked))
+        if bad:
+            raise CheckpointError(
+                f"{self._path}: {digests.listed(bad)} damaged: other bytes than those that were saved; {_WAY_OUT}"
+            )
+
+
+def read(
+    path: Path, device: str | torch.device, *, with_tensors: bool = True, verify: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any], Unverified]:
+    """The tensors, on `device`, the description, and what remains to be verified: the tensors' values.
+
+    Raises FileNotFoundError, and CheckpointError for the rest.
+    """
+    check_suffix(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    torch.empty(0, device=device)  # a device that isn't there raises what torch says of it
+    reader = _read_safetensors if path.suffix == ".safetensors" else _read_pt
+    try:
+        text, seal, as_read = reader(path, device if with_tensors else "meta", with_tensors)
+        is_whole = not verify or seal is None or seal == digests.of_text(text)
+        info = json.loads(text) if is_whole and text is not None else None
+        is_ours = isinstance(info, dict) and all(isinstance(t, Tensor) for t in as_read.values())
+        tensors = {name: t.to(device) for name, t in as_read.items()} if is_ours else {}
+    except CheckpointError:
+        raise
+    except Exception as error:  # each reader has its own exceptions for a damaged file
+        raise CheckpointError(
+            f"{path} cannot be read: it is truncated, damaged or not a {path.suffix} file ({type(error).__name__})"
+        ) from error
+    if not is_whole:
+        raise CheckpointError(
+            f"{path}: its description, the JSON that says what the tensors are, is damaged; {_WAY_OUT}"
+        )
+    if not is_ours or info is None:
+        raise CheckpointError(
+            f"{path} was not written by lowbit.save; load it with its own library"
+        )
+    if not verify or (seal is None and "stored" not in info):  # an earlier version's
+        return tensors, info, Unverified(path, {}, {})
+    if seal is None or "stored" not in info:
+        lost = "its description" if seal is None else "its tensors"
+        raise CheckpointError(f"{path} is damaged: it has lost the digests of {lost}; {_WAY_OUT}")
+    misplaced = digests.misplaced(info["stored"], as_read) if with_tensors else None
+    if misplaced is not None:
+        raise CheckpointError(f"{path}: {misplaced}; {_WAY_OUT}")
+    has_values = {name: t for name, t in as_read.items() if not tensors[name].is_meta}
+    return tensors, info, Unverified(path, info["stored"], has_values)
+
+
+def _read_safetensors(path: Path, _: Any, with_tensors: bool) -> _Content:
+    """Tensors on the CPU are views of the file, mapped into memory: their values are read when they are used."""
+    with _safetensors("").safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else [])}
+    return metadata.get("lowbit"), metadata.get(SEAL), tensors
+
+
+def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
+    content = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(content, dict) or not {"lowbit", "tensors"} <= content.keys():
+        return None, None, {}
+    return content["lowbit"], content.get(SEAL), dict(content["tensors"])
+
+
+# ---- verified later ------------------------------------------------------------------------------------------
+
+
+class VerifiedOnAccess(dict[str, Any]):
+    """A state dict each of whose values is compared with its digests when it is first taken out.
+
+    Copies and pickles of it are ordinary dicts, for which all values are taken out. Raises CheckpointError where one of
+    them is damaged.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], stored: Mapping[str, list[str]], unverified: Unverified
+    ) -> None:
+        """`stored`: the names, in the file, of the tensors that each value is made of."""
+        super().__init__(values)
+        self._stored, self._unverified = stored, unverified
+
+    def _check(self, name: Any) -> None:
+        if name in self._stored:
+            self._unverified.check(self._stored[name])
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._check(name)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        for name in reversed(self.keys()):
+            return name, self.pop(name)
+        return super().popitem()  # which says that it is empty
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().setdefault(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """Without an `__iter__` of its own, dict(self) would read the values past `__getitem__`."""
+        return iter(self.keys())
+
+    def values(self) -> Any:
+        return [self[name] for name in self.keys()]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self.keys()]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return OrderedDict, (self.items(),)  # which torch.load(weights_only=True) takes
+
+
+register_pytree_node(
+    VerifiedOnAccess,
+    lambda state: (state.values(), list(state.keys())),
+    lambda values, names: dict(zip(names, values, strict=True)),
+)

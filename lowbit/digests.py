@@ -1,0 +1,85 @@
+"""SHA-256 digests of tensors: what a checkpoint says of each, and which of those that were read differ from it.
+
+    {"dtype": "uint8", "shape": [N, K], "sha256": "…"}      of the elements' bytes, row after row, little-endian
+
+They find damage, not forgery: whoever can change a tensor can change its digest. Several threads hash at once, since
+OpenSSL lets go of Python's lock; a core takes about 0.6 s a GB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_THREADS = 16
+
+
+def threads() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(usable or 1, _MOST_THREADS)
+
+
+def of_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def of_tensor(t: Tensor) -> str:
+    """Of a plain tensor's elements in row-major order, whatever its strides and device."""
+    elements = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(elements.numpy().data).hexdigest()
+
+
+def _digest(t: Tensor) -> str | None:
+    try:
+        return of_tensor(t)
+    except (RuntimeError, TypeError):  # a damaged file may describe elements that cannot be read
+        return None
+
+
+def _layout(t: Tensor) -> dict[str, Any]:
+    return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+
+
+def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """What the functions below compare with, by name."""
+    with ThreadPoolExecutor(threads()) as pool:
+        found = dict(zip(tensors, pool.map(of_tensor, tensors.values()), strict=True))
+    return {name: {**_layout(t), "sha256": found[name]} for name, t in tensors.items()}
+
+
+def misplaced(entries: Any, tensors: Mapping[str, Tensor]) -> str | None:
+    """Which tensors are missing, strange, or of another dtype or shape; None: none. No values are read."""
+    if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
+        return "its digests are damaged"
+    for names, problem in (
+        (entries.keys() - tensors.keys(), "missing"),
+        (tensors.keys() - entries.keys(), "not among those that were saved"),
+    ):
+        if names:
+            return f"{listed(sorted(names))} {problem}"
+    for name, t in tensors.items():
+        saved = {key: entries[name].get(key) for key in ("dtype", "shape")}
+        if saved != _layout(t):
+            return f"{name} is damaged: it has {_layout(t)}, and was saved with {saved}"
+    return None
+
+
+def damaged(
+    entries: Mapping[str, Any], tensors: Mapping[str, Tensor], names: Iterable[str]
+) -> set[str]:
+    """Of the tensors of these names, those whose bytes are not the ones that were saved."""
+    names = list(names)
+    with ThreadPoolExecutor(threads()) as pool:
+        found = pool.map(_digest, [tensors[name] for name in names])
+        return {n for n, digest in zip(names, found, strict=True) if digest != entries[n]["sha256"]}
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,358 @@
+"""Damage: whatever byte of a file changes, it loads the same values to the bit, or an error names what is damaged."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import lowbit as lb
+from lowbit import checkpoint, container, digests
+from lowbit.checkpoint import CheckpointError
+from tests.tensor.cases import same_bits
+
+SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+INT4 = lb.Int4WeightOnly(8)
+METADATA = {"step": 7, "note": "as it was"}
+
+
+def contents() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight = lb.AffineTensor.from_float(values(8, 16), INT4)
+    return {
+        "int4.weight": weight,
+        "tied": weight,
+        "float8.weight": lb.AffineTensor.from_float(values(4, 16), lb.Float8WeightOnly()),
+        "state": lb.CodebookTensor.from_float(values(4, 64), "4bit", signed=True),
+        "bf16": values(5).bfloat16(),
+        "float8": values(3).to(torch.float8_e5m2),
+        "mask": torch.tensor([True, False, True]),
+        "count": torch.tensor([1, 2], dtype=torch.int64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 5),
+        "complex": torch.randn(2, dtype=torch.complex64, generator=generator),
+        "step": 12,
+        "betas": [0.9, 0.95],
+    }
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, lb.LowbitTensor):
+        parts = expected.inner_tensors()
+        return (
+            (found.shape, found.dtype, found.meta()) == (expected.shape, expected.dtype, expected.meta())
+            and found.inner_tensors().keys() == parts.keys()
+            and all(equal(getattr(found, name), part) for name, part in parts.items())
+        )  # fmt: skip
+    if isinstance(expected, Tensor):
+        return same_bits(found.reshape(-1), expected.reshape(-1)) and found.shape == expected.shape
+    return found == expected
+
+
+def outcome(path: Path, expected: dict[str, Any]) -> str:
+    """ "as it was", or the error's message; anything else is silent damage."""
+    try:
+        state, metadata = lb.load(path), lb.load_metadata(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+        return str(error)
+    assert list(state) == list(expected) and metadata == METADATA
+    assert (state["tied"] is state["int4.weight"]) and all(
+        equal(state[name], value) for name, value in expected.items()
+    )
+    return "as it was"
+
+
+@SUFFIXES
+def test_one_changed_byte_anywhere(tmp_path: Path, suffix: str) -> None:
+    path, expected = tmp_path / f"m{suffix}", contents()
+    lb.save(expected, path, metadata=METADATA)
+    expected = lb.load(path)
+    content = path.read_bytes()
+    found = []
+    for i in range(0, len(content), 3 if suffix == ".safetensors" else 13):
+        damaged = bytearray(content)
+        damaged[i] ^= 1 << i % 8
+        path.write_bytes(damaged)
+        found.append(outcome(path, expected))
+    errors = [message for message in found if message != "as it was"]
+    assert len(errors) > len(found) / 3
+    assert any("description" in message for message in errors)
+    assert any("other bytes than those that were saved" in message for message in errors)
+
+
+def elements(path: Path, t: Tensor) -> int:
+    """Where the bytes of `t` lie in the file."""
+    raw = bytes(t.contiguous().reshape(-1).view(torch.uint8).tolist())
+    content = path.read_bytes()
+    assert content.count(raw) == 1
+    return content.index(raw)
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    ("name", "part"), [("int4.weight", "codes"), ("float8.weight", "scale"), ("bf16", None)]
+)
+def test_the_tensor_is_named(tmp_path: Path, suffix: str, name: str, part: str | None) -> None:
+    path, state = tmp_path / f"m{suffix}", contents()
+    lb.save(state, path)
+    at = elements(path, getattr(state[name], part) if part else state[name])
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+    stored = f"{name}.{part}" if part else name
+    with pytest.raises(CheckpointError, match=rf"{re.escape(stored)} is damaged: other bytes"):
+        lb.load(path)
+    damaged = lb.load(path, verify=False)
+    assert not equal(damaged[name], state[name]), "that is what verify=False asks for"
+    assert all(equal(v, state[n]) for n, v in damaged.items() if n not in (name, "tied"))
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Tensors changed in the file, its text and digests left as they are."""
+    if path.suffix == ".pt":
+        content = torch.load(path, weights_only=True)
+        change(content["tensors"])
+        torch.save(content, path)
+        return
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = {name: t.clone() for name, t in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata=metadata)
+
+
+def swap(tensors: dict[str, Tensor]) -> None:
+    tensors["a"], tensors["b"] = tensors["b"], tensors["a"]
+
+
+CHANGES = {
+    "swapped": (swap, "a, b are damaged: other bytes"),
+    "missing": (lambda t: t.pop("a"), "a is missing"),
+    "renamed": (lambda t: t.update(d=t.pop("a")), "a is missing"),
+    "strange": (lambda t: t.update(d=torch.ones(2)), "d is not among those that were saved"),
+    "reshaped": (
+        lambda t: t.update(a=t["a"].view(2, 3)),
+        r"a is damaged: it has .*\[2, 3\].*\[6\]",
+    ),
+    "another dtype": (
+        lambda t: t.update(a=t["a"].view(torch.int32)),
+        "it has .*int32.*was saved with .*float32",
+    ),
+    "one value": (lambda t: t["b"].add_(1), "b is damaged"),
+    "the sign of a zero": (lambda t: t["c"].neg_(), "c is damaged"),
+}
+
+
+@SUFFIXES
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_tensors_are_named(tmp_path: Path, suffix: str, name: str) -> None:
+    change, match = CHANGES[name]
+    path = tmp_path / f"m{suffix}"
+    lb.save({"a": torch.arange(6.0), "b": torch.ones(6), "c": torch.zeros(1)}, path)
+    rewritten(path, change)
+    with pytest.raises(CheckpointError, match=match):
+        lb.load(path)
+    assert lb.load(path, verify=False)
+    if name in ("missing", "renamed", "strange", "reshaped", "another dtype"):
+        with pytest.raises(CheckpointError, match=match):
+            lb.load(path, device="meta")
+
+
+@SUFFIXES
+@pytest.mark.parametrize("lost", ["the description's", "the tensors'"])
+def test_digests_that_got_lost(tmp_path: Path, suffix: str, lost: str) -> None:
+    """A file that has one sort of them was not written by a version without digests."""
+    path = tmp_path / f"m{suffix}"
+    tensors, info = checkpoint.to_plain({"a": torch.ones(2)})
+    text = json.dumps(info if lost == "the tensors'" else {**info, "stored": {}})
+    beside = {"lowbit": text}
+    if lost == "the tensors'":
+        beside[container.SEAL] = digests.of_text(text)
+    if suffix == ".pt":
+        torch.save({**beside, "tensors": tensors}, path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(tensors, path, metadata=beside)
+    for read in (lb.load, lb.load_metadata):
+        with pytest.raises(CheckpointError, match=f"lost the digests of its {lost[4:-2]}"):
+            read(path)
+        read(path, verify=False)
+
+
+@SUFFIXES
+def test_anyone_can_verify(tmp_path: Path, suffix: str) -> None:
+    """From what the module says of the format alone."""
+    import hashlib
+
+    path = tmp_path / f"m{suffix}"
+    lb.save({"w": contents()["int4.weight"], "scalar": torch.tensor(2.0)}, path)
+    if suffix == ".pt":
+        content = torch.load(path, weights_only=True)
+        text, seal, tensors = content["lowbit"], content["lowbit_sha256"], content["tensors"]
+    else:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            text, seal = (file.metadata()[key] for key in ("lowbit", "lowbit_sha256"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert hashlib.sha256(text.encode()).hexdigest() == seal
+    stored = json.loads(text)["stored"]
+    assert stored.keys() == tensors.keys() == {"w.codes", "w.scale", "scalar"}
+    for name, t in tensors.items():
+        expected = hashlib.sha256(t.numpy().tobytes()).hexdigest()
+        dtype = str(t.dtype).removeprefix("torch.")
+        assert stored[name] == {"dtype": dtype, "shape": list(t.shape), "sha256": expected}
+
+
+@SUFFIXES
+def test_views_that_are_conjugated_or_negated(tmp_path: Path, suffix: str) -> None:
+    """*.safetensors held the values before, in silence."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"conjugate": z.conj(), "negative": z.conj().imag}
+    lb.save(state, tmp_path / f"m{suffix}")
+    for name, value in lb.load(tmp_path / f"m{suffix}").items():
+        assert torch.equal(value, state[name]), name
+
+
+# ---- large files: verified as tensors are taken out ------------------------------------------------------------
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file counts as large, and nothing is verified ahead."""
+    monkeypatch.setattr(checkpoint, "VERIFIED_AT_ONCE", -1)
+    monkeypatch.setattr(digests, "threads", lambda: 1)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+
+
+def damaged_model(path: Path) -> nn.Module:
+    """The file of a quantized model whose last weight's codes are damaged."""
+    made = model()
+    lb.quantize_(made, INT4)
+    lb.save(made, path)
+    content = bytearray(path.read_bytes())
+    content[elements(path, made[2].weight.codes)] ^= 1
+    path.write_bytes(content)
+    return made
+
+
+BAD = r"2\.weight\.codes is damaged: other bytes"
+
+
+@SUFFIXES
+def test_of_a_large_file_the_damaged_tensor_only_is_refused(
+    tmp_path: Path, suffix: str, large: None
+) -> None:
+    path = tmp_path / f"m{suffix}"
+    made = damaged_model(path)
+    state = lb.load(path)
+    assert isinstance(state, dict) and state.keys() == made.state_dict().keys()
+    assert len(state) == 6 and "2.weight" in state and state.get("none", 3) == 3
+    for name in ("0.weight", "1.weight", "2.bias"):
+        assert torch.equal(state[name], made.state_dict()[name])
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=BAD):
+            state["2.weight"]
+    assert torch.equal(state.pop("0.bias"), made[0].bias)
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda state: state.get("2.weight"),
+        lambda state: state.pop("2.weight"),
+        lambda state: state.setdefault("2.weight", None),
+        lambda state: [state.popitem() for _ in range(4)],
+        lambda state: list(state.values()),
+        lambda state: list(state.items()),
+        lambda state: dict(state),
+        lambda state: {**state},
+        lambda state: {} | state,
+        lambda state: state | {},
+        lambda state: {}.update(state),
+        lambda state: state.copy(),
+        lambda state: copy.copy(state),
+        lambda state: copy.deepcopy(state),
+        lambda state: torch.save(state, io.BytesIO()),
+        lambda state: tree_map(lambda t: t, state),
+        lambda state: model().load_state_dict(state, assign=True),
+        lambda state: lb.save(state, "never.pt"),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_there_is_no_way_past_the_check(
+    tmp_path: Path, suffix: str, take: Any, large: None
+) -> None:
+    path = tmp_path / f"m{suffix}"
+    damaged_model(path)
+    state = lb.load(path)
+    with pytest.raises(CheckpointError, match=BAD):
+        take(state)
+    assert not Path("never.pt").exists()
+
+
+@SUFFIXES
+def test_a_large_file_loads_as_a_small_one(tmp_path: Path, suffix: str, large: None) -> None:
+    path, expected = tmp_path / f"m{suffix}", contents()
+    lb.save(expected, path)
+    state = lb.load(path)
+    assert type(state) is container.VerifiedOnAccess and list(state) == list(lb.load(path))
+    assert state["tied"] is state["int4.weight"]
+    copies = [dict(state), state.copy(), copy.copy(state), copy.deepcopy(state), state | {}]
+    copies.append(tree_map(lambda t: t, state))
+    for found in (state, *copies):
+        assert all(equal(found[name], value) for name, value in expected.items())
+    assert all(type(c) in (dict, OrderedDict) for c in copies)
+    buffer = io.BytesIO()
+    torch.save({"plain": state["bf16"], "state": state}, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=True)["state"]) is OrderedDict
+    while state:
+        state.popitem()
+    with pytest.raises(KeyError, match="empty"):
+        state.popitem()
+
+
+@SUFFIXES
+def test_a_file_of_an_older_version_is_verified_before_it_is_migrated(
+    tmp_path: Path, suffix: str, large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"m{suffix}"
+    damaged_model(path)
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", checkpoint.FORMAT_VERSION + 1)
+    with pytest.raises(CheckpointError, match=BAD):
+        lb.load(path)
+
+
+@pytest.mark.gpu
+@SUFFIXES
+def test_damage_is_found_on_the_way_to_a_gpu(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"m{suffix}"
+    damaged_model(path)
+    with pytest.raises(CheckpointError, match=BAD):
+        lb.load(path, device="cuda")
+    assert lb.load(path, device="cuda", verify=False)["2.weight"].is_cuda
