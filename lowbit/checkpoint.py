@@ -40,6 +40,10 @@ from lowbit.tensor.state_dict import KINDS, describe, joined
 FORMAT_VERSION = 1
 VERIFIED_AT_ONCE = 2**26
 """Bytes of tensors that `load` compares with their digests before it returns: some 40 ms of one core."""
+_NESTED_STATES = (
+    "An optimizer's state_dict has ints: save it with torch.save, or flattened by torch.distributed.checkpoint's "
+    "get_optimizer_state_dict"
+)
 Plain = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by name, and the JSON beside them."""
 MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
@@ -83,8 +87,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
                 "(get_model_state_dict with full_state_dict=True)"
             )
         if not isinstance(value, Tensor):
-            _check_json(name, value)
-            info["values"][name] = value
+            info["values"][name] = _plain_json(name, value, _NESTED_STATES)
             continue
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise CheckpointError(
@@ -109,8 +112,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
             _put(tensors, name, value)
     if not isinstance(metadata, Mapping | None):
         raise CheckpointError(f"metadata must be a dict, got {metadata!r}")
-    _check_json("metadata", metadata)
-    info["metadata"] = dict(metadata or {})
+    info["metadata"] = _plain_json("metadata", metadata or {}, "Use str(key)")
     return _unshared(tensors), info
 
 
@@ -133,23 +135,42 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _check_json(name: str, value: Any) -> None:
+_MOST_LEVELS = 100
+_MOST_BITS = 14_000
+"""Of an int: Python writes and reads up to 4,300 digits."""
+
+
+def _plain_json(name: str, value: Any, way_out: str, levels: int = 0) -> Any:
+    """`value` in dicts and lists. Raises CheckpointError, which names the place, for what JSON cannot hold."""
+    if levels > _MOST_LEVELS:
+        raise CheckpointError(
+            f"{name[:40]}… is nested more than {_MOST_LEVELS} levels deep, or holds itself; accepted: fewer levels"
+        )
     if isinstance(value, Mapping):
-        for key, item in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise CheckpointError(
-                    f"{name} has the key {key!r}; JSON has only str keys. An optimizer's state_dict has ints: save it "
-                    "with torch.save, or flattened by torch.distributed.checkpoint's get_optimizer_state_dict"
+                    f"{name} has the key {key!r}, of type {type(key).__name__}; JSON has only str keys. {way_out}"
                 )
-            _check_json(f"{name}.{key}", item)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_json(f"{name}[{i}]", item)
-    elif not isinstance(value, str | int | float | None):
+        return {
+            key: _plain_json(f"{name}.{key}", item, way_out, levels + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [
+            _plain_json(f"{name}[{i}]", item, way_out, levels + 1) for i, item in enumerate(value)
+        ]
+    if not isinstance(value, str | int | float | None):
         raise CheckpointError(
             f"{name} is a {type(value).__name__}, which is neither a tensor nor plain JSON; "
             "use torch.save for such objects, and flatten a nested dict of tensors"
         )
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(
+            f"{name} is an int of {value.bit_length()} bits; accepted: up to {_MOST_BITS} bits. Write it as text, "
+            "hex(value)"
+        )
+    return value
 
 
 def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
@@ -236,8 +257,8 @@ def save(
 ) -> None:
     """Write a module's state dict, or a flat state dict, to `path` (.safetensors or .pt).
 
-    The file appears whole or not at all. `metadata`, any JSON, is given back by `load_metadata`.
-    Raises CheckpointError; see `to_plain`.
+    The file appears whole or not at all. `metadata`, any JSON (str keys; NaN and infinities as Python writes them), is
+    given back by `load_metadata`. Raises CheckpointError; see `to_plain`.
     """
     path = Path(path)
     container.check_suffix(path)

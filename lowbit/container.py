@@ -54,7 +54,16 @@ def _safetensors(module: str) -> Any:
 
 
 def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write both to `path`, with their digests. The file appears whole or not at all."""
+    """Write both to `path`, with their digests. The file appears whole or not at all.
+
+    Raises CheckpointError for a name that *.safetensors has no room for.
+    """
+    if path.suffix == ".safetensors":
+        for name in tensors:
+            if name == "__metadata__" or not _is_utf8(name):
+                raise CheckpointError(
+                    f"{name!r} cannot be the name of a tensor in a *.safetensors file; rename it, or save as *.pt"
+                )
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     # The rights that the umask leaves are read off a new file. Reading the umask itself sets it, for all threads.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -73,6 +82,14 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
