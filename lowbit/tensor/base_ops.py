@@ -16,6 +16,7 @@ from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.end_to_end import EndToEnd, wait_for
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.kernels import forget_packed
+from lowbit.tensor.plain_destination import warn_of_load
 
 _like = LowbitTensor.implements
 
@@ -53,6 +54,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     dst, src = args[0], args[1]
     if not isinstance(dst, LowbitTensor):
+        warn_of_load(dst, src)
         return dst.copy_(
             src.master()
         )  # of QAT weights the high-precision ones, so that loading loses nothing
