@@ -165,11 +165,13 @@ def quantized_linear(
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:
     """Raise ValueError where x [..., K] and a weight [N, K] do not fit or are on two devices, and NotImplementedError
-    inside of torch.func."""
+    for an x in low bits and inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
+    if isinstance(x, LowbitTensor):
+        raise x._unsupported("being the input of a linear, of which only the weight may be in low bits")
     if x.device != weight.device:
         raise ValueError(
             f"linear of an input on {x.device} with a weight on {weight.device}; accepted: both on one device, by "

@@ -11,6 +11,7 @@ from torch import nn
 
 import lowbit
 from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly, quantize_affine
+from lowbit.tensor import joined
 
 SCHEME = Int4WeightOnly(group_size=16)
 
@@ -44,7 +45,7 @@ def test_what_asks_for_no_gradient_is_not_warned() -> None:
         model[0].weight.requires_grad = False
         model.eval().bfloat16().float()
         fresh = nn.Sequential(*(nn.Linear(32, 8) for _ in range(20)))
-        fresh.load_state_dict(model.state_dict(), assign=True)
+        fresh.load_state_dict(joined(model.state_dict()), assign=True)
         copy.deepcopy(model).load_state_dict(model.state_dict())
         lowbit.optim.AdamW8bit(
             [p for p in model.parameters() if p.requires_grad] or [fresh[0].bias]
