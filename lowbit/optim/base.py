@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 import operator
 import reprlib
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -162,10 +161,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True where torch.amp.GradScaler asks: it sets `grad_scale` and `found_inf` around `step` then, which unscales
-        or skips. False for all others: Lightning reads it too, and where it is True refuses to clip gradients, in
-        bfloat16 as well, where nothing is scaled. By hand unscaled gradients (`GradScaler.unscale_`) are taken too."""
-        return isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler)
+        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`: where a parameter is float16, whose
+        gradients the scaler itself refuses to unscale. Lightning reads this too, and refuses to clip gradients where it
+        is True, in bfloat16 as well, where nothing is scaled; its mixed precision keeps parameters in float32."""
+        params = (p for group in self.param_groups for p in group["params"])
+        return any(p.dtype == torch.float16 for p in params)
 
     @torch._disable_dynamo  # its states cannot be traced: a compiled training step runs it as it is
     @torch.no_grad()

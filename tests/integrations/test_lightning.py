@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import warnings
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.tensor import CodebookTensor
 
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
@@ -71,18 +69,6 @@ class Module(lightning.LightningModule):
         }
 
 
-def loads_low_bits():
-    """Whether torch.load takes low-bit tensors where `map_location` is a function, as Lightning's is."""
-    file = io.BytesIO()
-    torch.save(CodebookTensor.zeros((2, 256), "8bit", signed=True), file)
-    file.seek(0)
-    try:
-        torch.load(file, map_location=lambda storage, _: storage)
-    except RuntimeError:
-        return False
-    return True
-
-
 def data(batches=6):
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(8 * batches, 64, generator=generator) for _ in range(2))
@@ -135,8 +121,6 @@ def test_a_step_whose_loss_overflows_is_skipped(tmp_path, cls, options):
 @every_class
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_a_resumed_run_gives_the_same_bits(tmp_path, cls, options, precision):
-    if "bit" in cls.__name__ and not loads_low_bits():
-        pytest.skip("torch.load refuses low-bit states where map_location is a function")
     whole = Module(cls, options)
     trainer(tmp_path, precision, gradient_clip_val=0.1, max_epochs=2).fit(whole, data())
 

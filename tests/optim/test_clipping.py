@@ -139,15 +139,15 @@ def test_grad_scaler_skips_and_halves():
     same(snapshot(optimizer), states)
 
 
-def test_only_a_grad_scaler_is_told_that_the_step_unscales():
-    """Lightning refuses to clip the gradients of optimizers that say so to everybody."""
-    optimizer = optim.AdamW8bit([nn.Parameter(torch.ones(2))])
-    assert not optimizer._step_supports_amp_scaling
-    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+def test_only_float16_parameters_are_unscaled_by_the_step():
+    """Lightning refuses to clip the gradients of optimizers that unscale."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        optimizer = optim.AdamW8bit([nn.Parameter(torch.ones(2, dtype=dtype))])
+        assert optimizer._step_supports_amp_scaling is (dtype is torch.float16)
 
 
-def test_grad_scaler_leaves_gradients_to_the_step(monkeypatch):
-    """Of float16 too, which its own unscaling refuses; and the host asks for no answer."""
+def test_grad_scaler_leaves_float16_gradients_to_the_step(monkeypatch):
+    """Its own unscaling refuses them; and the host asks for no answer."""
     param = nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
     optimizer = optim.AdamW8bit([param], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
