@@ -122,6 +122,7 @@ def _check_tensor(label: str, key: str, value: Tensor) -> None:
             f"{label} is on the meta device in the checkpoint and has no values; load the checkpoint to a device "
             'that has memory, as torch.load(path, map_location="cpu") does'
         )
+    states.check_parts(label, part)  # before values are made of them
     if key in SECOND_MOMENTS and (lowest := _below_zero(part)) is not None:
         raise ValueError(
             f"{label} holds values below 0 (the lowest is {lowest:g}), which no mean of squares does; the checkpoint "
@@ -135,6 +136,12 @@ def _below_zero(part: Tensor) -> float | None:
         # Unsigned tables hold nothing below 0, and float8 has a sign bit: there the codes count too.
         has_table = not part.signed and part.format != "float8"
         part = part.scale if has_table else part.dequantize()
+    elif isinstance(part, LowbitTensor):
+        part = part.dequantize()
+    elif part.layout is not torch.strided:
+        part = part.to_dense()
+    if part.dtype.is_floating_point and part.dtype.itemsize < 2:  # float8 has no comparisons
+        part = part.float()
     if part.is_complex():
         part = torch.view_as_real(
             part

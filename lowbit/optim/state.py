@@ -167,8 +167,8 @@ def fill(state: Tensor, value: Tensor, param: Tensor) -> None:
 
 
 def check_loaded(name: str, value: Any, param: Tensor) -> None:
-    """Raise TypeError or ValueError, which begin with `name`, unless `value` is a state that `param` can take: of its
-    shape, plain, dense and in a floating dtype (int8 for a weight correction), or in a format of `STATE_FORMATS`."""
+    """Raise TypeError or ValueError, which begin with `name`, unless `value` is a state of the shape of `param`, plain
+    and dense or a CodebookTensor. The dtype of a plain one is looked at by `lowbit.optim.saved.check_dtype`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.shape != param.shape:
@@ -178,18 +178,23 @@ def check_loaded(name: str, value: Any, param: Tensor) -> None:
         )
     part = local(value)
     if isinstance(part, CodebookTensor):
+        return check_parts(name, part)
+    is_dense = part.layout is torch.strided and not part.is_nested
+    is_scaled = part.dtype.is_floating_point and part.dtype not in FLOATS  # float8, by scales lost
+    if isinstance(part, LowbitTensor) or not is_dense or is_scaled:
+        raise ValueError(
+            f"{name} is a {type(part).__name__} of {part.dtype}, {part.layout}; accepted: a CodebookTensor, or a plain "
+            f"dense tensor of {', '.join(map(str, FLOATS))}"
+        )
+
+
+def check_parts(name: str, part: Tensor) -> None:
+    """Raise ValueError, which begins with `name`, for a low-bit tensor whose inner tensors don't fit it."""
+    if isinstance(part, LowbitTensor):
         try:
             part.check_parts()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        return
-    dtypes = (torch.int8,) if name.endswith("weight_correction") else FLOATS
-    is_dense = part.layout is torch.strided and not part.is_nested
-    if isinstance(part, LowbitTensor) or not is_dense or part.dtype not in dtypes:
-        raise ValueError(
-            f"{name} is a {type(part).__name__} of {part.dtype}, {part.layout}; accepted: a CodebookTensor, or a plain "
-            f"dense tensor of {', '.join(map(str, dtypes))}"
-        )
 
 
 def _shard_like(param: Any, value: Any) -> Tensor:

@@ -66,8 +66,7 @@ class AffineTensor(LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
-    formats: ClassVar[type] = Int
-    """Number formats that the class stores."""
+    formats: ClassVar[type] = Int  # that the class stores
 
     codes: Tensor
     scale: Tensor
@@ -91,9 +90,8 @@ class AffineTensor(LowbitTensor):
     ) -> Self:
         """From parts as the module describes them. Raises ValueError where they don't fit, as `check_parts`."""
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
-        self = cls.from_inner(
-            tensors, {"spec": spec, "activation": activation, "transposed": False}, shape, dtype
-        )
+        meta = {"spec": spec, "activation": activation, "transposed": False}
+        self = cls.from_inner(tensors, meta, shape, dtype)
         if spec.has_zero_point != (zero_point is not None):
             takes = "takes a" if spec.has_zero_point else "takes no"
             got = "none" if zero_point is None else f"one of shape {tuple(zero_point.shape)}"
