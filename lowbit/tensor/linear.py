@@ -171,7 +171,9 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
     if isinstance(x, LowbitTensor):
-        raise x._unsupported("being the input of a linear, of which only the weight may be in low bits")
+        raise x._unsupported(
+            "being the input of a linear, of which only the weight may be in low bits"
+        )
     if x.device != weight.device:
         raise ValueError(
             f"linear of an input on {x.device} with a weight on {weight.device}; accepted: both on one device, by "
