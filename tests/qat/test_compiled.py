@@ -13,13 +13,14 @@ import lowbit
 from lowbit import Scheme
 
 SCHEMES = {
-    "int4": lowbit.Int4WeightOnly(group_size=32),
+    "int4": lowbit.Int4WeightOnly(group_size=32, mapping="symmetric"),  # of which some values clip
     "int4-asymmetric": lowbit.Int4WeightOnly(group_size=32, mapping="asymmetric"),
     "int4-float-zero-point": lowbit.Int4WeightOnly(group_size=32, mapping="float_zero_point"),
     "int3-row": lowbit.IntxWeightOnly(3),
     "int8": lowbit.Int8WeightOnly(),
     "float8": lowbit.Float8WeightOnly(),
-    "int8-int4": lowbit.Int8DynamicActivationInt4Weight(group_size=32),
+    "int8-int4": lowbit.Int8DynamicActivationInt4Weight(group_size=32, mapping="symmetric"),
+    "int4-unclipped": lowbit.Int4WeightOnly(group_size=32),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
