@@ -13,7 +13,7 @@
 G (``group_size``) is any positive number, K or more for one scale a row; Kp is K padded to a multiple of G, and what
 lies in the padding doesn't count. Rows of the weight may be strided; offsets are 64-bit; NaN and infinities pass.
 
-Sums are float32's, and scales are applied in float32 to a group's sum ("few", "many", "triton", "packed"): the weight
+Sums are float32's, and scales are applied in float32 to a group's sum ("few", "many", "triton", "cpu"): the weight
 is never rounded (but where `weight_mm_many` says so), and the error is that of rounding the result, 1.7e-3 for
 bfloat16. Where the weight is dequantized (``weight_mm_dequantized``), it is rounded to x's dtype first. There, and on
 CPUs, bias and residual may be added with a rounding each.
@@ -24,7 +24,7 @@ Where each runs (`calls` counts them, as "int4_linear" and "int4_linear few"):
     many        weight_mm_many, the same with wgmma
     triton      weight_mm_triton: other GPUs, and layouts that the above don't take, up to 64 tokens
     dequantize  weight_mm_dequantized and cuBLAS, in chunks; on CPUs in chunks as well
-    packed      weight_mm_cpu: few bfloat16 tokens on a CPU, by torch's own kernels
+    cpu         weight_mm_cpu, C++ compiled at first use: few tokens in 16 bits on a CPU
 
 Which of the first four, `linear_table` knows. The ops have no gradient of their own: that to x is a product with the
 dequantized weight, `lowbit.tensor.linear` has it.
@@ -130,8 +130,8 @@ def regime_of(
         if can_triton:
             return "triton"
         operands = (x, codes, scale, zero_point)
-        packed = weight_mm_cpu.takes(*operands, bits=bits, group_size=group_size)
-        return "packed" if packed else "dequantize"
+        taken = weight_mm_cpu.takes(*operands, bits=bits, group_size=group_size)
+        return "cpu" if taken else "dequantize"
     if x.dtype not in HALVES:
         return "dequantize"
     wanted = linear_table.choose(m, n, k, bits, group_size)
@@ -173,9 +173,9 @@ def _linear(
     regime = regime or regime_of(x, codes, scale, zero_point, bits, group_size)
     calls[f"int{bits}_linear {regime}"] += 1
     width: dict[str, Any] = {"bits": bits, "group_size": group_size}
-    if regime == "packed":
-        return weight_mm_cpu.weight_mm(x, codes, scale, bias, residual, **width).view(shape)
     operands = (x, codes, scale, zero_point, bias, residual)
+    if regime == "cpu":
+        return weight_mm_cpu.weight_mm(*operands, **width).view(shape)
     if regime == "dequantize":
         return weight_mm_dequantized.weight_mm(*operands, **width).view(shape)
     in_registers: dict[str, Callable[..., Tensor]] = {

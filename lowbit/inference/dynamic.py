@@ -22,10 +22,10 @@ def _is_rowwise(weight: LowbitTensor, fmt: Int | Float8) -> bool:
     """Per-row symmetric weight and per-token symmetric activation, both in `fmt`, stored as [N, K]."""
     return (
         isinstance(weight, AffineTensor)
+        and weight.activation is not None
         and not weight.transposed
         and weight.zero_point is None
         and isinstance(weight.spec.granularity, PerRow)
-        and weight.activation is not None
         and isinstance(weight.activation.granularity, PerToken)
         and weight.activation.mapping.startswith("symmetric")
         and weight.spec.format == weight.activation.format == fmt
@@ -77,12 +77,11 @@ def int8_dynamic_kernel(
 
 
 def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
-    if not _is_rowwise(weight, _FLOAT8):
+    if not x.is_cuda or not _is_rowwise(weight, _FLOAT8):
         return False
     n, k = weight.shape
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        torch.cuda.get_device_capability(x.device) >= (8, 9)
         and x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
         and x.numel() > 0
         and n % 16 == 0

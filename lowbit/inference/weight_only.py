@@ -23,13 +23,15 @@ GROUP_STEP = 32
 
 def is_served(weight: LowbitTensor, dtype: torch.dtype, bits: int) -> bool:
     """Whether the kernels take this weight [..., N, K] with activations of `dtype`; metadata alone decides."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
     if type(weight) is not AffineTensor or weight.transposed:
         return False
     spec, codes = weight.spec, weight.codes
     fmt, granularity = spec.format, spec.granularity
     if not isinstance(fmt, Int) or fmt.bits != bits or not fmt.signed:
         return False
-    if spec.mapping == "float_zero_point" or dtype not in (torch.bfloat16, torch.float16):
+    if spec.mapping == "float_zero_point":
         return False
     if not (codes.is_cuda or codes.is_cpu):
         return False

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 from lowbit.affine import quantize_affine
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
-from lowbit.tensor.kernels import forget_packed
 from lowbit.tensor.row_parts import row_parts
 from lowbit.tensor.ternary import TernaryTensor
 
@@ -83,7 +82,6 @@ def requantize_(weight: AffineTensor, values: Tensor) -> None:
     else:
         for part, own in _rows_of(weight, values):
             _requantize(part, own)
-    forget_packed(*weight.inner_tensors().values())
 
 
 def _rows_of(weight: Any, values: Tensor) -> Any:

@@ -24,6 +24,7 @@ from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.frozen import asks_for_gradient
 from lowbit.tensor.linear import quantized_linear
+from lowbit.tensor.read_on_cpu import ReadOnCpu, expected_product, expected_rows
 from lowbit.tensor.row_parts import count_nonfinite, encode_in_parts
 
 
@@ -52,7 +53,7 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
         )
 
 
-class AffineTensor(LowbitTensor):
+class AffineTensor(ReadOnCpu, LowbitTensor):
     """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
 
     It is frozen: `requires_grad_()` leaves `requires_grad` False, and of a parameter warns. Gradients flow through its
@@ -158,6 +159,8 @@ class AffineTensor(LowbitTensor):
             return self.scale.new_empty(shape, dtype=self.dtype)
         if self.codes.is_cuda and self._has_int4_kernel():
             return self._dequantize_int4()
+        if (values := self._dequantize_on_cpu()) is not None:
+            return values
         codes = self._load(self.spec.padded_shape(shape)[-1])
         return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
 
@@ -172,7 +175,7 @@ class AffineTensor(LowbitTensor):
         )
 
     def _dequantize_int4(self) -> Tensor:
-        """The same bits from one kernel. Imported here: a CPU needs neither it nor Triton."""
+        """The same bits from one kernel. Imported here, as all kernels are: at their first use."""
         from lowbit_kernels import dequantize_int4
 
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
@@ -374,7 +377,13 @@ class AffineTensor(LowbitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and len(args) == 3:
+            product = expected_product(*args)
+            if product is not None:
+                return product
         kwargs = kwargs or {}
+        if func is F.embedding and (rows := expected_rows(*args, **kwargs)) is not None:
+            return rows
         if func is F.linear and isinstance(
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):

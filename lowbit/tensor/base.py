@@ -128,6 +128,14 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """The values, as a plain tensor of this tensor's shape and dtype."""
         raise NotImplementedError
 
+    def _operand(self, x: Tensor) -> Tensor:
+        """The values in x's dtype for one product with `x`, and no longer than that."""
+        return self.dequantize().to(x.dtype)
+
+    def _expect(self, shape: torch.Size, version: int) -> None:
+        """Prepare for more products with an activation of that shape, for which `plain_linear` was chosen at this
+        `lowbit.tensor.linear.version`."""
+
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
         return self.dequantize()

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.end_to_end import EndToEnd, wait_for
 from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.kernels import forget_packed
 from lowbit.tensor.plain_destination import warn_of_load
 
 _like = LowbitTensor.implements
@@ -77,7 +76,6 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         t.copy_(cast(Tensor, source[name]))
     for name, value in meta.items():
         setattr(dst, name, value)
-    forget_packed(*dst.inner_tensors().values())
     return dst
 
 
@@ -285,8 +283,6 @@ def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
             received = as_bytes(getattr(output, name))
             if received.data_ptr() != sent.data_ptr():  # it was not contiguous
                 received.copy_(sent)
-    for output in outputs:
-        forget_packed(*output.inner_tensors().values())
     return outputs, work
 
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowbit.tensor.kernels import forget_packed
-
 if TYPE_CHECKING:
     from lowbit.tensor.base import LowbitTensor
 
@@ -108,5 +106,4 @@ class FSDPHooks:
                 # the same values as in forward: what autograd saved of it is not stale
                 with torch.autograd._unsafe_preserve_version_counter(held):
                     held.copy_(t)
-        forget_packed(*target.inner_tensors().values())
         return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lowbit_kernels.dequantize_cpu import Dequantizer
 
 
 def quantize_rowcol(
@@ -60,9 +63,9 @@ def dequantize_int8(codes: Tensor, scale: Tensor, **options: Any) -> Tensor:
     return dequantize_int8(codes, scale, **options)
 
 
-def forget_packed(*written: Tensor | None) -> None:
-    """`lowbit_kernels.weight_mm_cpu.forget`: to call once memory has been written that no version counter knows of."""
-    module = sys.modules.get("lowbit_kernels.weight_mm_cpu")  # else nothing is packed
-    on_cpu = [t for t in written if t is not None and t.is_cpu and type(t) is Tensor]
-    if module is not None and on_cpu:
-        module.forget(*on_cpu)
+def cpu_dequantizer(format: Mapping[str, Any], *sizes: int) -> Dequantizer | None:
+    """`lowbit_kernels.dequantize_cpu.dequantizer` of what makes a `Format`, and sizes."""
+    from lowbit_kernels.codes_cpu import Format
+    from lowbit_kernels.dequantize_cpu import dequantizer
+
+    return dequantizer(Format(**format), *sizes)

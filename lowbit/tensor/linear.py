@@ -34,6 +34,13 @@ Watcher = Callable[[Tensor, LowbitTensor, Implementation], AbstractContextManage
 
 _table: list[tuple[Condition, Implementation, bool]] = []
 _watchers: list[Watcher] = []
+version = 0
+"""Differs from what it was once another implementation may be chosen for like operands, or is to be watched."""
+
+
+def _changed() -> None:
+    global version
+    version += 1
 
 
 def register_linear(
@@ -46,6 +53,7 @@ def register_linear(
 
     def register(fn: Implementation) -> Implementation:
         _table.insert(0, (condition, fn, takes_residual))
+        _changed()
         return fn
 
     if impl is not None:
@@ -64,6 +72,7 @@ def unregister_linear(impl: Implementation) -> None:
             f"{impl!r} is not registered; registered: {[fn.__name__ for _, fn, _ in _table]}"
         )
     _table[:] = kept
+    _changed()
 
 
 def _find(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> tuple[Implementation, bool]:
@@ -82,6 +91,7 @@ def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -
 def watch_linears(watcher: Watcher) -> Iterator[None]:
     """Run each product of a quantized weight within `watcher(x, weight, implementation)`, until the context ends."""
     _watchers.append(watcher)
+    _changed()
     try:
         yield
     finally:
@@ -95,6 +105,8 @@ def _multiply(
     if _watchers:
         with _watchers[-1](x, weight, impl):
             return _call(impl, takes_residual, x, weight, bias, residual)
+    if impl is plain_linear and bias is residual is None:
+        weight._expect(x.shape, version)
     return _call(impl, takes_residual, x, weight, bias, residual)
 
 
@@ -266,7 +278,7 @@ def plain_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor
     spec = getattr(weight, "activation", None)
     if spec is not None:
         x = spec.fake_quantize(x)
-    return F.linear(x, weight.dequantize().to(x.dtype), bias)
+    return F.linear(x, weight._operand(x), bias)
 
 
 register_linear(lambda x, weight, bias: True, plain_linear)

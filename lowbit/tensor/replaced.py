@@ -59,7 +59,7 @@ def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str
     elif count := sum(map(len, filter(None, hooks))):
         left.append(f"{count} gradient hook{'s' * (count > 1)}, as it gets no gradients")
     old.grad = None
-    own = set(old.detach().__dict__) if isinstance(old, LowbitTensor) else set()
+    own = {*old.detach().__dict__, *old.caches} if isinstance(old, LowbitTensor) else set()
     for attribute, value in old.__dict__.items():
         if attribute in own or attribute == "_is_param":  # the representation's, and torch's
             continue

@@ -1,93 +1,209 @@
-"""Torch's packed kernels on the CPU: when they are taken, and what is kept for them."""
+"""Few tokens in 16 bits on a CPU: which products the kernel takes, and that it reads what a weight holds right now."""
 
 from __future__ import annotations
 
-import gc
+import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from lowbit_kernels import int4_linear, int8_linear, weight_mm_cpu
+import lowbit
+from lowbit.tensor import AffineTensor
+from lowbit_kernels import codes_cpu, host_compiler, int4_linear, int8_linear, weight_mm_cpu
 from lowbit_kernels.weight_linear import Case, _linear, calls
 from tests.kernels.test_weight_linear import error, limit, op_of
 
-
-def packed_calls() -> int:
-    return calls["int4_linear packed"] + calls["int8_linear packed"]
+needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
 
 
-def test_few_tokens_take_torchs_packed_kernels() -> None:
+def kernel_calls() -> int:
+    return calls["int4_linear cpu"] + calls["int8_linear cpu"]
+
+
+@needs_compiler
+def test_few_tokens_in_16_bits_take_the_kernel() -> None:
     for bits, most in weight_mm_cpu.MOST_TOKENS.items():
         for m in (1, most, most + 1):
-            group = 32 if bits == 4 else 64
-            arguments = Case("", m, 32, 64, group, bits).arguments()
-            before = packed_calls()
-            op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
-            assert packed_calls() - before == (m <= most), (bits, m)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                arguments = Case("", m, 32, 64, 32, bits, dtype).arguments()
+                before = kernel_calls()
+                op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+                taken = m <= most and dtype is not torch.float32
+                assert kernel_calls() - before == taken, (bits, m, dtype)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256, 512, 768])
-def test_packed_groups(group: int) -> None:
-    case = Case("", 5, 48, 768 if group in (256, 768) else 512, group)
-    arguments = case.arguments()
-    out = _linear(*arguments, 4, "packed")
-    assert error(out, arguments) <= limit(out)
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("group", [1, 4, 7, 8, 24, 32, 64, 128, 192, 256, 384, 768])
+def test_layouts(bits: int, zero_point: bool, group: int) -> None:
+    """Groups in words, of chunks, across both; rows and tokens that fill no block; columns in the padding."""
+    for m, n, k in ((1, 4, 768), (2, 5, 768), (3, 1, 768), (7, 9, 768), (5, 6, 765), (16, 2, 12)):
+        scale_dtype = torch.float32 if m == 1 else torch.bfloat16
+        options = {"scale_dtype": scale_dtype, "zero_point": zero_point, "bias": True}
+        case = Case("", m, n, k, group, bits, **options)
+        arguments = case.arguments()
+        out = _linear(*arguments, bits, "cpu")
+        assert error(out, arguments) <= limit(out), case
 
 
-def test_packed_weights_follow_changes_and_die_with_the_weight() -> None:
-    gc.collect()
-    before = len(weight_mm_cpu._packed)
-    x, codes, scale, *rest = Case("", 2, 16, 64, 32).arguments()
-    arguments = (x, codes, scale, *rest)
-    torch.ops.lowbit.int4_linear(*arguments)
-    assert len(weight_mm_cpu._packed) == before + 1
-    torch.ops.lowbit.int4_linear(x, codes.detach(), scale.view(16, 2), *rest)
-    assert len(weight_mm_cpu._packed) == before + 1  # another view of the same
-    for part in (codes, scale):
-        part.add_(part)
-        out = torch.ops.lowbit.int4_linear(*arguments)
-        assert error(out, arguments) <= limit(out)
-    assert len(weight_mm_cpu._packed) == before + 1
-    half = (x, codes[:16], scale[:16], *rest)
-    assert error(torch.ops.lowbit.int4_linear(*half), half) <= 2.0**-8
-    del codes, scale, arguments, half, part
-    gc.collect()
-    assert len(weight_mm_cpu._packed) == before
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads_give_the_same(bits: int) -> None:
+    arguments = Case("", 3, 4099, 256, 64, bits).arguments()
+    assert arguments[1].shape[0] * 256 >= codes_cpu.GRAIN
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(_linear(*arguments, bits, "cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert error(results[0], arguments) <= limit(results[0])
 
 
-def test_what_was_packed_of_a_view_dies_with_the_whole() -> None:
-    gc.collect()
-    before = len(weight_mm_cpu._packed)
-    x, codes, scale, *rest = Case("", 2, 32, 64, 32).arguments()
+# ---- what is written is what is multiplied -----------------------------------------------------------------------
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    return t.detach().view(torch.uint8)
+
+
+def write_by_memoryview(t: Tensor, new: Tensor) -> None:
+    buffer = (ctypes.c_char * t.nbytes).from_address(t.data_ptr())
+    memoryview(buffer).cast("B")[:] = bytes_of(new).numpy().tobytes()
+
+
+def write_to_numpy(t: Tensor, new: Tensor) -> None:
+    bytes_of(t).numpy()[...] = bytes_of(new).numpy()
+
+
+def write_over_numpy(t: Tensor, new: Tensor) -> None:
+    torch.from_numpy(bytes_of(t).numpy()).copy_(bytes_of(new))
+
+
+def write_by_dlpack(t: Tensor, new: Tensor) -> None:
+    torch.from_dlpack(bytes_of(t)).copy_(bytes_of(new))
+
+
+def write_to_the_storage(t: Tensor, new: Tensor) -> None:
+    t.untyped_storage().copy_(new.contiguous().untyped_storage())
+
+
+WRITERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "copy_": lambda t, new: t.copy_(new),
+    "copy_ to .data": lambda t, new: t.data.copy_(new),
+    "assigned to .data": lambda t, new: setattr(t, "data", new),
+    "set_": lambda t, new: t.set_(new),
+    "a view": lambda t, new: t.detach().view(-1)[:].copy_(new.view(-1)),
+    "NumPy": write_to_numpy,
+    "from_numpy": write_over_numpy,
+    "memoryview": write_by_memoryview,
+    "DLPack": write_by_dlpack,
+    "storage": write_to_the_storage,
+}
+over_writers = pytest.mark.parametrize("write", list(WRITERS.values()), ids=list(WRITERS))
+
+
+@over_writers
+@pytest.mark.parametrize("part", [1, 2], ids=["codes", "scale"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64)])
+def test_every_write_counts_at_the_next_product(
+    write: Callable[[Tensor, Tensor], object], part: int, bits: int, group: int
+) -> None:
+    arguments = Case("", 2, 32, 64, group, bits).arguments()
+    op = op_of(Case("", 0, 0, 0, 1, bits))
     for _ in range(2):
-        torch.ops.lowbit.int4_linear(x, codes[16:], scale[16:], *rest)
-        assert len(weight_mm_cpu._packed) == before + 1
-    del codes
-    assert len(weight_mm_cpu._packed) == before
+        first = op(*arguments)
+        new = Case("", 2, 32, 64, group, bits).arguments()[part]
+        write(arguments[part], new)
+        out = op(*arguments)
+        assert error(out, arguments) <= limit(out) and not torch.equal(out, first)
 
 
-def test_writers_without_a_version_say_so() -> None:
-    x, codes, scale, *rest = Case("", 2, 32, 64, 32).arguments()
-    half = (x, codes[16:], scale[16:], *rest)
-    for part in (codes, scale):
-        torch.ops.lowbit.int4_linear(*half)
-        part.data.add_(part)
-        weight_mm_cpu.forget(part)
-        assert error(torch.ops.lowbit.int4_linear(*half), half) <= 2.0**-8
+SCHEMES = {
+    "int4": lowbit.Int4WeightOnly(32),
+    "int4-asymmetric": lowbit.Int4WeightOnly(32, "asymmetric"),
+    "int8": lowbit.Int8WeightOnly(),
+    "int3": lowbit.IntxWeightOnly(3),
+    "float8": lowbit.Float8WeightOnly(),
+}
 
 
-def test_inference_tensors_are_not_packed() -> None:
+@over_writers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scheme", list(SCHEMES.values()), ids=list(SCHEMES))
+@torch.no_grad()
+def test_every_write_to_a_weight_counts(
+    write: Callable[[Tensor, Tensor], object], scheme: lowbit.Scheme, dtype: torch.dtype
+) -> None:
+    layer, other = (torch.nn.Linear(64, 32, bias=False, dtype=dtype) for _ in range(2))
+    x = torch.randn(1, 64, dtype=dtype)
+    for module in (layer, other):
+        lowbit.quantize_(module, scheme)
+        module(x), module(x)
+    new = other.weight.inner_tensors()
+    for name, t in layer.weight.inner_tensors().items():
+        write(t, new[name].clone())
+    assert torch.equal(layer(x), other(x))
+
+
+def load(layer: torch.nn.Linear, other: torch.nn.Linear) -> None:
+    layer.load_state_dict(other.state_dict())
+
+
+def assign(layer: torch.nn.Linear, other: torch.nn.Linear) -> None:
+    layer.load_state_dict(other.state_dict(), assign=True)
+
+
+def replace_inner(layer: torch.nn.Linear, other: torch.nn.Linear) -> None:
+    for name, t in other.weight.inner_tensors().items():
+        setattr(layer.weight, name, t.clone())
+
+
+def swap_inner(layer: torch.nn.Linear, other: torch.nn.Linear) -> None:
+    for name, t in other.weight.inner_tensors().items():
+        torch.utils.swap_tensors(getattr(layer.weight, name), t.clone())
+
+
+def copy_weight(layer: torch.nn.Linear, other: torch.nn.Linear) -> None:
+    layer.weight.copy_(other.weight)
+
+
+@pytest.mark.parametrize("take", [load, assign, replace_inner, swap_inner, copy_weight])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.no_grad()
+def test_other_values_for_a_weight_count(
+    take: Callable[[torch.nn.Linear, torch.nn.Linear], None], dtype: torch.dtype
+) -> None:
+    x = torch.randn(1, 64, dtype=dtype)
+    for scheme in SCHEMES.values():
+        layer, other = (torch.nn.Linear(64, 32, bias=False, dtype=dtype) for _ in range(2))
+        for module in (layer, other):
+            lowbit.quantize_(module, scheme)
+            module(x), module(x)
+        expected = other(x)
+        take(layer, other)
+        assert isinstance(layer.weight, AffineTensor) and torch.equal(layer(x), expected)
+
+
+# ---- memory of other kinds -----------------------------------------------------------------------------------------
+
+
+def test_inference_tensors() -> None:
     with torch.inference_mode():
         arguments = Case("", 2, 16, 64, 32).arguments()
-        before = packed_calls()
         out = torch.ops.lowbit.int4_linear(*arguments)
-        assert packed_calls() == before and error(out, arguments) <= limit(out)
+        assert error(out, arguments) <= limit(out)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("off", [1, 4, 8, 32])
 def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
-    """As of tensors in a file that is mapped; torch's int8 kernel would crash on it."""
+    """As of tensors in a file that is mapped."""
     m, n, k = 4, 48, 128
     width = k * bits // 8
     codes = torch.randint(0, 127, (n * width + 64,)).to(torch.uint8 if bits == 4 else torch.int8)
@@ -95,9 +211,29 @@ def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
     own, x = codes[off : off + n * width].view(n, width), x[off : off + m * k].view(m, k)
     scale = torch.rand(n, 1).bfloat16()
     op = int4_linear if bits == 4 else int8_linear
-    before = calls[f"int{bits}_linear packed"]
-    out = op(x, own, scale, group_size=k)
-    assert calls[f"int{bits}_linear packed"] == before + 1
-    assert torch.equal(out, op(x.clone(), own.clone(), scale, group_size=k))
-    own.fill_(17)  # the copy that is kept isn't the weight
-    assert torch.equal(op(x, own, scale, group_size=k), op(x, own.clone(), scale, group_size=k))
+    assert torch.equal(
+        op(x, own, scale, group_size=k), op(x.clone(), own.clone(), scale, group_size=k)
+    )
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once, and multiplied all the same."""
+
+    def no_library(source: str) -> None:
+        raise RuntimeError("no C++ compiler was found")
+
+    monkeypatch.setattr(host_compiler, "library", no_library)
+    caches = (weight_mm_cpu._product, weight_mm_cpu._function, codes_cpu.warn_once)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"several times slower.*no C\+\+ compiler") as seen:
+            for n in (16, 32):
+                arguments = Case("", 2, n, 64, 32).arguments()
+                before = kernel_calls()
+                out = torch.ops.lowbit.int4_linear(*arguments)
+                assert kernel_calls() == before and error(out, arguments) <= limit(out)
+        assert len(seen) == 1
+    finally:
+        for cache in caches:
+            cache.cache_clear()

@@ -1,0 +1,249 @@
+// The codes of a weight on a CPU, one group after the other, to float32 values, which go to a `Sink`: to memory in
+// dequantize_cpu.cpp, into sums of products in weight_mm_cpu.cpp. Compiled with the one or the other for each format:
+//
+// BITS      1 .. 8 bits of a code; below 8 a little-endian bit stream, so that 8 codes fill BITS bytes
+// LOW       the smallest code, which a bit stream stores as 0; codes of 8 bits are int8 or, where LOW is 0, uint8
+// EXPONENT  0 for integers; 4 or 5 bits of a float8's exponent
+// ZERO      zero points: 0 none, 1 codes of the weight's own format, 2 float32 values of the code MID
+//
+// Loops that write bytes' values to memory are left to the compiler. Others are in the compilers' own vector types, 8
+// codes or more at a time, which needs no header of any processor. Every operation is rounded by itself, as PyTorch
+// rounds it (-ffp-contract=off): the values are those of its operations to the bit.
+
+#include <stdint.h>
+#include <string.h>
+
+#ifndef TO_MEMORY  // in sums of products, a product and its sum are rounded once
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+// Arrays that such loops run over are to be registers.
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+#if ZERO == 2
+typedef float Zero;
+#elif LOW < 0
+typedef int8_t Zero;
+#else
+typedef uint8_t Zero;
+#endif
+
+// A weight: rows of `columns` codes, in `row_bytes` bytes each; `group` columns and `scale_rows` rows share a scale.
+struct Layout {
+    int64_t rows, columns, row_bytes, group, groups, scale_rows;
+};
+
+struct Weight {
+    const Layout* layout;
+    const uint8_t* codes;
+    const float* scale;
+    const Zero* zero;
+};
+
+static inline float value(float number, float scale, Zero zero) {
+#if ZERO == 2
+    return (float)((double)(number - MID) * (double)scale + (double)zero);
+#elif ZERO == 1
+    return (number - (float)zero) * scale;
+#else
+    return number * scale;
+#endif
+}
+
+#if EXPONENT || (BITS == 8 && defined(TO_MEMORY))
+#define BYTES
+
+// ---- bytes -------------------------------------------------------------------------------------------------------
+
+static inline float number(uint8_t code) {
+#if EXPONENT
+    // Normal numbers get float32's bias; subnormal ones are whole multiples of the smallest.
+    constexpr int MANTISSA = 7 - EXPONENT, BIAS = (128 - (1 << (EXPONENT - 1))) << 23;
+    const int32_t magnitude = code & 0x7f;
+    int32_t bits = (magnitude << (23 - MANTISSA)) + BIAS;
+#if EXPONENT == 4  // has a NaN and no infinity
+    bits |= magnitude == 0x7f ? 0x7fc00000 : 0;
+#else
+    bits += magnitude >= 0x7c ? BIAS : 0;
+#endif
+    float normal;
+    memcpy(&normal, &bits, 4);
+    const float found = magnitude < 1 << MANTISSA ? magnitude * (EXPONENT == 4 ? 0x1p-9f : 0x1p-16f) : normal;
+    return code & 0x80 ? -found : found;
+#else
+    return LOW < 0 ? (float)(int8_t)code : (float)code;
+#endif
+}
+
+template <int R, typename Sink>
+INLINE void decode_group(const uint8_t* __restrict codes, int64_t row_bytes, int64_t k, int64_t stop, int64_t,
+                                int64_t, const float* scale, const Zero* zero, Sink& sink) {
+    UNROLL for (int r = 0; r < R; r++)
+        for (int64_t i = k; i < stop; i++) sink(r, i, value(number(codes[r * row_bytes + i]), scale[r], zero[r]));
+}
+
+static inline int64_t readable(const Layout& l, int64_t, int) { return l.columns; }
+
+#else
+
+// ---- a bit stream ------------------------------------------------------------------------------------------------
+
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(32)));
+typedef float Unaligned __attribute__((vector_size(32), aligned(4)));
+typedef double Doubles __attribute__((vector_size(64)));
+
+static constexpr int B = BITS;
+static constexpr int MASK = (1 << BITS) - 1;
+static constexpr int FLIP = BITS == 8 && LOW < 0 ? 128 : 0;  // of int8, whose codes aren't less LOW
+
+// Columns of a row, from its first on, that can be read `count` at a time, of 4 or 8 bytes each, where `after` more
+// bytes than the row's may be read.
+static inline int64_t readable(const Layout& l, int64_t after, int count) {
+    const int loaded = BITS <= 4 && count == 8 ? 4 : 8, used = count / 8 * BITS;
+    if (after >= loaded) return l.columns;
+    const int64_t most = l.row_bytes + after - loaded;
+    return most < 0 ? 0 : (most / used + 1) * count;
+}
+
+template <typename Numbers, typename Wide>
+static inline Numbers values(Numbers numbers, float scale, Zero zero) {
+#if ZERO == 2
+    const Wide steps = __builtin_convertvector(numbers - (float)MID, Wide);
+    return __builtin_convertvector(steps * (double)scale + (double)zero, Numbers);
+#elif ZERO == 1
+    return (numbers - (float)zero) * scale;
+#else
+    return numbers * scale;
+#endif
+}
+
+// The numbers of the 8 codes that begin at `p`.
+static inline Floats eight(const uint8_t* p) {
+#if BITS <= 4
+    uint32_t w;
+    memcpy(&w, p, 4);
+    const Words words = Words{w, w, w, w, w, w, w, w} >> Words{0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B};
+#else
+    uint64_t both;
+    memcpy(&both, p, 8);
+    const uint32_t w = (uint32_t)both, v = (uint32_t)(both >> 4 * B);
+    const Words words = Words{w, w, w, w, v, v, v, v} >> Words{0, B, 2 * B, 3 * B, 0, B, 2 * B, 3 * B};
+#endif
+    return __builtin_convertvector(((Ints)(words & MASK) ^ FLIP) + LOW, Floats);
+}
+
+// The number at column k, read from no byte but its own.
+static inline float one(const uint8_t* row, int64_t k) {
+    const int64_t byte = k * BITS / 8;
+    const int shift = (int)(k * BITS % 8);
+    int word = row[byte];
+    if (shift + BITS > 8) word |= row[byte + 1] << 8;
+    return (float)(((word >> shift & MASK) ^ FLIP) + LOW);
+}
+
+// With AVX-512 the values of up to 4 bits are a table in one register, which an instruction looks up 16 of.
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#define HAS_SHUFFLE
+#endif
+#if BITS <= 4 && defined(HAS_SHUFFLE)
+#define HAS_TABLE
+typedef uint64_t Longs __attribute__((vector_size(64)));
+typedef uint32_t Words16 __attribute__((vector_size(64)));
+typedef int32_t Ints16 __attribute__((vector_size(64)));
+typedef float Floats16 __attribute__((vector_size(64)));
+typedef float Unaligned16 __attribute__((vector_size(64), aligned(4)));
+typedef double Doubles16 __attribute__((vector_size(128)));
+
+// All values, of 3 bits and fewer several times: the bits of a word above a code choose among the same.
+static inline Floats16 table(float scale, Zero zero) {
+    const Ints16 codes = Ints16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
+    return values<Floats16, Doubles16>(__builtin_convertvector(codes + LOW, Floats16), scale, zero);
+}
+
+// The values of the 16 codes that begin at `p`, of which 8 bytes are read.
+static inline Floats16 sixteen(const uint8_t* p, Floats16 table) {
+    uint64_t w;
+    memcpy(&w, p, 8);
+    if (BITS < 4) w = (w & ((1ull << 8 * BITS) - 1)) | w >> 8 * BITS << 32;
+    Words16 words = (Words16)Longs{w, w, w, w, w, w, w, w};
+    words = __builtin_shuffle(words, Words16{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1});
+    words = words >> Words16{0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B,
+                             0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B};
+    return __builtin_shuffle(table, (Ints16)words);
+}
+#endif
+
+template <int R, typename Sink>
+INLINE void decode_group(const uint8_t* codes, int64_t row_bytes, int64_t k, int64_t stop, int64_t eights,
+                                int64_t sixteens, const float* scale, const Zero* zero, Sink& sink) {
+    for (; k < stop && k % 8; k++)
+        UNROLL for (int r = 0; r < R; r++) sink(r, k, value(one(codes + r * row_bytes, k), scale[r], zero[r]));
+    const uint8_t* p = codes + k / 8 * BITS;
+#ifdef HAS_TABLE
+    Floats16 tables[R];
+    UNROLL for (int r = 0; r < R; r++) tables[r] = table(scale[r], zero[r]);
+    for (const int64_t last = (stop < sixteens ? stop : sixteens) - 16; k <= last; k += 16, p += 2 * BITS)
+        UNROLL for (int r = 0; r < R; r++) sink(r, k, sixteen(p + r * row_bytes, tables[r]));
+#endif
+    for (const int64_t last = (stop < eights ? stop : eights) - 8; k <= last; k += 8, p += BITS)
+        UNROLL for (int r = 0; r < R; r++) sink(r, k, values<Floats, Doubles>(eight(p + r * row_bytes), scale[r], zero[r]));
+    for (; k < stop; k++)
+        UNROLL for (int r = 0; r < R; r++) sink(r, k, value(one(codes + r * row_bytes, k), scale[r], zero[r]));
+}
+
+#endif
+
+// ---- rows --------------------------------------------------------------------------------------------------------
+
+// The values of R rows from `row` on to the sink, by number of the row and column, in the columns' order.
+template <int R, typename Sink>
+INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
+    const Layout& l = *weight.layout;
+    const uint8_t* codes = weight.codes + row * l.row_bytes;
+    const int64_t after = (l.rows - row - R) * l.row_bytes;
+    const int64_t eights = readable(l, after, 8), sixteens = readable(l, after, 16);
+    int64_t first[R];
+    UNROLL for (int r = 0; r < R; r++) first[r] = (l.scale_rows == 1 ? row + r : (row + r) / l.scale_rows) * l.groups;
+    for (int64_t g = 0, k = 0; g < l.groups; g++, k += l.group) {
+        float scale[R];
+        Zero zero[R] = {};
+        UNROLL for (int r = 0; r < R; r++) scale[r] = weight.scale[first[r] + g];
+        UNROLL for (int r = 0; ZERO && r < R; r++) zero[r] = weight.zero[first[r] + g];
+        decode_group<R>(codes, l.row_bytes, k, k + l.group, eights, sixteens, scale, zero, sink);
+    }
+}
+
+// OpenMP's GOMP_parallel, which runs a function in PyTorch's own threads; or null.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+
+// `job.rows(first, end)` for all rows of the weight, in parts on that many threads.
+template <typename Job>
+static void all_rows(Job& job, int64_t rows, Parallel parallel, int64_t threads) {
+    struct Shared {
+        Job* job;
+        int64_t rows, step, next;
+        static void work(void* given) {
+            Shared& shared = *(Shared*)given;
+            for (;;) {
+                const int64_t first = __atomic_fetch_add(&shared.next, shared.step, __ATOMIC_RELAXED);
+                if (first >= shared.rows) return;
+                const int64_t end = first + shared.step;
+                shared.job->rows(first, end < shared.rows ? end : shared.rows);
+            }
+        }
+    };
+    if (!parallel || threads < 2) return job.rows(0, rows);
+    Shared shared = {&job, rows, ((rows + threads - 1) / threads + 3) / 4 * 4, 0};
+    parallel(Shared::work, &shared, (unsigned)threads, 0);
+}

@@ -1,0 +1,115 @@
+"""What kernels over ``codes_cpu.h`` share: the format and layout of a weight on a CPU, and how they are compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from lowbit_kernels import host_compiler
+
+GRAIN = 2**20  # elements of a weight from which on threads are worth waiting for each other
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a kernel is compiled for.
+
+    Args:
+        bits: of a code, 1 to 8.
+        low: the smallest code of an integer: 0, or negative for signed ones.
+        exponent: bits of a float8's exponent, 4 (e4m3) or 5 (e5m2); 0 for integers.
+        zero_point: "none", "code" or "value".
+        mid: the code that a zero point of kind "value" is the value of.
+    """
+
+    bits: int
+    low: int = 0
+    exponent: int = 0
+    zero_point: str = "none"
+    mid: int = 0
+
+    def source(self, file: str, *defined: str) -> str:
+        """The program of a file of this folder over ``codes_cpu.h``, with these names defined."""
+        zero = ("none", "code", "value").index(self.zero_point)
+        defines = {"BITS": self.bits, "LOW": self.low, "EXPONENT": self.exponent}
+        defines |= {"ZERO": zero, "MID": self.mid, **dict.fromkeys(defined, 1)}
+        lines = [f"#define {name} ({value})" for name, value in defines.items()]
+        folder = Path(__file__).parent
+        texts = [(folder / name).read_text(encoding="utf-8") for name in ("codes_cpu.h", file)]
+        return "\n".join([*lines, *texts])
+
+
+class Layout:
+    """A weight's layout in memory, ``Layout`` of the header.
+
+    Args:
+        format: of the codes.
+        rows, columns: N and Kp.
+        group_size: columns that share a scale; divides Kp.
+        scale_rows: rows that share one; divides N.
+    """
+
+    def __init__(
+        self, format: Format, rows: int, columns: int, group_size: int, scale_rows: int = 1
+    ) -> None:
+        self.shape = (rows, columns)
+        row_bytes, groups = (columns * format.bits + 7) // 8, columns // group_size
+        words = (rows, columns, row_bytes, group_size, groups, scale_rows)
+        self._words = np.array(words, np.int64)
+        self.address = self._words.ctypes.data
+        self.codes_bytes = rows * row_bytes
+        scales = rows // scale_rows * groups
+        self.scale_bytes = 4 * scales
+        self.zero_bytes = {"none": 0, "code": scales, "value": 4 * scales}[format.zero_point]
+        self._parallel = _parallel() if rows * columns >= GRAIN else None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def threads(self) -> tuple[int | None, int]:
+        """The address of what runs PyTorch's threads, and how many of them."""
+        return self._parallel, 1 if self._parallel is None else torch.get_num_threads()
+
+
+def functions(source: str, *names: str) -> list[Any]:
+    """C functions of a program, which return an int64.
+
+    Raises:
+        RuntimeError: it can't be compiled (see `host_compiler.library`), or the machine is big-endian.
+    """
+    if sys.byteorder != "little":
+        raise RuntimeError("they read words of codes, and this machine is big-endian")
+    library = host_compiler.library(source)
+    found = [getattr(library, name) for name in names]
+    for function in found:
+        function.restype = ctypes.c_int64
+    return found
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """The address of the OpenMP function that runs PyTorch's threads; None where PyTorch has no OpenMP."""
+    if not torch.backends.openmp.is_available():
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, TypeError, AttributeError):
+        return None
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Say that the kernels are missing, and why."""
+    warnings.warn(
+        "low-bit weights on this CPU are dequantized by PyTorch operations, several times slower than by lowbit's "
+        f"kernels, which are compiled at first use: {reason}",
+        stacklevel=2,
+    )

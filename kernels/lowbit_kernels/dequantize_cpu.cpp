@@ -1,0 +1,43 @@
+// A weight, or some of its rows, to float32 in memory: codes_cpu.h says how. What dequantize_cpu.py calls.
+
+struct ToMemory {
+    float* out;
+    void operator()(int, int64_t k, float value) { out[k] = value; }
+#ifndef BYTES
+    void operator()(int, int64_t k, Floats values) { *(Unaligned*)(out + k) = values; }
+#endif
+#ifdef HAS_TABLE
+    void operator()(int, int64_t k, Floats16 values) { *(Unaligned16*)(out + k) = values; }
+#endif
+};
+
+struct Dequantize {
+    Weight weight;
+    float* out;
+    void rows(int64_t n, int64_t end) {
+        for (; n < end; n++) {
+            ToMemory sink = {out + n * weight.layout->columns};
+            decode_rows<1>(weight, n, sink);
+        }
+    }
+};
+
+// out [rows, columns].
+extern "C" int64_t dequantize(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
+                              const Zero* zero, Parallel parallel, int64_t threads) {
+    Dequantize job = {{layout, codes, scale, zero}, out};
+    all_rows(job, layout->rows, parallel, threads);
+    return 1;
+}
+
+// out [count, columns]: the rows of an index. 0 where an index is none of a row, which leaves `out` unfinished.
+extern "C" int64_t look_up(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
+                           const Zero* zero, const int64_t* index, int64_t count) {
+    const Weight weight = {layout, codes, scale, zero};
+    for (int64_t i = 0; i < count; i++) {
+        if (index[i] < 0 || index[i] >= layout->rows) return 0;
+        ToMemory sink = {out + i * layout->columns};
+        decode_rows<1>(weight, index[i], sink);
+    }
+    return 1;
+}

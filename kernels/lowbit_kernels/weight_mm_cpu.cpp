@@ -1,0 +1,171 @@
+// out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, of few tokens, for codes of 4 and 8 bits.
+//
+// R rows of the weight meet M tokens in registers: a number is made once for M products, and x loaded once for R. Where
+// 16 words of 32 bits are whole (`in_words`), they are loaded as they lie, and the j-th shift of all of them gives the
+// j-th code of each: x comes in that order, [tokens, columns / CHUNK, PER_WORD, 16]. Elsewhere it comes as it is, and
+// codes_cpu.h reads the weight.
+
+static constexpr int PER_WORD = 32 / BITS, CHUNK = 16 * PER_WORD;
+
+typedef uint32_t Word16 __attribute__((vector_size(64)));
+typedef uint32_t UnalignedWord16 __attribute__((vector_size(64), aligned(1)));
+typedef int32_t Int16 __attribute__((vector_size(64)));
+typedef float Float16 __attribute__((vector_size(64)));
+typedef float UnalignedFloat16 __attribute__((vector_size(64), aligned(4)));
+
+static inline float total(Float16 sums) {
+    float parts[16], all = 0;
+    memcpy(parts, &sums, sizeof(parts));
+    for (int i = 0; i < 8; i++) parts[i] += parts[i + 8];
+    for (int i = 0; i < 4; i++) all += parts[i] + parts[i + 4];
+    return all;
+}
+
+// ---- words -------------------------------------------------------------------------------------------------------
+
+// The j-th number of each word.
+INLINE Float16 numbers(Word16 words, int j) {
+    const Word16 codes = words >> (uint32_t)(j * BITS);
+#ifdef HAS_TABLE
+    const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(__builtin_convertvector(all + LOW, Float16), (Int16)codes);
+#else
+    return __builtin_convertvector(((Int16)(codes & MASK) ^ FLIP) + LOW, Float16);
+#endif
+}
+
+// Which of the groups that 16 words lie in is each one's, where they are several whole ones.
+static inline Int16 groups_of_words(int64_t group) {
+    Int16 each;
+    for (int i = 0; i < 16; i++) each[i] = (int)(i * PER_WORD / group);
+    return each;
+}
+
+// Of 16 words from a column on, what belongs to the group of each. Up to 16 floats from there on are read.
+INLINE Float16 of_words(const float* found, int64_t column, int64_t group, Int16 each) {
+    if (group % CHUNK == 0) return Float16{} + found[column / group];
+#ifdef HAS_SHUFFLE
+    const Float16 next = *(const UnalignedFloat16*)(found + column / group);
+    return __builtin_shuffle(next, each);
+#else
+    Float16 all;
+    for (int i = 0; i < 16; i++) all[i] = found[column / group + each[i]];
+    return all;
+#endif
+}
+
+INLINE Float16 of_words(const int8_t* found, int64_t column, int64_t group, Int16 each) {
+    if (group % CHUNK == 0) return Float16{} + (float)found[column / group];
+    Float16 all;
+    for (int i = 0; i < 16; i++) all[i] = found[column / group + each[i]];
+    return all;
+}
+
+// ---- rows --------------------------------------------------------------------------------------------------------
+
+template <int R, int M>
+struct Sums {
+    const float* x;
+    int64_t stride;  // of a token
+    float ones[R][M] = {};
+    Floats eights[R][M] = {};
+
+    inline __attribute__((always_inline)) void operator()(int r, int64_t k, float value) {
+        UNROLL for (int m = 0; m < M; m++) ones[r][m] += x[m * stride + k] * value;
+    }
+    inline __attribute__((always_inline)) void operator()(int r, int64_t k, Floats values) {
+        UNROLL for (int m = 0; m < M; m++) eights[r][m] += *(const Unaligned*)(x + m * stride + k) * values;
+    }
+#ifdef HAS_TABLE
+    inline __attribute__((always_inline)) void operator()(int r, int64_t k, Floats16 values) {
+        Floats parts[2];
+        memcpy(parts, &values, sizeof(parts));
+        (*this)(r, k, parts[0]);
+        (*this)(r, k + 8, parts[1]);
+    }
+#endif
+};
+
+struct Multiply {
+    Weight weight;
+    const float* x;
+    float* out;  // [tokens, rows]
+    int64_t tokens;
+    bool in_words;
+
+    template <int R, int M>
+    void by_words(int64_t n, int64_t m) {
+        const Layout& l = *weight.layout;
+        const float* tokens_x = x + m * l.columns;
+        const int64_t step = l.group % CHUNK ? CHUNK : l.group;
+        const Int16 each = groups_of_words(l.group);
+        Float16 sums[R][M] = {};
+        for (int64_t start = 0; start < l.columns; start += step) {
+            Float16 part[R][M] = {}, zero[R];
+            UNROLL for (int r = 0; r < R; r++)
+                zero[r] = ZERO ? of_words(weight.zero + (n + r) * l.groups, start, l.group, each) : Float16{};
+            for (int64_t k = start; k < start + step; k += CHUNK) {
+                Word16 words[R];
+                UNROLL for (int r = 0; r < R; r++) {
+                    const uint8_t* p = weight.codes + (n + r) * l.row_bytes + k * BITS / 8;
+                    words[r] = *(const UnalignedWord16*)p;
+                    __builtin_prefetch(p + 4 * l.row_bytes);  // rows are too short for the processor to foresee
+                }
+                UNROLL for (int j = 0; j < PER_WORD; j++) {
+                    Float16 given[M];
+                    UNROLL for (int i = 0; i < M; i++)
+                        given[i] = *(const UnalignedFloat16*)(tokens_x + i * l.columns + k + 16 * j);
+                    UNROLL for (int r = 0; r < R; r++) {
+                        const Float16 number = ZERO ? numbers(words[r], j) - zero[r] : numbers(words[r], j);
+                        UNROLL for (int i = 0; i < M; i++) part[r][i] += number * given[i];
+                    }
+                }
+            }
+            UNROLL for (int r = 0; r < R; r++) {
+                const Float16 scale = of_words(weight.scale + (n + r) * l.groups, start, l.group, each);
+                UNROLL for (int i = 0; i < M; i++) sums[r][i] += part[r][i] * scale;
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < M; i++) out[(m + i) * l.rows + n + r] = total(sums[r][i]);
+    }
+
+    template <int R, int M>
+    void by_codes(int64_t n, int64_t m) {
+        const Layout& l = *weight.layout;
+        Sums<R, M> sums = {x + m * l.columns, l.columns};
+        decode_rows<R>(weight, n, sums);
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < M; i++) {
+                float parts[8], all = sums.ones[r][i];
+                memcpy(parts, &sums.eights[r][i], sizeof(parts));
+                for (int p = 0; p < 8; p++) all += parts[p];
+                out[(m + i) * l.rows + n + r] = all;
+            }
+    }
+
+    template <int R, int M>
+    int64_t some(int64_t n, int64_t m) {
+        for (; m + M <= tokens; m += M) in_words ? by_words<R, M>(n, m) : by_codes<R, M>(n, m);
+        return m;
+    }
+    // Sums that fit the registers, and enough of them to hide how long an addition takes.
+    void rows(int64_t n, int64_t end) {
+        for (; n + 4 <= end; n += 4) {
+            const int64_t fours = some<2, 4>(n, 0);
+            some<2, 4>(n + 2, 0);
+            some<4, 1>(n, some<4, 2>(n, fours));
+        }
+        for (; n < end; n++) some<1, 1>(n, some<1, 4>(n, 0));
+    }
+};
+
+// After the scales 15 more floats can be read. `in_words`: x lies as above; CHUNK divides the columns, and a group is
+// whole chunks or divides one in whole words.
+extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
+                            const Zero* zero, const float* x, int64_t tokens, int64_t in_words, Parallel parallel,
+                            int64_t threads) {
+    Multiply job = {{layout, codes, scale, zero}, x, out, tokens, in_words != 0};
+    all_rows(job, layout->rows, parallel, threads);
+    return 1;
+}
