@@ -116,6 +116,7 @@ def _run(options: argparse.Namespace, interrupt: Interrupt) -> int:
     from recipes.quickstart.config import PRESETS, UserError, override
     from recipes.quickstart.folder import RunFolder, latest
     from recipes.quickstart.interrupt import Interrupted
+    from recipes.quickstart.report import slowness
     from recipes.quickstart.run import run
     from recipes.quickstart.tracking import Tracker, check_wandb
 
@@ -154,9 +155,12 @@ def _run(options: argparse.Namespace, interrupt: Interrupt) -> int:
         ) from None
     finally:
         tracker.close(status)
+    if (slow := slowness(found)) is not None:
+        print(slow)
     for result in found.results:
         print(
-            f"{result.label:<30} perplexity {result.perplexity:8.3f}   {result.file_bytes:>12,} bytes"
+            f"{result.label:<30} perplexity {result.perplexity:8.3f}   {result.file_bytes:>12,} bytes   "
+            f"generates {result.generate_tokens_per_s:8,.0f} tokens/s"
         )
     print(f"report: {folder.path / 'report.md'} and {folder.path / 'report.html'}")
     return status

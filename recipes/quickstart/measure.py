@@ -77,6 +77,11 @@ class Measurements:
     def by_name(self, name: str) -> Result:
         return next(r for r in self.results if r.name == name)
 
+    def generating(self) -> list[float]:
+        """The speed of each low-bit model at generating text, as a share of high precision's."""
+        high = self.by_name("high").generate_tokens_per_s
+        return [r.generate_tokens_per_s / high for r in self.results if r.bits is not None]
+
 
 def measure(
     config: QuickstartConfig,

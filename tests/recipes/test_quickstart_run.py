@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -309,6 +310,25 @@ def test_a_loss_that_is_not_finite_stops_with_a_way_out(
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step .* smaller learning rate"):
         run(config, folder, data, tracker, StopAfter(1_000_000))
     tracker.close(2)
+
+
+@pytest.mark.parametrize(("speeds", "said"), [((95, 120), None), ((85, 92), "0.85 to 0.92")])
+def test_slow_models_are_the_first_thing_said(
+    finished: Finished, speeds: tuple[int, int], said: str | None
+) -> None:
+    found = copy.deepcopy(finished[1])
+    low = [r for r in found.results if r.bits is not None]
+    found.by_name("high").generate_tokens_per_s = 100.0
+    for result in low:
+        result.generate_tokens_per_s = float(speeds[1])
+    low[-1].generate_tokens_per_s = float(speeds[0])
+    text, headline = report.slowness(found), report.headline(CONFIG, found)
+    if said is None:
+        assert text is None and "Slow" not in headline
+    else:
+        assert text is not None and said in text and headline.startswith(text)
+    (note,) = (b for b in report.model_table(found) if isinstance(b, report.Text))
+    assert f"generates at {report.shares(found)} of the speed" in note.text
 
 
 def test_recovery_is_the_share_of_the_lost_perplexity() -> None:
