@@ -377,7 +377,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and len(args) == 3:
+        if func is F.linear and not kwargs and getattr(args[1], "_expected", None) is not None:
             product = expected_product(*args)
             if product is not None:
                 return product

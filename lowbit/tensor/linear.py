@@ -248,8 +248,9 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
     Raises ValueError where, without autocast, x and the weight or the bias differ in dtype.
     """
     takes_part = not x.is_meta and x.dtype is not torch.float64
-    if takes_part and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # the last takes longer
+    if takes_part and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
         return x, None if bias is None else bias.to(x.dtype)
     if x.dtype != weight.dtype:
         raise ValueError(

@@ -102,7 +102,7 @@ _tracing_state = torch._C._get_tracing_state
 _FLOAT32, _INT64 = torch.float32, torch.int64
 
 
-def expected_product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
+def expected_product(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:
     """`F.linear(x, weight, bias)` if it is what the weight expects, else None."""
     if _is_compiling() or bias is not None or type(x) is not Tensor:
         return None
