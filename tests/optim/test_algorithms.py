@@ -249,10 +249,10 @@ def test_bytes_of_state_an_element(cls, state):
     params = parameters((256, 512))
     optimizer = cls(params, state=state, **MOMENTUM[cls])
     run(optimizer, params, 1)
-    assert optimizer.state_bytes() == BYTES[cls][state] * params[0].numel() + 4
+    assert optimizer.state_bytes() == BYTES[cls][state] * params[0].numel() + 8
     bare = optim.SGD(params, state=state)
     run(bare, params, 1)
-    assert bare.state_bytes() == 4
+    assert bare.state_bytes() == 8
 
 
 # ---- what is refused, and the texts for CUDA ----------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_the_correction_is_one_byte_travels_in_checkpoints_and_stays_out_of_torc
     run(optimizer, params, 3)
     state = optimizer.state[params[0]]
     assert state["weight_correction"].dtype == torch.int8
-    assert optimizer.state_bytes() == 64 * 128 * (1.0625 + 1) + 4
+    assert optimizer.state_bytes() == 64 * 128 * (1.0625 + 1) + 8
     copies = [nn.Parameter(params[0].detach().clone())]
     other = optim.AdamW4bit(copies, weight_correction="8bit")
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -133,7 +133,7 @@ def test_bytes_of_state_an_element(state, expected):
     optimizer = optim.AdamW(params, state=state)
     assert optimizer.state_bytes() == 0
     run(optimizer, params, 1)
-    assert optimizer.state_bytes() == expected * params[0].numel() + 4
+    assert optimizer.state_bytes() == expected * params[0].numel() + 8
 
 
 @pytest.mark.parametrize(
