@@ -97,7 +97,7 @@ def test_commands_name_what_exists() -> None:
     assert (ROOT / "recipes/quickstart.py").exists() or (
         ROOT / "recipes/quickstart/__main__.py"
     ).exists()
-    assert commands[1].endswith(" pytest")
+    assert commands[1].endswith(" pytest -n 2")
 
 
 def test_folder_tree_is_true() -> None:
