@@ -9,8 +9,8 @@ everywhere, because `x · (1/scale)` and `x / scale` differ in the last bit and 
 Number types are told by `target_dtype` and the range: any integer range (int4 is `torch.int8` with −8..7), or
 float8, where the range is the largest finite value and the cast does the rounding.
 
-A NaN is quantized as 0 is, to the code of the zero point, and float8 keeps it: a code can't say it, but the scale that
-`choose_qparams_affine` gives for its block does. So what is dequantized is NaN throughout the block.
+NaN gets the code of 0, the zero point; float8 keeps it. `choose_qparams_affine` gives its block a scale of NaN, so the
+dequantized block is NaN.
 
 A zero point of integer dtype is a code. A zero point of floating dtype is a value in the input's own domain, the
 tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
@@ -19,7 +19,7 @@ tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
     x̂ = (code − mid) · scale + zero_point
 
 Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
-observers, to which this module is bit-exact but for exact ties, NaN, and the ends of int32, where those wrap
+observers, to which this module is bit-exact except for exact ties, NaN, and the ends of int32, where those wrap
 (tests/test_affine_against_torch.py).
 """
 
@@ -255,7 +255,7 @@ def _to_grid(
 ) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it.
 
-    A NaN, also that of an infinity by an infinite scale, takes the code of the zero point, so that the cast is defined.
+    NaN (inf times a scale of inf gives one too) takes the code of the zero point, so that the cast is defined.
     """
     inverse = _divide(torch.ones_like(scale), scale)
     if dtype in FLOAT8_DTYPES:

@@ -99,9 +99,8 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
             info["ties"][name] = first
         elif isinstance(value, LowbitTensor):
             info["tensors"][name] = _describe(name, value)
-            for part in (
-                value.tensor_attrs
-            ):  # also one that this tensor has not: a reader would take it for its own
+            # Absent parts too: a reader would take a tensor of that name for a part.
+            for part in value.tensor_attrs:
                 if f"{name}.{part}" in state_dict:
                     raise CheckpointError(
                         f"{name}.{part} would be taken for a part of {name}; rename it"

@@ -69,7 +69,7 @@ def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> 
 
 
 def clamped(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    """Float32 codes as `dtype`, within low..high. They are integral and without NaN, but for float8, which rounds."""
+    """Float32 codes as `dtype`, within low..high: integral and without NaN, except float8, where the cast rounds."""
     if dtype is torch.int32:
         codes = codes.double()
     return codes.clamp(low, high).to(dtype)

@@ -64,6 +64,8 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
                 raise CheckpointError(
                     f"{name!r} cannot be the name of a tensor in a *.safetensors file; rename it, or save as *.pt"
                 )
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; give the name of a file in it")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     # The rights that the umask leaves are read off a new file. Reading the umask itself sets it, for all threads.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -80,7 +82,7 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
         os.chmod(temporary, rights)  # safetensors has put a file of its own there
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -118,7 +120,7 @@ class Unverified:
             todo = {**dict.fromkeys(n for n in asked if n in self._tensors), **dict.fromkeys(ahead)}
             self._damaged |= digests.damaged(self._entries, self._tensors, todo)
             for name in todo:
-                del self._tensors[name]
+                self._tensors.pop(name, None)  # another thread may have compared it meanwhile
         bad = sorted(self._damaged if names is None else self._damaged.intersection(asked))
         if bad:
             raise CheckpointError(

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
-from lowbit.tensor.apply import Filter, Report, Target, check_module, find_owners
+from lowbit.tensor.apply import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.tensor.base import LowbitTensor
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared
@@ -50,7 +50,8 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
         raise TypeError(
             f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}"
         )
-    chosen = _targets(model, filter_fn)
+    left = Report()
+    chosen = _targets(model, filter_fn, left)
     if not chosen and not was_prepared(model):
         raise ValueError(
             f"{type(model).__name__} has no weights in low bits{' that the filter chooses' if filter_fn else ''}, none "
@@ -64,19 +65,19 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
             )
         del chosen
         unfuse_linears_(model)
-        chosen = _targets(model, None)
+        chosen = _targets(model, None, left)
     frozen = [t for t in chosen if not t.weight.requires_grad]
     trained = [t for t in chosen if t.weight.requires_grad]
     del chosen  # each old weight's memory is free before the next one's turn
-    report = replace_prepared(frozen, _plain, _FROZEN, trainable=True)
+    report = replace_prepared(frozen, _plain, _FROZEN, trainable=True, report=left)
     report = replace_prepared(trained, _plain, "plain", trainable=True, report=report)
     if filter_fn is None:
         forget_prepared(model, report)
     return report.count(model)
 
 
-def _targets(model: nn.Module, filter_fn: Filter | None) -> list[Target]:
-    """The low-bit weights that are chosen. Raises ValueError for a sharded one."""
+def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[Target]:
+    """The low-bit weights that are chosen; `left` gets the others. Raises ValueError for a sharded one."""
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
@@ -88,6 +89,10 @@ def _targets(model: nn.Module, filter_fn: Filter | None) -> list[Target]:
             filter_fn(owner, full.removesuffix(own).removesuffix("."))
             for owner, own, full in owners
         ):
+            shape = tuple(weight.shape)
+            left.entries += [
+                Entry(n, shape, False, "not selected by the filter") for _, _, n in owners
+            ]
             continue
         if isinstance(weight, DTensor):
             raise ValueError(

@@ -77,7 +77,9 @@ def damaged(
     names = list(names)
     with ThreadPoolExecutor(threads()) as pool:
         found = pool.map(_digest, [tensors[name] for name in names])
-        return {n for n, digest in zip(names, found, strict=True) if digest != entries[n]["sha256"]}
+        return {
+            n for n, digest in zip(names, found, strict=True) if digest != entries[n].get("sha256")
+        }
 
 
 def listed(names: list[str]) -> str:

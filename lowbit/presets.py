@@ -1,9 +1,9 @@
 """The usual schemes by name: functions that return a `Scheme`.
 
 The symmetric mapping of a preset is the one with the smaller squared error over trained and random weights
-(`python -m benchmarks.mapping_error`; the table is in `benchmarks/LOG.md`). "symmetric" has the finer step and puts the
-largest value of a block on a tie, of which the positive clips; "symmetric_no_clipping_err" puts that value on a code.
-The more bits, and the fewer values share a scale, the more that one value counts. A checkpoint carries its own mapping,
+(`python -m benchmarks.mapping_error`; the table is in `benchmarks/LOG.md`). "symmetric" has the finer step, but
+the largest positive value of a block clips; "symmetric_no_clipping_err" puts the largest value on a code. That value
+matters more with more bits and smaller groups. A checkpoint carries its own mapping,
 whatever the presets choose.
 """
 

@@ -367,3 +367,10 @@ def test_read_by_a_fresh_process_with_and_without_lowbit(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "read\n"
+
+
+def test_a_folder_in_the_files_place_is_named(tmp_path):
+    (tmp_path / "m.pt").mkdir()
+    with pytest.raises(lb.CheckpointError, match=r"m\.pt is a folder; give the name of a file"):
+        lb.save({"a": torch.ones(2)}, tmp_path / "m.pt")
+    assert [*tmp_path.iterdir()] == [tmp_path / "m.pt"]

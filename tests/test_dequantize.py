@@ -24,6 +24,7 @@ from lowbit import (
 )
 from lowbit.inference import fuse_linears_
 from tests.distributed.launch import launch
+from tests.schemes import relative_error
 
 INT4 = Int4WeightOnly(8)
 
@@ -99,9 +100,9 @@ def test_a_plain_model_of_the_same_values(way, dtype) -> None:
         assert torch.equal(p, before[name]), name
     assert model.head.weight is model.embedding.weight
     if way not in ROUNDS_INPUTS:
-        assert torch.allclose(
-            model(TOKENS), y, rtol=0.05, atol=0.05 if dtype is torch.bfloat16 else 1e-5
-        )
+        # in bfloat16 three layers of other roundings, relative to the whole
+        limit = 2e-2 if dtype is torch.bfloat16 else 1e-5
+        assert relative_error(model(TOKENS), y.double()) < limit
     plain = Model().to(dtype)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain(TOKENS), model(TOKENS))
@@ -212,3 +213,11 @@ def _sharded_is_refused(rank: int, world: int) -> None:
 
 def test_a_sharded_model_is_refused_and_stays_as_it_is() -> None:
     launch(_sharded_is_refused, 2)
+
+
+def test_a_filter_reports_what_it_left() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
+    lowbit.quantize_(model, lowbit.Int8WeightOnly())
+    report = lowbit.dequantize_(model, lambda _, name: name == "0")
+    assert report.converted == ["0.weight"]
+    assert report.left == {"1.weight": "not selected by the filter"}

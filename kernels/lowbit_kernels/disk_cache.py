@@ -2,9 +2,9 @@
 a user without a home in a folder of that user's own among the temporary ones.
 
 What is read here runs. So a file is taken only if nobody but this user or root can have written it: `trusted_folder`
-says how that is known. A folder or file that fails is left alone, and a warning says so once per process: the rights
-of an existing folder are never changed, since the path may name any folder at all, /tmp included. A file that fails
-is replaced by the one compiled instead.
+says how that is known. An untrusted folder is not used, and a warning says so once per process. The mode of an existing
+folder is never changed, since the path may name any folder at all, /tmp included. An untrusted file is replaced by the
+one compiled instead.
 
 A file is named by a digest of all that its machine code depends on (source, compiler, options, processor). It holds
 the code, then a digest of name and code: a file that has been cut off, damaged, or renamed is not taken. Tools for
@@ -22,9 +22,8 @@ from pathlib import Path
 
 from lowbit_kernels import trusted_folder
 
-LARGEST = (
-    64 << 20
-)  # bytes; kernels have less than 2 MiB, and so much is read in less time than one is compiled
+# 64 MiB: kernels are under 2 MiB, and reading this much is faster than compiling one.
+LARGEST = 64 << 20
 DIGEST = 32  # bytes
 _WARNED: set[str] = set()
 

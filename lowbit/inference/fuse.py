@@ -151,7 +151,7 @@ def _save_part(
 ) -> None:
     for kind, t in zip(("weight", "bias"), lead.part(index), strict=True):
         if t is not None and keep_vars:
-            # a view that has a gradient is no parameter; one without can say that it is to stay whole
+            # A view that requires grad cannot be a Parameter; the others are, and so stay whole.
             destination[prefix + kind] = t if t.requires_grad else nn.Parameter(t, False)
         elif t is not None:
             destination[prefix + kind] = t.detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -35,6 +37,13 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
         complex, NaN or infinite weight. The model is then as it was.
     """
     targets, report = find_targets(model, scheme, filter_fn)
+    trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]
+    if 0 < len(trained) < len(targets):
+        warnings.warn(
+            f"quantize_ freezes {len(trained)} weights that were trained while others were frozen, such as "
+            f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
+            stacklevel=2,
+        )
     report = replace_weights(
         targets, report, lambda t: AffineTensor.from_float(t.weight, t.scheme), trainable=False
     )

@@ -269,8 +269,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim. Its `_metadata` says by which implementation each parameter was updated last: a run that
-        another one goes on with is told so (`lowbit.optim.stepped_by`)."""
+        """As of torch.optim. Its `_metadata` records which implementation last updated each parameter, so that a run
+        that resumes can warn if it changes (`lowbit.optim.stepped_by`)."""
         made = super().state_dict()
         return self._stepped_by.attach(made) if isinstance(made, dict) else made
 

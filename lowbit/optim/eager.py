@@ -149,7 +149,7 @@ class Step:
             each = zip(self.signs, coded, (cols // (w or cols) for w in widths), strict=True)
             corrected = states.has_correction(self.group, param)
             widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
-            # beside bf16 weights may lie those of a converted model, which stay float32 behind low-bit products
+            # A model may hold bf16 weights beside float32 ones behind low-bit products.
             key = cols, weight.dtype, formats
             self.kinds[at] = key, Kind(cols, widest, corrected, tuple(each))
         return self.kinds[at]

@@ -9,7 +9,7 @@ of some kilobytes; on a CPU it is read where it is. Nothing is read back.
 
 A plan knows states by weak references, so that they are freed with the optimizer, or with what the user takes out of
 it. It knows parameters by their ids: weak references would keep `nn.Module.to` from swapping them. The optimizer's
-`state` has those that kernels take as keys, so that no other object can get their ids.
+`state` keeps these parameters alive, so no other object can take their ids.
 """
 
 from __future__ import annotations

@@ -24,9 +24,7 @@ from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
 from lowbit_kernels.fused_step_cpu import FusedStepCpu
 
-_GRAD, _DTYPE, _LAYOUT, _SHAPE, _DEVICE = map(
-    operator.attrgetter, ("grad", "dtype", "layout", "shape", "device")
-)
+_GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "layout", "shape"))
 
 
 class Item(NamedTuple):
@@ -129,7 +127,7 @@ class Launch:
         own = list(map(states.memory, params)) if self.wrapped else params
         if self._addresses_of(own) != self.addresses or set(map(_DTYPE, own)) != self.dtypes:
             return False
-        if set(map(_DEVICE, own)) != {self.table.device}:
+        if own[0].device != self.table.device:
             return False
         if not _are_shaped(own, self.shapes) or not all(map(Tensor.is_contiguous, own)):
             return False

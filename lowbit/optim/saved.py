@@ -1,8 +1,8 @@
 """What a checkpoint holds: the values that `load_state_dict` takes, and the way back to torch.optim.
 
-All values are looked at before anything changes. A checkpoint that a run made passes, also that of a run that
-diverged: a moment may hold NaNs. Values that no step could have left are refused by the parameter's name: a step that
-is no count, a second moment below 0, a tensor without memory.
+All values are checked before anything changes. Moments may hold NaN, since a run that diverged saves them. Values
+that no step could have left are refused by the parameter's name: a step that is no count, a second moment below 0, a
+tensor without memory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements, over all shards; smaller ones keep float32 states
 SHORTEST_ROW = 32  # elements; with shorter ones the scales would weigh as much as the codes
 STEP = torch.float64
-"""Of step counters: float32 counts to 2**24 and stays there, this to 2**53."""
+"""Dtype of step counters. float32 stops counting at 2**24; float64 counts to 2**53."""
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -87,6 +87,9 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """Those of a parameter's states that lie elsewhere than it does now, on its device, and its step counter if it is
     no `STEP`: the model was moved, or an older version made the states."""
     device = local(param).device
+    step = state.get("step")
+    if step is not None and step.dtype == STEP and step.device == device:
+        return {}  # all states of a parameter lie together
     made: dict[str, Any] = {}
     for name, value in state.items():
         if name == "step" and (value.dtype != STEP or value.device != device):

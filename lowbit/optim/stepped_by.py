@@ -1,9 +1,8 @@
 """Which implementation of the step updated each parameter: PyTorch operations ("eager"), "fused cpu" or "fused cuda".
 
-They agree up to rounding: a result may differ in its last bit, a code by one. So a run that goes on in another one,
-where no compiler is or since a weight is not contiguous any more, is not the run that it would have been, to the bit.
-A state dict carries who updated what, beside its keys: as the attribute `_metadata`, as that of `nn.Module.state_dict`
-does, which pickles, and which no other loader has to know.
+The implementations agree up to rounding. A run that resumes with another one (no compiler, a weight that is no longer
+contiguous) may differ from an uninterrupted run in the last bit, a code by one. A state dict records the implementation
+of each parameter in its attribute `_metadata`, as that of `nn.Module` does: it pickles, and other loaders ignore it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ KEY = "stepped_by"
 
 
 class SteppedBy:
-    """By whom the parameters of one optimizer were updated last, by their places in it."""
+    """The implementation that last updated each parameter of an optimizer, by the parameter's index."""
 
     def __init__(self, last: Mapping[int, str] | None = None) -> None:
         self._last = dict(last or {})

@@ -3,9 +3,9 @@
     weight + delta, weight.norm(), ...     the dequantized values take part: a plain tensor
     weight += delta, weight.data = values  the result is quantized again, in the weight's own scheme
 
-What is quantized again is rounded again: of a change smaller than half the distance of two codes little arrives. Each
-block of values keeps its scale unless a new one is nearer, so that what doesn't change stays as it is to the bit, and a
-small change that is taken back leaves nothing behind. `lowbit.dequantize_(model)` before merging loses nothing.
+Writing quantizes again, so a change smaller than half a quantization step is mostly lost. Each block keeps its scale
+unless a new one is nearer: values that don't change keep their bits, and a small change that is taken back leaves
+nothing behind. `lowbit.dequantize_(model)` before merging loses nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def requantize_(weight: AffineTensor, values: Tensor) -> None:
     ternary weights. The weight is then as it was.
     """
     if isinstance(weight, TernaryTensor):  # of which not even its own values give it back
-        raise weight._unsupported(f"being changed, as one scale of all follows ({_BEFORE})")
+        raise weight._unsupported(f"changes, since all its elements share one scale ({_BEFORE})")
     if values.shape != weight.shape:
         raise ValueError(f"values of shape {tuple(values.shape)} for {weight!r}")
     check_weight(values, f"what is to become {type(weight).__name__} {tuple(weight.shape)}")
@@ -112,7 +112,10 @@ def _requantize(weight: AffineTensor, values: Tensor) -> None:
     of_elements = keeps
     for dim, size in enumerate(block):
         of_elements = of_elements.repeat_interleave(size, dim)
-    codes = torch.where(of_elements, _as_bytes(kept), _as_bytes(anew)).view(kept.dtype)
+    # As bytes: float8 has fewer operations.
+    codes = torch.where(of_elements, kept.view(torch.uint8), anew.view(torch.uint8)).view(
+        kept.dtype
+    )
     weight.codes.copy_(weight._store(codes, spec))
     weight.scale.copy_(torch.where(keeps, weight.scale, scale))
     if zero_point is not None and weight.zero_point is not None:
@@ -129,11 +132,6 @@ def _error(
     for dim, size in enumerate(spec.block_size(values.shape)):
         square = square.unflatten(dim, (-1, size)).sum(dim + 1)
     return square
-
-
-def _as_bytes(codes: Tensor) -> Tensor:
-    """float8 has fewer operations than bytes."""
-    return codes.view(torch.uint8)
 
 
 def assign(weight: AffineTensor, values: Any) -> None:

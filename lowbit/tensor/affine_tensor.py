@@ -212,6 +212,13 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         assign(self, values)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        """Raises ValueError for NaN and infinite values, of which each would spoil its whole block."""
+        is_known = not values.is_meta and not torch.compiler.is_compiling()
+        if is_known and (bad := count_nonfinite(values)):
+            raise ValueError(
+                f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
+                "them first"
+            )
         if self.transposed:
             values = values.transpose(-2, -1)
         return type(self)._encode_as(values, self.spec, self.scale.dtype)

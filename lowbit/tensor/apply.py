@@ -187,11 +187,15 @@ def find_targets(
         reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
         raise ValueError(
             f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
-            "choose modules with filter_fn(module, name)"
+            "choose modules with filter_fn(module, name), or by patterns that give them a scheme"
         )
     shared = {fqn for t in walk.targets.values() for _, _, fqn in t.owners}
     report.entries = [e for e in report.entries if e.fqn not in shared]
     return list(walk.targets.values()), report
+
+
+_NO_PARAMETER = "<no parameter>"
+"""A name that no parameter has."""
 
 
 class _Walk:
@@ -248,7 +252,7 @@ class _Walk:
         if is_second and selected:  # adapters beside a weight shall not be frozen along with it
             selected = pattern is not None and not _matches(pattern, prefix)
         elif not selected and not is_first:
-            selected = self.filter_fn(module, fqn)
+            selected = self._chosen_by_name(module, prefix, fqn)
         if not selected:
             return self._not_selected(module, param, is_first, is_second), None
         note = _refusal(self.owners[id(param)], param, self.kind is TrainingScheme)
@@ -260,6 +264,12 @@ class _Walk:
         scheme = schemes[pattern]
         _check_ties(self.chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
         return None, scheme
+
+    def _chosen_by_name(self, module: nn.Module, prefix: str, fqn: str) -> bool:
+        """Whether the filter, which does not take the module, takes this parameter of it. A filter that would take
+        any other name as well excludes the module by its name; it does not choose the parameter."""
+        no_parameter = f"{prefix}.{_NO_PARAMETER}" if prefix else _NO_PARAMETER
+        return self.filter_fn(module, fqn) and not self.filter_fn(module, no_parameter)
 
     def _not_selected(
         self, module: nn.Module, param: nn.Parameter, is_first: bool, is_second: bool

@@ -307,9 +307,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func == _SET_DATA
-        ):  # of itself it would change nothing: the values are in the inner tensors
+        # Without this the assignment would have no effect: the values are in the inner tensors.
+        if func == _SET_DATA and isinstance(args[0], LowbitTensor):
             return args[0]._assign_data(args[1])
         if func is Tensor.share_memory_:  # it would take the address of memory that is none
             for t in args[0].inner_tensors().values():
@@ -317,11 +316,14 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             return args[0]
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
-        if func is Tensor.__setitem__ and write(*args):
+        if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return as_copies(args[0], result) if func in READS else result
+        if func not in READS:
+            return result
+        source = args[0] if args else (kwargs or {})["input"]
+        return as_copies(source, result) if isinstance(source, LowbitTensor) else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -67,6 +67,10 @@ class CodebookTensor(LowbitTensor):
 
     tensor_attrs = ("codes", "scale")
     meta_attrs = ("format", "signed", "block_size")
+    way_out = (
+        "call .dequantize() for a plain tensor, or lowbit.optim.dequantize_state_dict(state_dict) for what torch.optim "
+        "loads"
+    )
     codes: Tensor
     scale: Tensor
     format: str

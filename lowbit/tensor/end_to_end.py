@@ -1,4 +1,4 @@
-"""Tensors laid end to end, each as it is stored: what DistributedDataParallel broadcasts of a model at the start.
+"""Flat low-bit tensors laid end to end, each as it is stored: DistributedDataParallel broadcasts a model so at first.
 
 It flattens parameters into one tensor, sends that, and cuts it up again. In high precision the pieces of a quantized
 weight would be rounded anew, each replica by its own scales, and an int8 weight would lose the offsets of its random
@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from lowbit.tensor.base import aten
+from lowbit.tensor.base import LowbitTensor, aten
 
 
 def wait_for(work: Any) -> None:
@@ -24,7 +25,8 @@ def wait_for(work: Any) -> None:
 
 
 class EndToEnd(torch.Tensor):
-    """Flat tensors as one, which can be broadcast, in place, and cut up where they meet; nothing else."""
+    """Flat tensors as one, to be broadcast in place and cut up where they meet. Any other operation, such as the norm
+    of `parameters_to_vector`, reads the values that `master()` gives."""
 
     parts: list[Tensor]
 
@@ -51,12 +53,24 @@ class EndToEnd(torch.Tensor):
                 _, work = func([part], *args[1:], **(kwargs or {}))
                 wait_for(work)
             return args[0], work
-        if func is aten.slice.Tensor:
+        if func is aten.slice.Tensor and len(args) == 4 and not kwargs:
             self, _, start, end = args
             for part in self.parts:
                 if start == 0 and end == part.numel():
                     return aten.alias.default(part)
                 start, end = start - part.numel(), end - part.numel()
-        raise NotImplementedError(
-            f"{func} of parameters laid end to end; accepted: a broadcast, and each parameter's slice"
-        )
+        if func._schema.is_mutable:
+            raise NotImplementedError(
+                f"{func} of parameters laid end to end, which is a copy; accepted: a broadcast, or a change of each "
+                "parameter by itself"
+            )
+        return func(*tree_map(_values, args), **tree_map(_values, kwargs or {}))
+
+
+def _values(x: Any) -> Any:
+    """An EndToEnd as one plain tensor; anything else as it is."""
+    if not isinstance(x, EndToEnd):
+        return x
+    return torch.cat(
+        [p.master().reshape(-1) if isinstance(p, LowbitTensor) else p for p in x.parts]
+    )

@@ -42,7 +42,8 @@ class FakeQuantizedTensor(TrainableTensor):
         )
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Of the other symmetric mapping, with which training then goes on; a view of the parameter would lose it."""
+        """Accepts the other symmetric mapping, with which training then continues. Only a parameter can: a view would
+        lose it."""
         return (
             type(self) is type(other)
             and isinstance(self, nn.Parameter)

@@ -18,8 +18,8 @@ _WAYS_OUT = (
 def asks_for_gradient(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether `func` is `requires_grad_`, which changes nothing here. Asked for a gradient, a parameter warns.
 
-    What is no parameter yet stays silent: `load_state_dict(assign=True)` into a model that trains makes parameters of
-    low-bit tensors so, and means no more by it. Raises NotImplementedError for `requires_grad = True`.
+    `load_state_dict(assign=True)` calls it on tensors that are no parameters yet, which does not warn. Raises
+    NotImplementedError for `requires_grad = True`.
     """
     if func is Tensor.requires_grad_:
         asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)

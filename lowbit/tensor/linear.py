@@ -184,7 +184,7 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
         )
     if isinstance(x, LowbitTensor):
         raise x._unsupported(
-            "being the input of a linear, of which only the weight may be in low bits"
+            "linear with it as the input (accepted: a plain input and a low-bit weight)"
         )
     if x.device != weight.device:
         raise ValueError(

@@ -18,8 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.fsdp import as_bytes
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from lowbit.tensor.pickled import FLOATS
 
 
 def local(value: Any) -> Any:
@@ -48,7 +47,8 @@ def _dtensor(own: Tensor, like: DTensor, placements: Any, shape: Any, stride: An
 def split(value: Tensor) -> dict[str, Tensor] | None:
     """The inner tensors of a low-bit tensor, or DTensors of them, by name; their memory is shared.
 
-    None where they would not say all: a transposed or flattened view, a DTensor whose shards share scales.
+    None if the inner tensors alone do not describe the tensor: a transposed or flattened view, a DTensor whose shards
+    share scales.
     """
     own = local(value)
     if getattr(own, "transposed", False) or own.flat_from is not None:
@@ -150,7 +150,7 @@ def join(param: Any, given: Mapping[str, Any], key: str, *, keep_dtypes: bool) -
     first, *others = given
     for name, t in given.items():
         found, wanted = (tuple(t.shape), t.dtype), expected.get(name)
-        if found != wanted or (name == "scale" and t.dtype not in _FLOATS):
+        if found != wanted or (name == "scale" and t.dtype not in FLOATS):
             what = "size mismatch for " if wanted is not None and found[0] != wanted[0] else ""
             raise ValueError(
                 f"{what}{key}.{name}: it is {_said(*found)}, expected {_said(*wanted) if wanted else 'none'}; the "

@@ -175,9 +175,9 @@ def _check_flags(value: Any) -> None:
 def _set_others(t: Any, others: Mapping[str, Any]) -> None:
     """Attributes that a tensor was given from outside, such as the flag of a parameter."""
     for name, value in others.items():
-        if any(name in vars(c) for c in type(t).__mro__ if issubclass(c, Pickling)):
+        if hasattr(type(t), name):
             raise ValueError(
-                f"the pickled {type(t).__name__} sets {name!r}, which belongs to the class"
+                f"the pickled {type(t).__name__} sets {name!r}, which every such tensor has"
             )
         setattr(t, name, value)
 
@@ -214,8 +214,8 @@ def rebuild(
         raise ValueError(f"the pickled {cls.__name__} has the dtype {dtype!r}")
     strides = cls._strides(tuple(shape), meta)
     t = cls.from_inner(tensors, meta, shape, dtype, strides=strides, flat_from=flat_from)
-    t.check_parts()
     _set_others(t, others)
+    t.check_parts()
     if requires_grad:
         t.requires_grad_()
     return t

@@ -1,4 +1,4 @@
-"""What is said where `load_state_dict` copies low-bit tensors into plain parameters.
+"""Warns where `load_state_dict` copies low-bit tensors into plain parameters.
 
 torch copies into the parameters that a module has, so a float model stays one, in silence: "all keys matched". Only the
 caller distinguishes such a load from other copies (an optimizer's, an average's, a user's own).

@@ -28,6 +28,8 @@ class _Replaced(NamedTuple):
 
 _REPLACED: dict[int, _Replaced] = {}
 """By id, of parameters that are alive: a dictionary of tensors would compare them elementwise."""
+_HANDED_OVER = "_lowbit_handed_over"
+"""Marks a gradient that a replaced parameter had and that is its successor's now."""
 _INSTALLED: list[Any] = []
 """The handles of the hooks, from the first replacement on."""
 
@@ -35,9 +37,9 @@ _INSTALLED: list[Any] = []
 def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
     """Give a parameter what users put on the one that it replaces, and remember that one.
 
-    Hooks (`register_hook`, `register_post_accumulate_grad_hook`) are those of both from now on: their handles remove
-    them. They see the gradient, a plain tensor, and the new parameter. Attributes are copied by reference. The gradient
-    goes along, unless the new parameter is for inference; the old one has none any more.
+    Both parameters share their hooks (`register_hook`, `register_post_accumulate_grad_hook`) from now on: a handle
+    removes its hook from both. They see the gradient, a plain tensor, and the new parameter. Attributes are copied by
+    reference. The new parameter shares the old one's gradient, unless it is for inference.
 
     Args:
         old, new: the parameters.
@@ -58,7 +60,8 @@ def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str
             new._post_accumulate_grad_hooks = hooks[1]
     elif count := sum(map(len, filter(None, hooks))):
         left.append(f"{count} gradient hook{'s' * (count > 1)}, as it gets no gradients")
-    old.grad = None
+    if old.grad is not None:
+        setattr(old.grad, _HANDED_OVER, True)
     own = {*old.detach().__dict__, *old.caches} if isinstance(old, LowbitTensor) else set()
     for attribute, value in old.__dict__.items():
         if attribute in own or attribute == "_is_param":  # the representation's, and torch's
@@ -107,9 +110,11 @@ def _check(optimizer: Optimizer) -> None:
         f"{type(optimizer).__name__} holds {len(stale)} parameters (of {total}) that are no longer those of their "
         f"model: {names}. A conversion replaced them (by {stale[0].kind}) after the optimizer was made, which would "
         "not train them. Make the optimizer after prepare_, restore_, convert_ or quantize_, and what holds it (a "
-        "scheduler, say); load_state_dict(old.state_dict()) gives it the old one's states"
+        "scheduler, say); load_state_dict(old.state_dict()) gives it the old one's states. Where another model still "
+        "uses such a parameter, step when it has a gradient"
     )
 
 
 def _is_idle(param: Tensor) -> bool:
-    return param.grad is None and param.requires_grad
+    """Without a gradient since it was replaced."""
+    return param.requires_grad and (param.grad is None or hasattr(param.grad, _HANDED_OVER))

@@ -1,9 +1,8 @@
 """`weight[i]` of a low-bit matrix: one row, as plain values.
 
-The row of a packed tensor is a copy, since its values are nowhere in memory until they are dequantized. A plain tensor
-in its place would take `weight[i].zero_()` and lose it, so that the row is a `RowCopy`, which reads like any tensor and
-refuses to be written to. `weight[i] = values` writes the row. A weight that keeps its high-precision values hands out
-views of these, as every tensor does.
+A row of a packed tensor is a copy: its values are nowhere in memory until they are dequantized. Writing to the copy
+would be lost, so the row is a `RowCopy`: it reads like a tensor and refuses writes, also as a read-only NumPy array.
+`weight[i] = values` writes the row. A weight that keeps its high-precision values gives views of these.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 READS = {
     Tensor.__getitem__,
@@ -31,14 +31,19 @@ class RowCopy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = kwargs.get("out")
-        if isinstance(out, RowCopy) or (_writes(func) and args and isinstance(args[0], RowCopy)):
+        if _has_row(kwargs.get("out")) or (_writes(func) and args and _has_row(args[0])):
             raise NotImplementedError(
                 "a row of a low-bit tensor is a copy, and writing to it would not reach the tensor; accepted: "
                 "tensor[i] = values, or row.clone() for values of your own"
             )
         with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(
+                func, torch._ops.OpOverload
+            ):  # torch.compile's analysis takes no subclasses
+                args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
             result = func(*args, **kwargs)
+            if func is Tensor.numpy:
+                result.flags.writeable = False
             if isinstance(result, Tensor) and any(_share(result, a) for a in args):
                 return result.as_subclass(RowCopy)
             return result
@@ -52,11 +57,24 @@ class RowCopy(Tensor):
         return memo.setdefault(id(self), self.detach().clone())
 
 
+def _plain(x: Any) -> Any:
+    return x.as_subclass(Tensor) if isinstance(x, RowCopy) else x
+
+
+def _has_row(x: Any) -> bool:
+    return any(map(_has_row, x)) if isinstance(x, list | tuple) else isinstance(x, RowCopy)
+
+
 _NEUTRAL = {"requires_grad_", "retain_grad"}
 """Methods that change no value."""
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 def _writes(func: Any) -> bool:
+    if func == _SET_DATA:
+        return True
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _IN_PLACE)
@@ -81,7 +99,13 @@ _IN_PLACE = {
 
 
 def _share(result: Tensor, other: Any) -> bool:
-    if not isinstance(other, RowCopy) or result.is_meta:
+    if not isinstance(other, RowCopy) or torch.compiler.is_compiling():
+        return False
+    if (
+        result.is_meta
+        or result.layout is not torch.strided
+        or type(result) not in (Tensor, RowCopy)
+    ):
         return False
     return result.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 

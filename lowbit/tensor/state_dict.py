@@ -22,6 +22,7 @@ so that it does not matter who replaces the parameter, and removes them when the
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
@@ -249,6 +250,12 @@ def _take_plain(param: nn.Parameter, key: str, state_dict: dict[str, Any]) -> No
     elif isinstance(own, Int8WeightTensor):
         made = torch.empty_like(own, device=given.device if own.is_meta else None)
         state_dict[key] = placed_as(value, made.copy_(given))
+    else:
+        warnings.warn(
+            f"load_state_dict(assign=True) puts plain tensors in place of low-bit weights, such as {key}, which are in "
+            "high precision from now on. To quantize the values load them without assign=True",
+            stacklevel=2,
+        )
 
 
 # ---- low-bit tensors of what was handed out ------------------------------------------------------------------------

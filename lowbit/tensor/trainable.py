@@ -17,8 +17,8 @@ from lowbit.tensor.affine_tensor import check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
 
 KEEP_OUT = (
-    "leave this weight out by filter_fn, or call .dequantize() for a plain tensor, from which "
-    "no gradient reaches it"
+    "leave this weight out by filter_fn, call lowbit.dequantize_(model) for a plain model, or .dequantize() for a "
+    "plain tensor, from which no gradient reaches it"
 )
 """The way out for a weight that is trained: in a plain tensor's place it would stop learning, in silence."""
 
@@ -189,6 +189,7 @@ def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
     *(aten.isfinite.default, aten.isnan.default),
     *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.where.self),
     *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.amin.default),
     aten.linalg_vector_norm.default,
 )
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""That a model was prepared, also where `prepare_` left all of its weights alone, by its rules."""
+"""Marks a model as prepared, even where `prepare_` left all of its weights alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import nn
 from lowbit.tensor.report import Entry, Report
 
 _MARK = "_lowbit_left"
-"""Attribute of the modules of a prepared model: its weights that `prepare_` left alone by name, and why. By it a model
-is known to be prepared of which no weight is. It is no part of the state dict."""
+"""Attribute of the modules of a prepared model: the reason by name for each weight that `prepare_` left alone. It shows
+that a model was prepared even if no weight was converted. It is no part of the state dict."""
 
 
 def remember_prepared(model: nn.Module, report: Report) -> None:

@@ -195,3 +195,41 @@ def test_a_second_weight_is_prepared_too(flow) -> None:
     assert flow(model).converted == ["gated.weight2"]
     model.gated(torch.randn(3, 16)).sum().backward()
     assert model.gated.weight2.grad.any() and isinstance(model.gated.weight2, lb.LowbitTensor)
+
+
+class Adapted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.lora_A = nn.Parameter(torch.randn(8, 32))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 32))
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [
+        lambda module, name: name not in ("router", "head", "emb"),
+        lambda module, name: isinstance(module, nn.Linear) and name != "head",
+    ],
+)
+def test_a_filter_that_excludes_by_name_chooses_no_parameter_of_what_it_excludes(exclude) -> None:
+    model = nn.ModuleDict(
+        {"up": nn.Linear(32, 32), "head": Adapted(), "router": Router(), "emb": nn.Embedding(9, 32)}
+    )
+    assert lb.quantize_(model, INT8, exclude).converted == ["up.weight"]
+
+
+def test_a_filter_that_names_a_parameter_chooses_it() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(32, 32), "head": Adapted()})
+    report = lb.quantize_(model, INT8, lambda _, name: name.endswith("lora_A"))
+    assert report.converted == ["head.lora_A"]
+
+
+def test_freezing_adapters_is_said() -> None:
+    model = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 8))
+    with pytest.warns(UserWarning, match=r"freezes 1 weights.*such as 1\.weight: adapters"):
+        lb.quantize_(model, INT8)

@@ -23,6 +23,7 @@ from tests.tensor.cases import (
     every_case,
     every_kept_in_any_dtype,
     every_trainable,
+    every_weight,
     over,
     same,
     same_bits,
@@ -271,3 +272,15 @@ def test_loaded_in_a_fresh_process(tmp_path):
     found = torch.load(tmp_path / "values.pt", weights_only=True)
     for name, t in tensors.items():
         assert same_bits(found[name], t.dequantize()), name
+
+
+@every_weight
+def test_parameters_laid_end_to_end_read_as_values(case):
+    """As `torch.nn.utils.parameters_to_vector` does, for a norm or a flat copy."""
+    first, second = (nn.Parameter(case.make((16, 96), seed), False) for seed in (0, 1))
+    vector = torch.nn.utils.parameters_to_vector([first, second])
+    expected = torch.cat([t.detach().master().reshape(-1) for t in (first, second)])
+    assert torch.equal(vector + 0, expected) and torch.equal(vector.norm(), expected.norm())
+    assert torch.equal(vector[5:2000] * 1, expected[5:2000])
+    with pytest.raises(NotImplementedError, match="which is a copy"):
+        vector.zero_()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.tensor import Columns, LowbitTensor
+from lowbit.tensor import AffineTensor, Columns, LowbitTensor, TernaryTensor
+from lowbit.tensor.pickled import rebuild
 from tests.tensor.cases import BY_NAME, CASES, every_case, every_trainable, same, same_bits
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -396,3 +397,12 @@ def test_a_call_that_is_not_ours_is_refused():
         given[i] = wrong
         with pytest.raises(ValueError, match=match):
             rebuild(*given)
+
+
+@pytest.mark.parametrize("name", ["__class__", "data", "grad", "_backward_hooks", "codes", "shape"])
+def test_an_attribute_that_changes_the_tensor_is_refused(name):
+    t = AffineTensor.from_float(torch.randn(8, 64), lb.Int8WeightOnly())
+    others = {name: TernaryTensor if name == "__class__" else torch.ones(2)}
+    described = (tuple(t.shape), t.dtype, None, False)
+    with pytest.raises(ValueError, match=r"which every such tensor has|does not fit"):
+        rebuild(AffineTensor, t.inner_tensors(), t.meta(), *described, others)

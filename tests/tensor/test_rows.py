@@ -188,3 +188,36 @@ def test_a_number_and_a_low_bit_row_are_written_too() -> None:
     assert torch.equal(a[4:6], b[:2])
     a[6] = b[7]
     assert torch.allclose(a[6], b[7], rtol=0.01, atol=0.01)
+
+
+def test_writes_to_a_copied_row_by_other_ways_are_refused() -> None:
+    weight = AffineTensor.from_float(torch.randn(8, 64), Int8WeightOnly())
+    row = weight[0]
+    writes = (
+        lambda: torch._foreach_add_([row], 1.0),
+        lambda: torch.max(torch.randn(64, 4), 1, out=(row, torch.zeros(64, dtype=torch.int64))),
+        lambda: setattr(row, "data", torch.zeros(64)),
+    )
+    for write in writes:
+        with pytest.raises(NotImplementedError, match="a row of a low-bit tensor is a copy"):
+            write()
+    with pytest.raises(ValueError, match="read-only"):
+        row.numpy()[0] = 5
+    assert row.to_sparse().layout is torch.sparse_coo
+
+
+def test_a_copied_row_enters_a_compiled_function() -> None:
+    row = AffineTensor.from_float(torch.randn(8, 64), Int8WeightOnly())[1]
+    compiled = torch.compile(lambda x: x.view(8, 8) * 2, backend="aot_eager")
+    assert torch.equal(compiled(row), row.view(8, 8) * 2)
+
+
+def test_a_low_bit_tensor_may_be_any_argument() -> None:
+    weight, plain = (
+        AffineTensor.from_float(torch.randn(8, 64), Int8WeightOnly()),
+        torch.zeros(9, 64),
+    )
+    plain[:8] = weight
+    assert torch.equal(plain[:8], weight.dequantize())
+    assert torch.equal(torch.select(input=weight, dim=0, index=1), weight[1])
+    assert len(torch.unbind(input=weight)) == 8

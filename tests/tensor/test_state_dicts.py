@@ -351,3 +351,24 @@ def test_functional_calls_take_the_parameters():
     assert same_bits(found, model(x))
     y = F.linear(x, joined(model.state_dict())["tied.weight"])
     assert same_bits(y, model.tied(x))
+
+
+def test_plain_values_that_replace_low_bit_weights_are_told_of():
+    model = nn.Sequential(nn.Linear(64, 32))
+    lb.quantize_(model, lb.Int8WeightOnly())
+    with pytest.warns(
+        UserWarning, match=r"plain tensors in place of low-bit weights, such as 0\.weight"
+    ):
+        model.load_state_dict(nn.Sequential(nn.Linear(64, 32)).state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_would_spoil_a_block_are_refused(bad):
+    model, plain = (nn.Sequential(nn.Linear(64, 32)) for _ in range(2))
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        plain[0].weight[0, 0] = bad
+    with pytest.raises(RuntimeError, match="1 NaN or infinite values of 2048 cannot be written"):
+        model.load_state_dict(plain.state_dict())
+    assert torch.equal(model[0].weight.detach(), before)

@@ -232,7 +232,7 @@ def test_gradients_that_were_there_do_not_hide_it(set_to_none):
     backward(m)
     old, grad = m[0].weight, m[0].weight.grad.clone()
     PREPARE["int8 products"](m)
-    assert old.grad is None and torch.equal(m[0].weight.grad, grad)
+    assert old.grad is m[0].weight.grad and torch.equal(old.grad, grad)
     optimizer.zero_grad(set_to_none=set_to_none)
     backward(m)
     with pytest.raises(RuntimeError, match="Make the optimizer after"):
@@ -394,3 +394,24 @@ def test_optimizers_of_other_models_are_left_alone():
     optimizer.zero_grad()
     optimizer.step()  # without any gradient
     assert len(held) == 4 and optimizer.state[other[0].weight]["step"] == 2
+
+
+def test_a_gradient_that_another_model_has_stays():
+    """A layer that two models share: one is quantized between the other's backward and step."""
+    shared = nn.Linear(64, 32)
+    model, other = nn.Sequential(shared), nn.Sequential(copy.copy(shared))
+    other[0]._parameters = dict(shared._parameters)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    lowbit.quantize_(model, Int8WeightOnly())
+    other(torch.randn(3, 64)).sum().backward()
+    assert other[0].weight.grad is not None
+    optimizer.step()
+
+    model = nn.Sequential(nn.Linear(64, 32))
+    weight = model[0].weight
+    model(torch.randn(3, 64)).sum().backward()
+    gradient = weight.grad
+    PREPARE["QAT"](model)
+    assert weight.grad is gradient and model[0].weight.grad is gradient
+    with pytest.raises(RuntimeError, match="no longer those of their model"):
+        torch.optim.SGD([weight], lr=0.1).step()
