@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -86,9 +86,12 @@ def mesh_of(layout):
 
 
 def shard(model, mesh):
+    # half of a small float16 gradient loses its last bit, and so would the mean
+    is_half = model.first.weight.dtype is torch.float16
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
     for module in (model.first, model.second, model):
         if module is not None:
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
     if device() == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
