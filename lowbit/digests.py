@@ -30,7 +30,7 @@ def of_text(text: str) -> str:
 
 
 def of_tensor(t: Tensor) -> str:
-    """Of a plain tensor's elements in row-major order, whatever its strides and device."""
+    """The digest of a plain tensor's elements in row-major order, whatever its strides and device."""
     elements = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(elements.numpy().data).hexdigest()
 
@@ -73,7 +73,7 @@ def misplaced(entries: Any, tensors: Mapping[str, Tensor]) -> str | None:
 def damaged(
     entries: Mapping[str, Any], tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> set[str]:
-    """Of the tensors of these names, those whose bytes are not the ones that were saved."""
+    """The names, among these, of tensors whose bytes are not the ones that were saved."""
     names = list(names)
     with ThreadPoolExecutor(threads()) as pool:
         found = pool.map(_digest, [tensors[name] for name in names])

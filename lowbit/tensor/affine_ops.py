@@ -90,7 +90,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
 def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of all experts at once, in high precision: the dequantized weights, in either position, as gradients need."""
+    """Products of all experts at once, in high precision: the dequantized weights in either position."""
     for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
         if weight.activation is not None:  # whose rounding is for inputs and not for gradients
             raise weight._unsupported(

@@ -24,8 +24,8 @@ _last: weakref.ref[Any] | None = None  # the state dict of the load that was tol
 
 def warn_of_load(dst: Tensor, src: LowbitTensor) -> None:
     """A UserWarning, once a load, if this copy of `src` is part of a `load_state_dict`."""
-    copying = _caller(sys._getframe(1), "_load_from_state_dict")
-    loading = _caller(copying, "load_state_dict")
+    copying = caller_of(sys._getframe(1), _MODULES, "_load_from_state_dict")
+    loading = caller_of(copying, _MODULES, "load_state_dict")
     if copying is None or loading is None or copying.f_locals.get("key") is None:
         return
     global _last
@@ -48,10 +48,10 @@ def warn_of_load(dst: Tensor, src: LowbitTensor) -> None:
     )
 
 
-def _caller(frame: FrameType | None, function: str) -> FrameType | None:
-    """The nearest frame, from this one outwards, of that function of torch.nn.Module."""
+def caller_of(frame: FrameType | None, module: str, function: str) -> FrameType | None:
+    """The nearest frame of that module's function, from this one outwards."""
     while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == _MODULES:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
             return frame
         frame = frame.f_back
     return None

@@ -60,7 +60,7 @@ class ReadOnCpu:
 
 
 class ExpectedProduct:
-    """Of activations of `shape` with a weight that is laid out as `layout`, chosen at a `linear.version`."""
+    """A product of activations of `shape` with a weight laid out as `layout`, chosen at a `linear.version`."""
 
     __slots__ = ("layout", "shape", "version")
 
@@ -85,7 +85,7 @@ def _cropped(values: Tensor, weight: Any) -> Tensor:
 
 
 def _layout_of_plain(weight: Any) -> Dequantizer | None:
-    """Of a float32 weight without padding, stored as it is."""
+    """The kernel for a float32 weight without padding, stored as it is; None for others."""
     if weight.transposed or weight.flat_from or weight.dtype is not torch.float32:
         return None
     layout = layout_of(weight)

@@ -108,7 +108,7 @@ class Report:
 
 
 def _nbytes(param: Any) -> int:
-    """Of all of a sharded parameter."""
+    """Bytes of the whole parameter, also where it is sharded."""
     if not isinstance(param, DTensor):
         return param.nbytes_stored() if isinstance(param, LowbitTensor) else param.nbytes
     local = param.to_local()

@@ -39,6 +39,7 @@ from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.parts import join, local, placed_as, split
+from lowbit.tensor.plain_destination import caller_of
 from lowbit.tensor.ternary import TernaryTensor
 from lowbit.tensor.trainable import TrainableTensor
 
@@ -111,12 +112,7 @@ def _replace(state_dict: dict[str, Any], key: str, parts: Mapping[str, Tensor]) 
 def _caller(function: str) -> FrameType | None:
     """The frame of this function of torch.distributed.checkpoint.state_dict, where it calls."""
     name = "torch.distributed.checkpoint.state_dict"
-    frame = sys._getframe() if name in sys.modules else None
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == name:
-            return frame
-        frame = frame.f_back
-    return None
+    return caller_of(sys._getframe(1), name, function) if name in sys.modules else None
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------
