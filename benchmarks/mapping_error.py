@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def squared_error(weights: list[Tensor], spec: Spec, dtype: torch.dtype) -> float:
-    """Of all weights together, after a cast to `dtype`, in which scales and values are: Σ(ŵ − w)² / Σw²."""
+    """Σ(ŵ − w)² / Σw² over all weights together, after a cast to `dtype`, in which scales and values are."""
     error = total = 0.0
     for weight in weights:
         w = weight.to(dtype)

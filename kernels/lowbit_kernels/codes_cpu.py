@@ -20,7 +20,7 @@ GRAIN = 2**20  # elements of a weight from which on threads are worth waiting fo
 
 @dataclass(frozen=True)
 class Format:
-    """What a kernel is compiled for.
+    """The format of codes that a kernel is compiled for.
 
     Args:
         bits: of a code, 1 to 8.

@@ -23,7 +23,8 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
             counts.
         filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. `nn.Embedding` can
             be chosen, and modules of your own, whose 2-D and 3-D parameters (experts) are converted. Single parameters
-            of a module that it does not choose are asked for by their own names. What lies beside the `weight` of an
+            of a module that it does not choose are asked for by their own names; one that it would take by any other
+            name as well is not chosen. What lies beside the `weight` of an
             `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern or the filter names it.
 
     The report lists all parameters of two or more dimensions, with their share of the model's bytes, and says what

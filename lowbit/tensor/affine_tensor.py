@@ -224,7 +224,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return type(self)._encode_as(values, self.spec, self.scale.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Of the other symmetric mapping, as in a checkpoint of a preset that had it."""
+        """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it."""
         if type(self) is not type(other) or not self.spec.same_values(other.spec):
             return False
         return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}

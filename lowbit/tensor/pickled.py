@@ -40,7 +40,7 @@ class Pickling:
         return rebuild, (type(self), self.inner_tensors(), self.meta(), *described, others)
 
     def __setstate__(self: Any, state: Any) -> None:
-        """Of a tensor that torch pickled as a wrapper and its attributes. Raises ValueError as `check_parts`."""
+        """Takes what torch pickled: a wrapper and its attributes. Raises ValueError as `check_parts`."""
         label = f"the pickled {type(self).__name__}"
         if not isinstance(state, dict):
             raise ValueError(f"{label} has the state {state!r}; expected its attributes by name")

@@ -40,8 +40,7 @@ def warn_of_load(dst: Tensor, src: LowbitTensor) -> None:
     warnings.warn(
         "load_state_dict copies the values of low-bit tensors into plain parameters, so the model stays in high "
         f"precision: {copying.f_locals['key']} is a {type(src).__name__} in the state dict and {dst.dtype} in the "
-        "model. "
-        "For a low-bit model call load_state_dict(state_dict, assign=True); if its values are what you want, "
+        "model. For a low-bit model call load_state_dict(state_dict, assign=True); if its values are what you want, "
         "call .dequantize() on the low-bit tensors of the state dict first",
         UserWarning,
         stacklevel=depth + 2,

@@ -33,9 +33,10 @@ class Linear(nn.Linear):
     """nn.Linear, also where its weight is a DTensor over a low-bit one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(self.weight, DTensor):
-            return sharded_linear(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias)
+        weight = self.weight  # once: nn.Module looks parameters up in Python
+        if isinstance(weight, DTensor):
+            return sharded_linear(input, weight, self.bias)
+        return F.linear(input, weight, self.bias)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Tensor parallelism replaces the weight by this."""
@@ -173,7 +174,7 @@ def split_dims(weight: Any) -> tuple[int, ...]:
 
 
 def sharded_scale(weight: Any) -> Tensor | None:
-    """Of a DTensor over a BitNetTensor, for its product; None where that has its own."""
+    """The scale of a DTensor over a BitNetTensor, for its product; None where that has its own."""
     own = weight._local_tensor
     dims = split_dims(weight)
     if isinstance(own, GatheredBitNet) or not dims:

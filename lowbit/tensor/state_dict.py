@@ -50,7 +50,7 @@ KINDS: dict[str, type[LowbitTensor]] = {
         *(Int8WeightTensor, TernaryTensor),
     )
 }
-"""What a description names. Mixed precision and BitNet weights are none: their state is that of a plain model."""
+"""The classes that a description may name. The state of mixed precision and BitNet weights is that of a plain model."""
 
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""
@@ -319,7 +319,10 @@ def is_ours(hook: Any) -> bool:
 
 def _follow(module: nn.Module, name: str, param: nn.Parameter) -> None:
     """torch calls it for every parameter that any module is given."""
-    if isinstance(local(param), LowbitTensor):
+    own = getattr(
+        param, "_local_tensor", param
+    )  # itself, no alias: this runs for all modules of the process
+    if isinstance(own, LowbitTensor):
         register(module)
     elif hand_out in module._state_dict_hooks.values():
         others = (p for other, p in module._parameters.items() if other != name)

@@ -25,7 +25,7 @@ from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm, ternary_mm
-from lowbit.tensor.linear import register_linear
+from lowbit.tensor.linear import register_linear, unflattened
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -147,4 +147,4 @@ def ternary_linear(x: Tensor, weight: TernaryTensor, bias: Tensor | None) -> Ten
     out = torch.float32 if x.dtype is torch.float64 else x.dtype
     bias = None if bias is None else bias.to(out)
     y = ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
-    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return unflattened(y.to(x.dtype), x)
