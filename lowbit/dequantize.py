@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
-from lowbit.tensor.apply import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.tensor.base import LowbitTensor
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared

@@ -273,7 +273,7 @@ class Scheme:
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
         """Why a weight of this shape is left alone; None if it is not. `uses`: what the modules are that hold it, of
-        `lowbit.tensor.apply.USES`."""
+        `lowbit.convert.USES`."""
         gran = self.weight.granularity
         if (
             "embedding" in uses

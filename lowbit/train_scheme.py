@@ -28,11 +28,11 @@ IN_ATTENTION = "nn.MultiheadAttention has its own product"
 
 
 class TrainingScheme:
-    """What every training scheme tells the walk over a model (`lowbit.tensor.apply`). Subclasses are dataclasses."""
+    """What every training scheme tells the walk over a model (`lowbit.convert`). Subclasses are dataclasses."""
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
         """Why a weight of this shape is left alone; None if it is not. `uses`: what the modules are that hold it, of
-        `lowbit.tensor.apply.USES`."""
+        `lowbit.convert.USES`."""
         return None
 
     def check(self, weight: Tensor) -> None:

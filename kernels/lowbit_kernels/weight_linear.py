@@ -27,7 +27,7 @@ Where each runs (`calls` counts them, as "int4_linear" and "int4_linear few"):
     cpu         weight_mm_cpu, C++ compiled at first use: few tokens in 16 bits on a CPU
 
 Which of the first four, `linear_table` knows. The ops have no gradient of their own: that to x is a product with the
-dequantized weight, `lowbit.tensor.linear` has it.
+dequantized weight, `lowbit.products` has it.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lowbit.granularity import PerRow, PerToken
+from lowbit.products import register_linear
 from lowbit.scheme import Float8, Int
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.kernels import int8_sums, weight_linear
-from lowbit.tensor.linear import register_linear
 
 _MOST_K = (2**31 - 1) // 2**14  # codes reach −128 · −128, and the sum is an int32
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.tensor.apply import find_owners
+from lowbit.convert import find_owners
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.state_dict import (
     check_described,

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.inference.weight_only import group_size_of, is_served
+from lowbit.products import check_residual, quantized_linear
 from lowbit.tensor import kernels
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.linear import check_residual, quantized_linear
 
 
 def linear(

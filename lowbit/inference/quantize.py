@@ -6,8 +6,8 @@ import warnings
 
 from torch import nn
 
+from lowbit.convert import Filter, Report, Schemes, find_targets, replace_weights
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.apply import Filter, Report, Schemes, find_targets, replace_weights
 
 
 def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:

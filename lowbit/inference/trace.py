@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowbit.granularity import PerBlock, PerGroup
+from lowbit.products import Implementation, watch_linears
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.linear import Implementation, watch_linears
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lowbit.granularity import PerGroup, PerRow
+from lowbit.products import register_linear
 from lowbit.scheme import Int
 from lowbit.tensor import kernels
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.linear import register_linear
 
 GROUP_STEP = 32
 """The kernels take groups of a multiple of it, or one scale a row."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.tensor.affine_tensor import AffineTensor, check_weight
-from lowbit.tensor.apply import (
+from lowbit.convert import (
     Filter,
     Report,
     Schemes,
@@ -24,6 +23,7 @@ from lowbit.tensor.apply import (
     find_targets,
     replace_weights,
 )
+from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 

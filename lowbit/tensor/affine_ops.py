@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.products import quantized_linear
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
-from lowbit.tensor.linear import quantized_linear
 
 
 @AffineTensor.implements(aten.t.default, aten.transpose.int)

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.packing import pack, packed_size, unpack
+from lowbit.products import quantized_linear
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.frozen import asks_for_gradient
-from lowbit.tensor.linear import quantized_linear
 from lowbit.tensor.read_on_cpu import ReadOnCpu, expected_product, expected_rows
 from lowbit.tensor.row_parts import count_nonfinite, encode_in_parts
 

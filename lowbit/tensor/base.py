@@ -134,7 +134,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def _expect(self, shape: torch.Size, version: int) -> None:
         """Prepare for more products with an activation of that shape, for which `plain_linear` was chosen at this
-        `lowbit.tensor.linear.version`."""
+        `lowbit.products.version`."""
 
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""

@@ -24,19 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.packing import packed_size
-from lowbit.tensor import seen
-from lowbit.tensor.affine_tensor import check_weight
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
-from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import (
+from lowbit.products import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
     unflattened,
 )
+from lowbit.tensor.affine_tensor import check_weight
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.mixed_precision import low_bit_product
-from lowbit.tensor.seen import Note
 from lowbit.tensor.ternary import (
     magnitude,
     pack_ternary,
@@ -47,6 +46,7 @@ from lowbit.tensor.ternary import (
     unpack_ternary,
 )
 from lowbit.tensor.trainable import GatheredForm, TrainableTensor
+from lowbit.tracer import Note
 from lowbit.train_scheme import BitNet
 
 
@@ -248,7 +248,7 @@ class _Linear(torch.autograd.Function):
         own = None if isinstance(weight, GatheredBitNet) else scale
         kept = tokens if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight.detach(), own, *kept)
-        seen.record(note, "output", "int8")
+        tracer.record(note, "output", "int8")
         return ternary_product(tokens, codes, scale, bias, x.dtype)
 
     @staticmethod
@@ -267,7 +267,7 @@ class _Linear(torch.autograd.Function):
             )
         if for_x:
             ternary, scale = weight.ternary(scale)
-            seen.record(note, "grad_input", "int8" if rows else grad.dtype)
+            tracer.record(note, "grad_input", "int8" if rows else grad.dtype)
             if rows:
                 turned = F.pad(ternary.t(), (0, -ternary.shape[0] % 16)).contiguous()
                 both = scales, scale.view(1)
@@ -284,7 +284,7 @@ class _Linear(torch.autograd.Function):
                 grad_weight = low_bit_product(note, "grad_weight", "int8", *terms, out)
                 grad_weight = grad_weight.to(weight.dtype)
             else:
-                seen.record(note, "grad_weight", grad.dtype)
+                tracer.record(note, "grad_weight", grad.dtype)
                 grad_weight = (grad.t() @ x).to(weight.dtype)
         if for_bias:
             grad_bias = grad.sum(0)
@@ -339,9 +339,9 @@ def bitnet_linear(
     x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
-        seen.note(m, n, k, "there is nothing to multiply")
+        tracer.note(m, n, k, "there is nothing to multiply")
         return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
-    note = seen.note(m, n, k, None)
+    note = tracer.note(m, n, k, None)
     return unflattened(_Linear.apply(x.reshape(m, k), weight, bias, scale, note), x)
 
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lowbit.code_range import within_range
+from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, crop
 from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.linear import autocast_inputs
 from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
 
 

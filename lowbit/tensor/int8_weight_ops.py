@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lowbit.tensor import seen
-from lowbit.tensor.base import LowbitTensor, aten
-from lowbit.tensor.base_ops import copy_
-from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.linear import (
+from lowbit import tracer
+from lowbit.products import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
     unflattened,
 )
+from lowbit.tensor.base import LowbitTensor, aten
+from lowbit.tensor.base_ops import copy_
+from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import mixed_linear
 
 _ops = Int8WeightTensor.implements
@@ -83,7 +83,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         why = "its scales belong to columns"
     if why is None:
         return mixed_linear(x, weight, bias)  # type: ignore[arg-type]  # it has what that reads
-    seen.note(m, n, k, f"int8 weight, dequantized: {why}")
+    tracer.note(m, n, k, f"int8 weight, dequantized: {why}")
     return unflattened(_WeightOnly.apply(x.reshape(m, k), weight, bias), x)
 
 

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.tensor import seen
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
-from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.linear import (
+from lowbit import tracer
+from lowbit.products import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
     unflattened,
 )
-from lowbit.tensor.seen import Note
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.shared_input import quantized_input
 from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
+from lowbit.tracer import Note
 from lowbit.train_scheme import MixedPrecision, TrainingScheme
 
 MOST_TERMS = 2**17
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
             return low_bit_product(
                 note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
             )
-        seen.record(note, "output", x.dtype)
+        tracer.record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
@@ -180,13 +180,13 @@ class _Linear(torch.autograd.Function):
             other = weight.column_codes()
             grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
-            seen.record(note, "grad_input", grad.dtype)
+            tracer.record(note, "grad_input", grad.dtype)
             grad_x = grad @ weight.values().to(grad.dtype)
         if columns:
             own = (codes_t, scale_t)
             grad_weight = low_bit_product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
         elif for_weight:
-            seen.record(note, "grad_weight", grad.dtype)
+            tracer.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
         if for_bias:
             grad_bias = grad.sum(0)
@@ -210,7 +210,7 @@ def low_bit_product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """a @ b.T, scaled; sums of int8 products that an int32 might not hold are cut, and the rest added in float32."""
-    seen.record(note, name, fmt)
+    tracer.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
     parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
@@ -242,7 +242,7 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
     n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = scheme.plain_because(x.device, m, n, k)
-    note = seen.note(m, n, k, why)
+    note = tracer.note(m, n, k, why)
     if why is not None:
         return F.linear(x, Values.apply(weight).to(x.dtype), bias)
     scheme.check_dtype(x.dtype)

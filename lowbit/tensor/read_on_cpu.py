@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from lowbit import products
 from lowbit.scheme import crop
-from lowbit.tensor import linear
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.cpu_values import layout_of
 
@@ -60,7 +60,7 @@ class ReadOnCpu:
 
 
 class ExpectedProduct:
-    """A product of activations of `shape` with a weight laid out as `layout`, chosen at a `linear.version`."""
+    """A product of activations of `shape` with a weight laid out as `layout`, chosen at a `products.version`."""
 
     __slots__ = ("layout", "shape", "version")
 
@@ -111,7 +111,7 @@ def expected_product(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tens
         expected is None
         or x.shape != expected.shape
         or x.dtype is not _FLOAT32
-        or expected.version != linear.version
+        or expected.version != products.version
         or not x.is_cpu
         or _is_grad_enabled()
         or _is_autocast_enabled("cpu")

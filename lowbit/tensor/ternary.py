@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
+from lowbit.products import register_linear, unflattened
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm, ternary_mm
-from lowbit.tensor.linear import register_linear, unflattened
 
 
 def magnitude(weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lowbit.tensor import seen
+from lowbit import tracer
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.bitnet import BitNetTensor, straight_through
 from lowbit.tensor.int8_weight import Int8WeightTensor
@@ -80,7 +80,7 @@ def _grouped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
         _check(x, weight)
         n, k = weight.shape[-1], weight.shape[-2]
-        seen.note(x.shape[:-1].numel(), n, k, "grouped products run in high precision")
+        tracer.note(x.shape[:-1].numel(), n, k, "grouped products run in high precision")
         values = Values.apply(weight).to(x.dtype)
         if isinstance(weight, BitNetTensor):
             x = straight_through(x)
@@ -96,7 +96,7 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, _KINDS):
             return x
         n, k = x.shape
-        seen.note(args[0].shape[:-1].numel(), n, k, f"{IN_ATTENTION}, in high precision")
+        tracer.note(args[0].shape[:-1].numel(), n, k, f"{IN_ATTENTION}, in high precision")
         return Values.apply(x).to(x.dtype)
 
     return F.multi_head_attention_forward(*map(as_plain, args), **tree_map(as_plain, kwargs))

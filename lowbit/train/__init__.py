@@ -1,7 +1,7 @@
 """Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one to be
 back at plain weights, or to convert for inference."""
 
-from lowbit.tensor.apply import Report
+from lowbit.convert import Report
 from lowbit.train.bitnet_scale import precompute_bitnet_scale
 from lowbit.train.convert import convert_
 from lowbit.train.explain import Explanation, explain

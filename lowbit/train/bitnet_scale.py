@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.tensor.apply import check_module
+from lowbit.convert import check_module
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor, GatheredBitNet
 from lowbit.tensor.sharded_linear import split_dims

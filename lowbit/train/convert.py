@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowbit.convert import Entry, Report, Target, find_owners
 from lowbit.presets import Int8WeightOnly
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
-from lowbit.tensor.apply import Entry, Report, Target, find_owners
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.tensor.apply import check_module
+from lowbit.convert import check_module
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.seen import Note, Watch, watched
+from lowbit.tracer import Note, Watch, watched
 from lowbit.train_scheme import PRODUCTS
 
 

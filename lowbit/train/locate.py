@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lowbit.tensor.apply import check_module
+from lowbit.convert import check_module
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.sharded_linear import share_scales
 

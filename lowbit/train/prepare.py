@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.tensor.apply import (
+from lowbit.convert import (
     Filter,
     Report,
     Target,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lowbit.tensor.report import Entry, Report
+from lowbit.convert import Entry, Report
 
 _MARK = "_lowbit_left"
 """Attribute of the modules of a prepared model: the reason by name for each weight that `prepare_` left alone. It shows

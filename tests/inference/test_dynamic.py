@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-from lowbit.tensor.linear import choose_linear, plain_linear
+from lowbit.products import choose_linear, plain_linear
 from tests.schemes import DYNAMIC, PER_TOKEN, over, relative_error, rounded
 
 INT8 = lb.Int8DynamicActivationInt8Weight()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.tensor.linear import choose_linear, plain_linear
+from lowbit.products import choose_linear, plain_linear
 from tests.inference.test_report import BOTH, Model
 from tests.schemes import (
     DYNAMIC,

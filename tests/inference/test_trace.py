@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit.inference import TracedLinear, linear, trace_linears
 from lowbit.inference.trace import scheme_name
-from lowbit.tensor.linear import _watchers
+from lowbit.products import _watchers
 from tests.inference.weight_ops import counted
 from tests.schemes import SCHEMES
 

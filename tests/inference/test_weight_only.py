@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit import qat
 from lowbit.inference import grouped_linear, linear
-from lowbit.tensor.linear import choose_linear, plain_linear
+from lowbit.products import choose_linear, plain_linear
 from tests.inference.weight_ops import CountedOps, counted
 from tests.schemes import over, relative_error, rounded
 

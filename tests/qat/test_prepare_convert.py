@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.tensor.linear import plain_linear
+from lowbit.products import plain_linear
 from tests.schemes import (
     MAPPINGS,
     SCHEMES,

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowbit import LowbitTensor, MixedPrecisionTensor, train
-from lowbit.tensor import seen
+from lowbit import LowbitTensor, MixedPrecisionTensor, tracer, train
 from tests.train.problems import SCHEMES, linear, outcome, prepared, snr, values
 from tests.train.test_training import Block
 
@@ -62,7 +61,7 @@ def test_explain(compiled):
     assert torch.equal(torch.get_rng_state(), state)
     for name, b in model.named_buffers():
         assert torch.equal(b, buffers[name]), name
-    assert not model.block.up._forward_hooks and seen.note(1, 1, 1, None) is None
+    assert not model.block.up._forward_hooks and tracer.note(1, 1, 1, None) is None
 
 
 def test_explain_with_checkpointing_and_without_gradients():
@@ -142,7 +141,7 @@ def test_explain_leaves_no_trace_of_a_failure():
     with pytest.raises(ValueError, match="K differs"):
         train.explain(low.up, values(16, 65))
     assert low.up.weight.grad is not None and not low.up._forward_hooks
-    assert seen.note(1, 1, 1, None) is None
+    assert tracer.note(1, 1, 1, None) is None
 
 
 class Counting(nn.Module):

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import Int4WeightOnly, Int8WeightOnly, optim, qat, train
+from lowbit import Int4WeightOnly, Int8WeightOnly, optim, qat, replaced, train
 from lowbit.optim import CPUOffloadOptimizer
-from lowbit.tensor import replaced
 from tests.optim.problems import run
 
 PREPARE = {
