@@ -1,0 +1,40 @@
+"""Which implementation of an op ran: each op says so at every call, to whoever listens.
+
+An op calls `ran("weight_linear", "decode")` once it knows its implementation. While nobody listens, this costs one
+test of an empty list. The calls are made by the ops themselves, so compiled graphs report theirs too.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Listener = Callable[[str, str], None]
+"""Called with the op's name and the implementation's."""
+
+_listeners: list[Listener] = []
+
+
+def ran(op: str, implementation: str) -> None:
+    """Tell all listeners that `implementation` of `op` runs now."""
+    for listener in _listeners:
+        listener(op, implementation)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` for each op that runs inside."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def counted() -> Iterator[collections.Counter[tuple[str, str]]]:
+    """Count the calls of each (op, implementation) that run inside."""
+    calls: collections.Counter[tuple[str, str]] = collections.Counter()
+    with listening(lambda op, implementation: calls.update([(op, implementation)])):
+        yield calls
