@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from lowbit import container
 from lowbit.container import CheckpointError
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.state_dict import KINDS, describe, joined
+from lowbit.tensor.state_dict import describe, joined, read_description
 
 FORMAT_VERSION = 1
 VERIFIED_AT_ONCE = 2**26
@@ -173,11 +173,11 @@ def _plain_json(name: str, value: Any, way_out: str, levels: int = 0) -> Any:
 
 
 def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
-    if type(t).__name__ not in KINDS:
+    if type(t).__name__ not in LowbitTensor.kinds:
         raise CheckpointError(
-            f"{name} is a {type(t).__name__}; the format knows {', '.join(KINDS)}"
+            f"{name} is a {type(t).__name__}; the format knows {', '.join(LowbitTensor.kinds)}"
         )
-    if getattr(t, "transposed", False) or t.flat_from is not None:
+    if t.transposed or t.flat_from is not None:
         raise CheckpointError(
             f"{name} is a transposed or flattened view of a quantized tensor; save the original"
         )
@@ -206,18 +206,13 @@ def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[s
 
 
 def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor:
-    """The tensor that `entry` describes; takes its parts out of `tensors`."""
-    if not isinstance(entry, dict) or str(entry.get("kind")) not in KINDS:
-        raise CheckpointError(
-            f"{name} is of unknown kind: {entry!r}; known: {', '.join(KINDS)}; it may come from a newer lowbit"
-        )
-    kind = KINDS[str(entry["kind"])]
-    inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
-    if all(part is None for part in inner.values()):
-        raise CheckpointError(f"{name} has none of its parts {', '.join(kind.tensor_attrs)}")
+    """The tensor that `entry` describes. Removes its parts from `tensors`."""
     try:
-        dtype = getattr(torch, entry["dtype"])
-        t = kind.from_inner(inner, kind.meta_from_json(entry), entry["shape"], dtype)
+        kind, meta, shape, dtype = read_description(name, entry)
+        inner = {part: tensors.pop(f"{name}.{part}", None) for part in kind.tensor_attrs}
+        if all(part is None for part in inner.values()):
+            raise ValueError(f"{name} has none of its parts {', '.join(kind.tensor_attrs)}")
+        t = kind.from_inner(inner, meta, shape, dtype)
         t.check_parts()
     except (
         ArithmeticError,

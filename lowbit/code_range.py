@@ -15,7 +15,8 @@ from torch import Tensor
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODE_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _ZERO_POINT_DTYPES = (*_CODE_DTYPES, torch.int64)
-_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of scales, zero points that are values, and high-precision weights."""
 
 
 def quant_range(
@@ -87,10 +88,10 @@ def check_zero_point_dtype(
         mapping: named in the error.
     """
     if codes is None:
-        if dtype not in _VALUE_DTYPES:
+        if dtype not in FLOATS:
             raise ValueError(
                 f"zero_point_dtype={dtype} does not hold the zero points of {mapping!r}, which are values, not "
-                f"codes; accepted: {', '.join(map(str, _VALUE_DTYPES))}"
+                f"codes; accepted: {', '.join(map(str, FLOATS))}"
             )
         return
     low, high = codes

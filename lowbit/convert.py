@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme
-from lowbit.tensor.affine_tensor import check_weight
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.base import LowbitTensor, check_weight
 from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]

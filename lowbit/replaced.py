@@ -1,8 +1,9 @@
-"""Parameters that a conversion replaced: hooks and attributes go on, an optimizer that still holds them says so.
+"""Parameters that a conversion replaced: the new ones take over hooks and attributes, and an optimizer that still holds
+the old ones raises an error.
 
-A conversion puts a new parameter where the old one was. An optimizer that was made before it holds the old one, which
-gets no gradient any more: a step would skip it in silence. So the old parameter is remembered, without keeping it
-alive, and every step of every torch optimizer looks whether it holds such a parameter (while any is alive).
+A conversion replaces a parameter by a new one. An optimizer that was made before holds the old one, which gets no
+gradient any more. A step would silently skip it. So this module remembers the old parameters by weak references, and
+every step of every torch optimizer checks for them (while any is alive).
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class _Replaced(NamedTuple):
 
 
 _REPLACED: dict[int, _Replaced] = {}
-"""By id, of parameters that are alive: a dictionary of tensors would compare them elementwise."""
+"""Keyed by the id of parameters that are alive, since a dictionary of tensors would compare them elementwise."""
 _HANDED_OVER = "_lowbit_handed_over"
-"""Marks a gradient that a replaced parameter had and that is its successor's now."""
+"""Marks the gradient of a replaced parameter that now belongs to the new one."""
 _INSTALLED: list[Any] = []
 """The handles of the hooks, from the first replacement on."""
 
 
 def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
-    """Give a parameter what users put on the one that it replaces, and remember that one.
+    """Move what users attached to a parameter to the one that replaces it, and remember the old one.
 
     Both parameters share their hooks (`register_hook`, `register_post_accumulate_grad_hook`) from now on: a handle
-    removes its hook from both. They see the gradient, a plain tensor, and the new parameter. Attributes are copied by
+    removes its hook from both. Hooks get the gradient, a plain tensor, and the new parameter. Attributes are copied by
     reference. The new parameter shares the old one's gradient, unless it is for inference.
 
     Args:
@@ -47,13 +48,13 @@ def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str
         trainable: whether gradients reach the new one. Hooks stay behind otherwise.
 
     Returns:
-        What stayed behind, for the report; "" if nothing did.
+        What could not be moved, for the report; "" if everything was.
     """
     left = []
     hooks = [old._backward_hooks, old._post_accumulate_grad_hooks]
     if trainable:
         new.grad = old.grad
-        # The very dictionaries, as torch sets them itself: a handle removes its hook from the one that it knows.
+        # the same dictionaries, since a handle removes its hook from the dictionary that it knows
         if hooks[0] is not None:
             new._backward_hooks = hooks[0]
         if hooks[1] is not None:

@@ -7,7 +7,7 @@ in high precision and run the three products of a linear, each unless switched o
     grad_input   dx[M, K] = dy[M, N] · w[N, K]
     grad_weight  dw[N, K] = dy[M, N]ᵀ · x[M, K]
 
-The classes that carry a scheme out are in `lowbit.tensor`; `lowbit.train` says which belongs to which.
+The tensor class that carries a scheme out names it in its `schemes` (`lowbit.tensor.trainable`).
 """
 
 from __future__ import annotations
@@ -21,34 +21,42 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from lowbit.code_range import FLOATS
+
+TRAINED_DTYPES = tuple(dtype for dtype in FLOATS if dtype is not torch.float64)
+"""Dtypes of weights and inputs that training schemes take."""
 PRODUCTS = ("output", "grad_input", "grad_weight")
 LOOKED_UP = "an embedding looks rows up and multiplies nothing"
 IN_ATTENTION = "nn.MultiheadAttention has its own product"
 
 
 class TrainingScheme:
-    """What every training scheme tells the walk over a model (`lowbit.convert`). Subclasses are dataclasses."""
+    """The rules of a training scheme that the walk over a model (`lowbit.convert`) asks for. Subclasses are frozen
+    dataclasses."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])  # the metadata of a pickled tensor
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
-        """Why a weight of this shape is left alone; None if it is not. `uses`: what the modules are that hold it, of
-        `lowbit.convert.USES`."""
+        """Why a weight of this shape is left alone; None if it is prepared. `uses`: the kinds of the modules that hold
+        it, of `lowbit.convert.USES`."""
         return None
 
     def check(self, weight: Tensor) -> None:
         """Raise ValueError for a weight that this scheme cannot take."""
-        if weight.dtype not in FLOATS:
+        if weight.dtype not in TRAINED_DTYPES:
             raise ValueError(
-                f"its dtype is {weight.dtype}; {type(self).__name__} takes {', '.join(map(str, FLOATS))}: convert "
-                "the model, or leave this weight out with filter_fn"
+                f"its dtype is {weight.dtype}; {type(self).__name__} takes {', '.join(map(str, TRAINED_DTYPES))}: "
+                "convert the model, or leave this weight out with filter_fn"
             )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for inputs and a weight that were cast, after preparing, to what products don't take."""
-        if dtype not in FLOATS:
+        """Raise ValueError where the model was cast, after preparing, to a dtype without products."""
+        if dtype not in TRAINED_DTYPES:
             raise ValueError(
                 f"a layer in {dtype} has no products of {type(self).__name__}, which takes "
-                f"{', '.join(map(str, FLOATS))}: cast the model to one of them, or make it plain again by "
+                f"{', '.join(map(str, TRAINED_DTYPES))}: cast the model to one of them, or make it plain again by "
                 "lowbit.train.restore_(model)"
             )
 
@@ -63,7 +71,7 @@ class TrainingScheme:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> TrainingScheme:
-        """Raises ValueError for what `to_dict` of no scheme gives."""
+        """Raises ValueError for a dict that `to_dict` does not produce."""
         known = {kind.__name__: kind for kind in _subclasses(TrainingScheme)}
         try:
             values = dict(data)
@@ -83,13 +91,14 @@ def _subclasses(kind: type[TrainingScheme]) -> list[type[TrainingScheme]]:
 class Least:
     """The smallest products that gain, forward and backward together.
 
-    They save time in proportion to M·N·K. Quantizing costs some in proportion to M·(N + K), and all launches a fixed
-    one, both counted here in the M·N·K that they are worth: a layer gains where M·(N·K - quantizing·(N + K)) exceeds
-    `launches`. Measured on an H200 (`benchmarks/results/train_linear-nvidia-h200.md`): 16384 rows of a 2048 x 2048
-    weight run at 1.25 times the speed, 1024 at 0.59, which makes the costs 343 and 1.24e10; a fifth more is asked for.
+    Low-bit products save time in proportion to M·N·K. Quantization costs time in proportion to M·(N + K), and the
+    launches a fixed time. Both costs are counted here in units of M·N·K: a layer gains where
+    M·(N·K - quantizing·(N + K)) exceeds `launches`. Measured on an H200
+    (`benchmarks/results/train_linear-nvidia-h200.md`): 16384 rows of a 2048 x 2048 weight run at 1.25 times the speed,
+    1024 at 0.59. That makes the costs 343 and 1.24e10; the limit is a fifth higher.
 
     Attributes:
-        weight: the smallest N·K / (N + K) that was seen to gain; smaller weights are left alone by `prepare_`.
+        weight: the smallest measured N·K / (N + K) with a gain; `prepare_` leaves smaller weights alone.
     """
 
     weight: int = 1024
@@ -109,10 +118,10 @@ class LowbitProducts(TrainingScheme):
     Args:
         output, grad_input, grad_weight: which of the products run in low bits; the others run in high precision.
         stochastic_rounding: round gradients up or down at random, to the mean of the exact value.
-        seed: of those draws, which are a function of it and of the gradient: the same on every replica and after a
-            restart.
-        always: low-bit products also where they gain nothing: of small weights and few rows, and on devices without
-            units for them, where plain operations stand in. For tests and for finding out about numerics on a CPU.
+        seed: of this rounding. The random numbers are a function of seed and gradient, so they are equal on every
+            replica and after a restart.
+        always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
+            units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
 
     Raises TypeError, ValueError for other values.
     """
@@ -125,7 +134,7 @@ class LowbitProducts(TrainingScheme):
     always: bool = field(default=False, kw_only=True)
 
     capability: ClassVar[tuple[int, int]]
-    """CUDA compute capability from which on GPUs have units for it."""
+    """The lowest CUDA compute capability of GPUs with units for these products."""
     least: ClassVar[Least]
 
     def __post_init__(self) -> None:
@@ -137,22 +146,22 @@ class LowbitProducts(TrainingScheme):
 
     @property
     def products(self) -> list[str]:
-        """Those of `PRODUCTS` that are asked for in low bits."""
+        """The members of `PRODUCTS` that run in low bits."""
         return [name for name in PRODUCTS if getattr(self, name)]
 
     @property
     def forward_format(self) -> str:
-        """Of inputs and weights: a format of `lowbit_kernels.quantize_rowcol`."""
+        """The format of inputs and weights, of `lowbit_kernels.quantize_rowcol`."""
         raise NotImplementedError
 
     @property
     def backward_format(self) -> str:
-        """Of gradients of outputs."""
+        """The format of gradients of outputs."""
         raise NotImplementedError
 
     @property
     def one_scale(self) -> bool:
-        """A scale a tensor, and not one a row or column."""
+        """Whether each tensor has one scale, instead of one for each row or column."""
         return False
 
     def describe(self, shape: Sequence[int]) -> str:
@@ -171,7 +180,7 @@ class LowbitProducts(TrainingScheme):
             raise ValueError(refusal)
 
     def _refusal_of(self, device: torch.device) -> str | None:
-        """What to say to a device that computes and has no units for these products."""
+        """Error message for devices without int8 or float8 matrix units; None for those that have them."""
         reason = None if self.always else missing_units(device, self.capability)
         if reason is None:
             return None
@@ -225,7 +234,7 @@ class Int8Products(LowbitProducts):
 
 @dataclass(frozen=True)
 class MixedPrecision(LowbitProducts):
-    """Of weights that stay in high precision; see `LowbitProducts` for its arguments."""
+    """Low-bit products with weights that stay in high precision; see `LowbitProducts` for the arguments."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,15 +292,14 @@ class Float8MixedPrecision(MixedPrecision):
 class Int8Weight(Int8Products):
     """The weight itself is int8, with a scale a row and no high-precision copy; see `lowbit.tensor.int8_weight`.
 
-    A state dict of such weights is loaded by every rank: with `broadcast_from_rank0=True` the other ranks would receive
-    plain tensors, so that it takes plain values only, `value.dequantize()`. DistributedDataParallel sends them as they
-    are, the places of their random draws included.
+    Every rank loads a state dict of such weights itself: torch's `broadcast_from_rank0=True` takes plain values only,
+    `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.
 
     Args:
         output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
             dequantized for them, which is exact.
         stochastic_rounding, always: of those products, as for `Int8MixedPrecision`.
-        seed: of all draws, those of the weight's updates included, which are always stochastic.
+        seed: of all random numbers, those of the weight's updates included, which are always stochastic.
 
     Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """

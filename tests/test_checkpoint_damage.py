@@ -143,7 +143,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda i: weight_entry(i).update(kind="Int2Tensor"),
         "'Int2Tensor'.*AffineTen",
     ),
-    "entry is no dict": (lambda i: i["tensors"].update(w=3), "w is of unknown kind: 3"),
+    "entry is no dict": (
+        lambda i: i["tensors"].update(w=3),
+        "w is described as 3, of unknown kind",
+    ),
     "no scheme": (lambda i: weight_entry(i).pop("scheme"), "w cannot be put together.*scheme"),
     "bad bits": (
         lambda i: weight_entry(i)["scheme"]["weight"]["format"].update(bits=99),
@@ -253,6 +256,7 @@ def transposed() -> Tensor:
 
 class Unknown(lb.LowbitTensor):
     tensor_attrs = ("part",)
+    is_described = False
 
 
 UNSAVABLE = {

@@ -208,6 +208,56 @@ def test_the_import_rule_lets_the_rest_pass(module: str, code: str) -> None:
     assert not forbidden_imports(code, module)
 
 
+def imports_at_run_time(tree: ast.AST) -> Iterator[str]:
+    """`imports` of a file without relative ones, leaving out the blocks `if TYPE_CHECKING:`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = [ast.Pass()]
+    yield from imports(tree, "", False)
+
+
+def circles(sources: dict[str, str]) -> list[set[str]]:
+    """The sets of modules that import each other in a circle. `sources`: code by the name of the module."""
+    reached: dict[str, set[str]] = {}
+    for module, code in sources.items():
+        reached[module] = set()
+        for name in imports_at_run_time(ast.parse(code)):
+            while name and name not in sources:
+                name = name.rpartition(".")[0]
+            reached[module] |= {name} - {"", module}
+    changed = True
+    while changed:
+        changed = False
+        for found in reached.values():
+            further = {name for step in found for name in reached[step]} - found
+            found |= further
+            changed |= bool(further)
+    inside = {module for module, found in reached.items() if module in found}
+    return [{m} | {o for o in inside if o in reached[m] and m in reached[o]} for m in inside]
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Imports inside of functions count."""
+    sources = {
+        module_name(path): path.read_text(encoding="utf-8")
+        for path in OURS
+        if not path.is_relative_to(PACKAGES["recipes"])
+    }
+    assert not circles(sources)
+
+
+def test_the_circle_rule_sees_circles() -> None:
+    one = {
+        "a": "import b",
+        "b": "def f():\n    from c import x",
+        "c": "from a import y",
+        "d": "import a",
+    }
+    assert circles(one) and all(found == {"a", "b", "c"} for found in circles(one))
+    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a"
+    assert not circles({"a": "import b", "b": typing})
+
+
 def test_importing_lowbit_imports_nothing_optional() -> None:
     """In a fresh process, with every optional package made impossible to import."""
     code = f"""

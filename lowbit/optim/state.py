@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lowbit.code_range import FLOATS
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor, row_layout
-from lowbit.tensor.pickled import FLOATS
 
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements, over all shards; smaller ones keep float32 states

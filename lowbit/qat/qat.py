@@ -23,7 +23,8 @@ from lowbit.convert import (
     find_targets,
     replace_weights,
 )
-from lowbit.tensor.affine_tensor import AffineTensor, check_weight
+from lowbit.tensor.base import check_weight
+from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 
@@ -61,7 +62,7 @@ def convert_(model: nn.Module) -> Report:
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
-        if isinstance(weight, DTensor) and isinstance(weight.to_local(), FakeQuantizedTensor):
+        if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a prepared model on one process, convert that"
             )
@@ -74,13 +75,11 @@ def convert_(model: nn.Module) -> Report:
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
     modules = _modules(targets)
-    report = replace_weights(targets, Report(), _convert, trainable=False)
+    report = replace_weights(targets, Report(), _frozen, trainable=False)
     make_plain(modules)
     return report.count(model)
 
 
-def _convert(target: Target) -> Tensor:
-    """In the dtype of the prepared weight, which model.to(dtype) changes, and not in that of the weight inside."""
-    weight = target.weight
-    assert isinstance(weight, FakeQuantizedTensor)
-    return AffineTensor.from_float(weight.weight, target.scheme).to(weight.dtype)
+def _frozen(target: Target) -> Tensor:
+    assert isinstance(target.weight, FakeQuantizedTensor)
+    return target.weight.frozen()

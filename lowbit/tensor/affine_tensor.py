@@ -2,63 +2,54 @@
 
 Storage, all row-major, sliceable along dimension 0 without unpacking:
 
-- `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code less the format's smallest, packed as a little-endian
+- `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code minus the format's smallest, packed as a little-endian
   bit stream along the last dimension (`lowbit.packing`); 4 bits: uint8 [..., K/2], even k in the low nibble.
 - `scale`, `zero_point`: one element a block, [..., K/group]. Signed symmetric codes have no zero point.
 
 K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
+
+Arithmetic, as tools that merge adapters into a model do it:
+
+    weight + delta, weight.norm(), ...     reads the dequantized values and gives a plain tensor
+    weight += delta, weight.data = values  quantizes the result again, in the weight's own scheme
+
+A write quantizes again, so a change smaller than half a quantization step is mostly lost. Each block keeps its scale
+unless a new one is nearer: values that do not change keep their bits, and a small change that is taken back leaves
+no trace. `lowbit.dequantize_(model)` before merging loses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
-from lowbit.granularity import PerGroup, PerRow, PerTensor
+from lowbit.affine import quantize_affine
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.products import quantized_linear
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.frozen import asks_for_gradient
+from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, check_weight
+from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.read_on_cpu import ReadOnCpu, expected_product, expected_rows
-from lowbit.tensor.row_parts import count_nonfinite, encode_in_parts
+from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
 
-
-def check_weight(weight: Tensor, name: str = "weight") -> None:
-    """Raise ValueError unless `weight` is a real floating tensor, of at least two dimensions, and finite."""
-    if isinstance(weight, LowbitTensor):
-        raise ValueError(
-            f"{name} is already quantized: {weight!r}; dequantize it or start from the original"
-        )
-    if not weight.dtype.is_floating_point:
-        raise ValueError(
-            f"{name} has dtype {weight.dtype}; only real floating-point weights can be quantized "
-            "(float32, bfloat16, float16): convert it or leave it out with filter_fn"
-        )
-    if weight.dtype.itemsize < 2:
-        raise ValueError(
-            f"{name} has dtype {weight.dtype}, which is low-bit already; leave it out with filter_fn"
-        )
-    if weight.ndim < 2:
-        raise ValueError(
-            f"{name} has shape {tuple(weight.shape)}; a quantized weight has 2 or more dimensions"
-        )
-    if not weight.is_meta and (bad := count_nonfinite(weight)):
-        raise ValueError(
-            f"{name} has {bad} NaN or infinite values of {weight.numel()}; repair or reload it before quantizing"
-        )
+torch.serialization.add_safe_globals(
+    [Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock]
+)
+_BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
 
 class AffineTensor(ReadOnCpu, LowbitTensor):
     """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
 
-    It is frozen: `requires_grad_()` leaves `requires_grad` False, and of a parameter warns. Gradients flow through its
-    linear to the input. Arithmetic with it reads its values, in-place arithmetic and `.data = values` quantize anew:
-    see `lowbit.tensor.affine_arithmetic`. `weight[i]` is a row, as plain values.
+    It is frozen: `requires_grad_()` leaves `requires_grad` False, and warns where the tensor is a parameter. Gradients
+    flow through its linear to the input. `weight[i]` is a row, as plain values.
     """
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
@@ -67,17 +58,22 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
-    formats: ClassVar[type] = Int  # that the class stores
+    formats: ClassVar[type] = Int
+    """The class of number formats that it stores."""
+    _by_format: ClassVar[dict[type, type[AffineTensor]]] = {}
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
     spec: Spec
-    """Of the weight."""
+    """How the weight is quantized."""
     activation: Spec | None
     """How the activation of its linear is quantized, or None."""
-    transposed: bool
-    """The logical tensor is the stored one with its last two dimensions swapped."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "formats" in cls.__dict__:
+            AffineTensor._by_format[cls.formats] = cls
 
     def __new__(
         cls,
@@ -89,7 +85,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         dtype: torch.dtype,
         activation: Spec | None = None,
     ) -> Self:
-        """From parts as the module describes them. Raises ValueError where they don't fit, as `check_parts`."""
+        """Assemble inner tensors as the module describes them. Raises ValueError for a misfit, as `check_parts`."""
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         meta = {"spec": spec, "activation": activation, "transposed": False}
         self = cls.from_inner(tensors, meta, shape, dtype)
@@ -125,7 +121,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype)
             return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
 
-        return encode(weight) if spec.shares_rows else encode_in_parts(weight, encode)
+        return encode(weight) if spec.shares_rows else encode_in_chunks(weight, encode)
 
     # ---- storage of the codes, overridden by Float8Tensor ----------------------------------------------------
 
@@ -153,9 +149,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         if self.flat_from is not None:
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
-            return self._untransposed().dequantize().transpose(-2, -1)
+            return self._transposed().dequantize().transpose(-2, -1)
         shape = tuple(self.shape)
-        if 0 in shape:  # an empty slice keeps the scales that it shared
+        if 0 in shape:  # an empty slice keeps the scales of the original
             return self.scale.new_empty(shape, dtype=self.dtype)
         if self.codes.is_cuda and self._has_int4_kernel():
             return self._dequantize_int4()
@@ -175,7 +171,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         )
 
     def _dequantize_int4(self) -> Tensor:
-        """The same bits from one kernel. Imported here, as all kernels are: at their first use."""
+        """`dequantize` in one kernel, with the same bits. As all kernels it is imported at its first use."""
         from lowbit_kernels import dequantize_int4
 
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
@@ -200,19 +196,14 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         }
         if (
             self.spec.has_zero_point
-        ):  # said by the spec, so that a checkpoint which lacks it does not fit
+        ):  # the spec decides, so that a checkpoint without it does not fit
             is_code = self.spec.mapping != "float_zero_point"
             dtype = self.spec.format.dtype if is_code else self.scale.dtype
             found["zero_point"] = (blocks, dtype)
         return found
 
-    def _assign_data(self, values: Tensor) -> None:
-        from lowbit.tensor.affine_arithmetic import assign
-
-        assign(self, values)
-
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        """Raises ValueError for NaN and infinite values, of which each would spoil its whole block."""
+        """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
         is_known = not values.is_meta and not torch.compiler.is_compiling()
         if is_known and (bad := count_nonfinite(values)):
             raise ValueError(
@@ -229,15 +220,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return False
         return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
 
-    @classmethod
-    def _strides(cls, shape: Sequence[int], meta: Any) -> tuple[int, ...] | None:
-        if not meta["transposed"] or len(shape) < 2:
-            return None
-        base = list(torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride())
-        return (*base[:-2], base[-1], base[-2])
-
     def _blocks_along(self, dim: int) -> int:
-        """Elements of a block along `dim`; 0 where the granularity says that one block covers all of it."""
+        """Elements of a block along `dim`; 0 where the granularity has one block for the whole dimension."""
         granularity = self.spec.granularity
         last = dim == self.ndim - 1
         if isinstance(granularity, PerTensor) or (last and isinstance(granularity, PerRow)):
@@ -253,7 +237,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:
             swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-            return self._untransposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
         size, block = self.shape[dim], self._blocks_along(dim)
         if (start, end) == (0, size):
             return self._with()
@@ -279,7 +263,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return self._with(tensors, shape)
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
-        """Leading dimensions merged or split; the blocked ones must stay."""
+        """Merges or splits leading dimensions; the blocked ones must stay."""
         leading = self._blocks_along(0) == 1 and self.ndim > 1
         if (
             self.transposed
@@ -316,18 +300,13 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return self._with(joined, shape)
 
     def _has_scales_of(self, other: Self) -> bool:
-        """Both are parts of one tensor; each may have been gathered or moved on its own."""
+        """Whether both have equal scales and zero points. Parts of one tensor, gathered or moved one by one, have."""
         names = self.inner_tensors().keys() - {"codes"}
         pairs = [(getattr(self, name), getattr(other, name)) for name in names]
         return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)
 
-    def _expert(self, index: int) -> Self:
-        if self.transposed:
-            return self._untransposed()._expert(index)._transposed()
-        return super()._expert(index)
-
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
-        """Where all rows share one scale, with it: to an FSDP2 rank without rows it comes from nowhere else."""
+        """Copies a scale that all rows share: an FSDP2 rank without rows gets it from nowhere else."""
         if self.transposed or self._blocks_along(0) or self.is_meta:
             return super()._new(shape, dtype, device, make)
         zeros = self._slice(0, 0, 0)._pad_rows(shape[0])
@@ -365,22 +344,57 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         scheme = Scheme.from_dict(data["scheme"])
         return {"spec": scheme.weight, "activation": scheme.activation, "transposed": False}
 
-    # ---- transposition, rows, experts -------------------------------------------------------------------------
+    # ---- reading and writing values ---------------------------------------------------------------------------
 
-    def _transposed(self) -> Self:
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return self._with(shape=shape, transposed=not self.transposed)
+    def requantize_(self, values: Tensor) -> None:
+        """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
 
-    _untransposed = _transposed
+        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight is then
+        as it was.
+        """
+        if values.shape != self.shape:
+            raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
+        check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
+        warnings.warn(
+            f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
+            f"half the distance of two of them are lost. To lose nothing, {_BEFORE_MERGING}",
+            stacklevel=1,  # this line, so that all weights together warn once
+        )
+        weight: AffineTensor = self
+        if self.transposed:
+            weight, values = self._transposed(), values.transpose(-2, -1)
+        if weight.spec.shares_rows:
+            _requantize(weight, values)
+        else:
+            for part, own in _row_chunks(weight, values):
+                _requantize(part, own)
 
-    def _take(self, rows: Tensor) -> Self:
-        """The rows at a 1-D index of dimension 0. Negative ones are out of range, as in an embedding."""
-        names = self._row_attrs()
-        tensors = {
-            name: _select_rows(t, rows) if name in names else t
-            for name, t in self.inner_tensors().items()
+    def _assign_data(self, values: Any) -> None:
+        """`self.data = values`: takes the inner tensors of a low-bit tensor stored alike, or new ones, quantized from
+        plain values. Aliases of this tensor keep the old ones.
+
+        Raises ValueError for another shape, dtype or device, and as `requantize_` does.
+        """
+        facts = {
+            "shape": (tuple(values.shape), tuple(self.shape)),
+            "dtype": (values.dtype, self.dtype),
+            "device": (values.device, self.device),
         }
-        return self._with(tensors, (rows.shape[0], *self.shape[1:]))
+        for what, (got, own) in facts.items():
+            if got != own:
+                raise ValueError(f"assigning .data of {what} {got} to {self!r}, which has {own}")
+        if isinstance(values, LowbitTensor):
+            if not self._is_stored_like(values):
+                raise ValueError(
+                    f"assigning {values!r} as .data of {self!r}: they are stored differently; assign "
+                    "values.dequantize() to quantize them again"
+                )
+            source: Any = values
+        else:
+            source = self.clone()
+            source.requantize_(values)
+        for name, t in source.inner_tensors().items():
+            setattr(self, name, t)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -394,22 +408,169 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         if func is F.linear and isinstance(
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):
-            # reading shape or dtype of a subclass comes back here, at microseconds each, unless this is off
+            # with this on, every read of a shape or dtype would come back here, at microseconds each
             with torch._C.DisableTorchFunctionSubclass():
                 return quantized_linear(*args, **kwargs)
-        if asks_for_gradient(func, args, kwargs):
+        if _asks_for_gradient(func, args, kwargs):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _select_rows(t: Tensor, rows: Tensor) -> Tensor:
-    if t.dtype.itemsize == 1:  # float8 has fewer kernels than bytes
-        return t.view(torch.uint8).index_select(0, rows).view(t.dtype)
-    return t.index_select(0, rows)
-
-
 def representation_of(spec: Spec) -> type[AffineTensor]:
     """The class that stores a weight of this spec."""
-    from lowbit.tensor.float8_tensor import Float8Tensor
+    return AffineTensor._by_format[type(spec.format)]
 
-    return AffineTensor if isinstance(spec.format, Int) else Float8Tensor
+
+AffineTensor._by_format[Int] = AffineTensor
+
+
+# ---- a frozen weight that is asked for gradients -----------------------------------------------------------------
+
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_WAYS_TO_TRAIN = (
+    "To train the module that holds it beside a quantized model, as PEFT's modules_to_save does, make it plain before: "
+    "lowbit.dequantize_(module), or leave it out of quantize_ by filter_fn or a pattern. On the plain module "
+    "lowbit.train.prepare_(module, scheme) trains in low bits, lowbit.qat.prepare_ with fake quantization"
+)
+
+
+def _asks_for_gradient(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `func` is `requires_grad_`, which changes nothing here. Warns where it asks a parameter for a gradient.
+
+    `load_state_dict(assign=True)` calls it on tensors that are no parameters yet, which does not warn. Raises
+    NotImplementedError for `requires_grad = True`.
+    """
+    if func is Tensor.requires_grad_:
+        asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if asked and isinstance(args[0], nn.Parameter):
+            warnings.warn(
+                f"requires_grad_() leaves {type(args[0]).__name__} frozen: codes have no gradient, and no optimizer "
+                f"trains them. {_WAYS_TO_TRAIN}",
+                stacklevel=1,  # this line, so that all weights together warn once
+            )
+        return True
+    if func == _SET_REQUIRES_GRAD and args[1]:
+        raise args[0]._unsupported(f"requires_grad=True: codes have no gradient. {_WAYS_TO_TRAIN}")
+    return False
+
+
+# ---- aten operations ---------------------------------------------------------------------------------------------
+
+
+@AffineTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Gathers the codes of the rows, and dequantizes only those."""
+    self, indices = args[0], args[1]
+    if self.transposed:
+        raise self._unsupported("an embedding of its transpose")
+    rows = self._take(indices.reshape(-1)).dequantize()
+    return rows.view(*indices.shape, *self.shape[1:])
+
+
+@AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return product_below_autograd(quantized_linear, func, args, kwargs)
+
+
+@AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
+def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of all experts at once, in high precision. The weight may be either operand."""
+    for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
+        if (
+            weight.activation is not None
+        ):  # here it cannot tell inputs from gradients, which are not to be rounded
+            raise weight._unsupported(
+                f"{func}, as its scheme quantizes inputs (accepted: F.linear of one expert, weight[i], at a time, or a "
+                "weight-only scheme)"
+            )
+    plain = [x for x in args[:2] if not isinstance(x, LowbitTensor)]
+    if not plain:
+        raise args[0]._unsupported(f"{func} of two low-bit tensors (accepted: one of them plain)")
+    dtype = plain[0].dtype
+    first, second = (
+        x.dequantize().to(dtype) if isinstance(x, AffineTensor) else x for x in args[:2]
+    )
+    return func(first, second, *args[2:], **kwargs)
+
+
+@AffineTensor.implements(
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self),
+    *(aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar),
+    *(aten.neg.default, aten.abs.default, aten.isfinite.default, aten.isnan.default),
+    *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+    *(aten.amax.default, aten.amin.default, aten.std.correction),
+    aten.linalg_vector_norm.default,
+)
+def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return func(*tree_map(_values, args), **tree_map(_values, kwargs))
+
+
+def _values(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, AffineTensor) else x
+
+
+@AffineTensor.implements(
+    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
+    *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
+)
+def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Computes in float32, or in float64 for float64 weights."""
+    target, *others = args
+    others = tree_map(_values, others)
+    if not isinstance(target, AffineTensor):
+        return func(target, *others, **kwargs)
+    check_not_flat(target, "a change")
+    wide = torch.promote_types(target.dtype, torch.float32)
+    target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
+    return target
+
+
+def _row_chunks(weight: Any, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Chunks of both, over the same memory, small enough for the temporaries of quantization."""
+    if weight.ndim > 2:
+        for expert, own in zip(weight.unbind(), values.unbind(), strict=True):
+            yield from _row_chunks(expert, own)
+        return
+    start = 0
+    for own in row_chunks(values):
+        yield weight[start : start + len(own)], own
+        start += len(own)
+
+
+def _requantize(weight: AffineTensor, values: Tensor) -> None:
+    spec = weight.spec
+    if weight.numel() == 0:
+        return
+    x = spec._pad(values.contiguous())
+    block = spec.block_size(x.shape)
+    fmt = spec.format
+    kept = quantize_affine(
+        x, block, weight.scale, weight.zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
+    )
+    new, scale, zero_point = spec.quantize(values, weight.scale.dtype)
+    own_error = _squared_error(weight, values, kept, weight.scale, weight.zero_point)
+    keeps = own_error <= _squared_error(weight, values, new, scale, zero_point)
+    keeps_element = keeps
+    for dim, size in enumerate(block):
+        keeps_element = keeps_element.repeat_interleave(size, dim)
+    # as bytes, since float8 has fewer operations
+    codes = torch.where(keeps_element, kept.view(torch.uint8), new.view(torch.uint8)).view(
+        kept.dtype
+    )
+    weight.codes.copy_(weight._store(codes, spec))
+    weight.scale.copy_(torch.where(keeps, weight.scale, scale))
+    if zero_point is not None and weight.zero_point is not None:
+        weight.zero_point.copy_(torch.where(keeps, weight.zero_point, zero_point))
+
+
+def _squared_error(
+    weight: AffineTensor, values: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None
+) -> Tensor:
+    """Squared error of each block, without its padding."""
+    spec = weight.spec
+    found = spec.dequantize(codes, scale, zero_point, values.shape, torch.float32)
+    square = spec._pad((found - values).square())
+    for dim, size in enumerate(spec.block_size(values.shape)):
+        square = square.unflatten(dim, (-1, size)).sum(dim + 1)
+    return square

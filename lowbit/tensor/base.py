@@ -1,16 +1,16 @@
 """The base of every low-bit tensor: a logical tensor (shape, dtype) over a few plain inner tensors.
 
-A representation is one subclass. It declares
+A representation is one subclass in one file. It declares
 
-- `tensor_attrs`: names of its inner tensors (one may be None), and `meta_attrs`: names of its hashable metadata;
+- `tensor_attrs`: names of its inner tensors (each may be None), and `meta_attrs`: names of its hashable metadata;
 - `inner_shapes(shape)`: the shape and dtype of each inner tensor of a tensor of that logical shape;
 - `_slice(dim, start, end)`, where slicing along other dimensions than 0 makes sense;
 - `_encode(values)`: its inner tensors for these high-precision values, and `dequantize()`, the way back.
 
 From these the base derives flattening for torch.compile, repr, detach, clone, `to`, `copy_`, slicing and views,
 collectives, the FSDP2 all-gather hooks (`lowbit.tensor.fsdp`), `new_zeros`, pickling by torch.save with
-weights_only=True (`lowbit.tensor.pickled`). An operation that is not implemented raises NotImplementedError; nothing
-falls back silently.
+weights_only=True (`lowbit.tensor.pickled`), and checkpoints. An operation that is not implemented raises
+NotImplementedError; nothing falls back silently.
 
 The scales never change dtype: `tensor.to(torch.bfloat16)` changes the logical dtype, which is the dtype of the
 values that `dequantize()` gives, and nothing else.
@@ -24,9 +24,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lowbit.tensor.fsdp import FSDPHooks
+from lowbit.tensor.fsdp import FSDPHooks, as_bytes
+from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
-from lowbit.tensor.rows import READS, as_copies, write
+from lowbit.tensor.row_chunks import count_nonfinite
 
 aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -41,17 +42,27 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     tensor_attrs: ClassVar[tuple[str, ...]] = ()
     meta_attrs: ClassVar[tuple[str, ...]] = ()
     already: ClassVar[str] = ""
-    """Why a weight of this class is not converted once more, if there is more to say than what it is."""
+    """Why a conversion leaves a weight of this class alone, where the class name does not say enough."""
     way_out: ClassVar[str] = "call .dequantize() for a plain tensor first"
-    """What to do where an operation is not supported."""
+    """The end of every message about an unsupported operation."""
+    is_described: ClassVar[bool] = True
+    """Whether state dicts and checkpoints describe a tensor of this class, so that reading them restores it. False
+    where they hold plain values only."""
+    kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
+    """The classes that a description may name, by that name. Each class enters itself."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
     moved, cloned and dequantized, and nothing else."""
+    transposed: bool = False
+    """The logical tensor is the stored one with its last two dimensions swapped. True only for classes that have this
+    in `meta_attrs`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._ops = {}
+        if cls.is_described and cls.tensor_attrs:
+            LowbitTensor.kinds[cls.__name__] = cls
         torch.serialization.add_safe_globals([cls])
 
     # ---- construction -------------------------------------------------------------------------------------
@@ -117,7 +128,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     @classmethod
     def _strides(cls, shape: Sequence[int], meta: Mapping[str, Any]) -> tuple[int, ...] | None:
-        return None  # contiguous
+        """Strides of a tensor of that logical shape; None: contiguous."""
+        if not meta.get("transposed") or len(shape) < 2:
+            return None
+        *base, last = contiguous_strides((*shape[:-2], shape[-1], shape[-2]))
+        return (*base[:-1], last, base[-1])
 
     def _map(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         return self._with({name: fn(t) for name, t in self.inner_tensors().items()}, **changes)
@@ -129,7 +144,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         raise NotImplementedError
 
     def _operand(self, x: Tensor) -> Tensor:
-        """The values in x's dtype for one product with `x`, and no longer than that."""
+        """The values in x's dtype, valid for one product with `x` and no longer."""
         return self.dequantize().to(x.dtype)
 
     def _expect(self, shape: torch.Size, version: int) -> None:
@@ -141,19 +156,21 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return self.dequantize()
 
     def write_master(self, out: Tensor) -> None:
-        """Put `master()` into `out`, float32 of this shape."""
+        """Write `master()` to `out`, float32 of this shape."""
         out.copy_(self.master())
 
     def update_(self, values: Tensor) -> None:
-        """Take the values that an optimizer made of `master()`. Where they are rounded, stochastically."""
+        """Take the values that an optimizer computed from `master()`. A class that rounds them rounds
+        stochastically."""
         self.copy_(values)
 
     def updated_in_place(self) -> Tensor | None:
-        """`master()` where that is memory of its own, which an optimizer may write to; else None."""
+        """`master()` where it is the tensor's own memory, which an optimizer may write to; else None."""
         return None
 
     def _assign_data(self, values: Tensor) -> None:
-        """`self.data = values`, of which `self.data += x` assigns what it has changed in place already."""
+        """`self.data = values`. Accepts this tensor's own inner tensors only: `self.data += x` assigns the tensor that
+        it has changed in place already."""
         own = self.inner_tensors()
         given = values.inner_tensors() if type(values) is type(self) else {}
         if own.keys() != given.keys() or any(t is not given[name] for name, t in own.items()):
@@ -171,7 +188,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         raise self._unsupported("copying high-precision values into it")
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whether the inner tensors of both mean the same, so that one's can be copied to the other's."""
+        """Whether the inner tensors of both have the same meaning, so that `copy_` copies them one by one."""
         return (
             isinstance(other, LowbitTensor)
             and type(self) is type(other)
@@ -179,11 +196,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         )
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Whether a copy makes this tensor what `other` is, metadata included, where it is not stored like it."""
+        """Whether `copy_` from `other`, which is stored differently, copies inner tensors and metadata."""
         return False
 
     def _row_attrs(self) -> tuple[str, ...]:
-        """The inner tensors whose dimension 0 runs along this tensor's; the others belong to all rows."""
+        """Names of the inner tensors whose dimension 0 runs along this tensor's; all rows share the others."""
         return tuple(self.inner_tensors())
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
@@ -207,8 +224,17 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         total = sum(t.shape[0] for t in tensors)
         return self._with({**self.inner_tensors(), **joined}, (total, *self.shape[1:]))
 
+    def _transposed(self) -> Self:
+        """This tensor with its last two dimensions swapped, over the same memory."""
+        if "transposed" not in self.meta_attrs:
+            raise self._unsupported("transposition")
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return self._with(shape=shape, transposed=not self.transposed)
+
     def _expert(self, index: int) -> Self:
         """Entry `index` of dimension 0, where each has inner tensors of its own."""
+        if self.transposed:
+            return self._transposed()._expert(index)._transposed()
         shape = tuple(self.shape[1:])
         selected = {name: getattr(self, name).select(0, index) for name in self._row_attrs()}
         tensors = {**self.inner_tensors(), **selected}
@@ -217,8 +243,17 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             raise self._unsupported("selecting an expert, since they share scales")
         return self._with(tensors, shape)
 
+    def _take(self, rows: Tensor) -> Self:
+        """The rows at a 1-D index of dimension 0. Negative ones are out of range, as in an embedding."""
+        names = self._row_attrs()
+        tensors = {
+            name: as_bytes(t).index_select(0, rows).view(t.dtype) if name in names else t
+            for name, t in self.inner_tensors().items()
+        }
+        return self._with(tensors, (rows.shape[0], *self.shape[1:]))
+
     def _row(self, index: int) -> Tensor:
-        """Row `index` of a matrix, or that element of a vector: plain values."""
+        """Row `index` of a matrix, or element `index` of a vector, as plain values."""
         try:
             part = self._slice(0, index, index + 1)
         except NotImplementedError:  # rows share scales in blocks, or elements in one
@@ -232,7 +267,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def _new(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Callable[..., Tensor]
     ) -> Self:
-        """A tensor of `shape`, which differs in the rows only; `make` is torch.zeros or torch.empty."""
+        """A tensor of `shape`, which differs from this one's in dimension 0 only. `make`: torch.zeros, torch.empty."""
         shapes = self.inner_shapes(shape)
         tensors = {
             name: make(shapes[name][0], dtype=shapes[name][1], device=device)
@@ -241,7 +276,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return self._with(tensors, shape, dtype)
 
     def _pad_rows(self, rows: int) -> Self:
-        """This tensor with `rows` rows of zeros after its own."""
+        """This tensor followed by `rows` rows of zeros."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
 
     def meta_to_json(self) -> dict[str, Any]:
@@ -307,10 +342,12 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Without this the assignment would have no effect: the values are in the inner tensors.
+        # torch's own setter would change the wrapper only, and the values are in the inner tensors
         if func == _SET_DATA and isinstance(args[0], LowbitTensor):
             return args[0]._assign_data(args[1])
-        if func is Tensor.share_memory_:  # it would take the address of memory that is none
+        if (
+            func is Tensor.share_memory_
+        ):  # torch's own takes the address of the wrapper, which has no memory
             for t in args[0].inner_tensors().values():
                 t.share_memory_()
             return args[0]
@@ -331,9 +368,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             fn = ancestor.__dict__.get("_ops", {}).get(func)
             if fn is not None:
                 return fn(func, args, kwargs or {})
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # where autograd does not take composite operations apart
+        if torch.is_inference_mode_enabled():
+            # composite operations arrive whole, since autograd, which decomposes them, is off
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -344,4 +380,38 @@ def check_not_flat(tensor: LowbitTensor, what: str) -> None:
     if tensor.flat_from is not None:
         raise tensor._unsupported(
             f"{what} of a flattened view; view it as {tensor.flat_from} first"
+        )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * max(size, 1)
+    return tuple(reversed(strides))
+
+
+def check_weight(weight: Tensor, name: str = "weight") -> None:
+    """Raise ValueError unless `weight` is a real floating tensor, of at least two dimensions, and finite."""
+    if isinstance(weight, LowbitTensor):
+        raise ValueError(
+            f"{name} is already quantized: {weight!r}; dequantize it or start from the original"
+        )
+    if not weight.dtype.is_floating_point:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}; only real floating-point weights can be quantized "
+            "(float32, bfloat16, float16): convert it or leave it out with filter_fn"
+        )
+    if weight.dtype.itemsize < 2:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}, which is low-bit already; leave it out with filter_fn"
+        )
+    if weight.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; a quantized weight has 2 or more dimensions"
+        )
+    if not weight.is_meta and (bad := count_nonfinite(weight)):
+        raise ValueError(
+            f"{name} has {bad} NaN or infinite values of {weight.numel()}; repair or reload it before quantizing"
         )

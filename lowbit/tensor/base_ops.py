@@ -1,41 +1,38 @@
-"""The aten operations that every low-bit tensor has, derived from what a representation declares."""
+"""The aten operations of every low-bit tensor, derived from the declarations of a representation. Collectives are in
+`lowbit.tensor.collectives`."""
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from types import FrameType
+import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives  # defines the operators of that name
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 
 from lowbit.tensor.base import LowbitTensor, aten, check_not_flat
-from lowbit.tensor.end_to_end import EndToEnd, wait_for
+from lowbit.tensor.collectives import Concatenated
 from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.plain_destination import warn_of_load
 
-_like = LowbitTensor.implements
+_implements = LowbitTensor.implements
 
 
-@_like(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+@_implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     return args[0]._with()
 
 
-@_like(aten.clone.default, aten._pin_memory.default, aten.contiguous.default)
+@_implements(aten.clone.default, aten._pin_memory.default, aten.contiguous.default)
 def _clone(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     return args[0]._map(func)
 
 
-@_like(aten.is_pinned.default)
+@_implements(aten.is_pinned.default)
 def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return all(t.is_pinned() for t in args[0].inner_tensors().values())
 
 
-@_like(aten._to_copy.default)
+@_implements(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self = args[0]
     dtype = kwargs.get("dtype") or self.dtype
@@ -49,14 +46,15 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     return self._map(move, dtype=dtype)
 
 
-@_like(aten.copy_.default)
+@_implements(aten.copy_.default)
 def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     dst, src = args[0], args[1]
     if not isinstance(dst, LowbitTensor):
-        warn_of_load(dst, src)
+        if isinstance(dst, nn.Parameter):
+            _warn_of_plain_parameter()
         return dst.copy_(
             src.master()
-        )  # of QAT weights the high-precision ones, so that loading loses nothing
+        )  # the high-precision values of a QAT weight, so nothing is lost
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     meta: dict[str, Any] = {}
@@ -79,10 +77,22 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     return dst
 
 
+def _warn_of_plain_parameter() -> None:
+    """Say that a copy into a plain parameter leaves a model in high precision. `load_state_dict` makes such copies for
+    a model that was not prepared, and reports that all keys matched."""
+    warnings.warn(
+        "a plain parameter takes the values of a low-bit tensor, so the model stays in high precision. For a low-bit "
+        "model call load_state_dict(state_dict, assign=True); if the values are what you want, call .dequantize() on "
+        "the low-bit tensor first",
+        UserWarning,
+        stacklevel=1,  # this line, so that all weights together warn once
+    )
+
+
 _SLICE_DEFAULTS: tuple[Any, ...] = (0, None, None, 1)
 
 
-@_like(aten.slice.Tensor)
+@_implements(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, dim, start, end, step = tuple(args) + _SLICE_DEFAULTS[len(args) - 1 :]
     if step != 1:
@@ -95,7 +105,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     return self._slice(dim, start, max(start, end))
 
 
-@_like(aten.split.Tensor, aten.split_with_sizes.default)
+@_implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
     self, sizes = args[0], args[1]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % self.ndim
@@ -110,9 +120,9 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
     return parts
 
 
-@_like(aten.select.int, aten.unbind.int)
+@_implements(aten.select.int, aten.unbind.int)
 def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
-    """An expert of three or more dimensions, a row of a matrix, an element of a vector: by index, or all in turn."""
+    """One entry of dimension 0, or all: experts of a 3-D tensor, rows of a matrix, elements of a vector."""
     self = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     check_not_flat(self, "select")
@@ -129,7 +139,43 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
     return self._row(index % size) if self.ndim < 3 else self._expert(index % size)
 
 
-@_like(aten.view.default, aten._unsafe_view.default)
+@_implements(aten.index_select.default, aten.index.Tensor)
+def _index(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
+    check_not_flat(self, "indexing")
+    if (
+        dim != 0
+        or self.transposed
+        or (func is aten.index.Tensor and len(args[1]) != 1)
+        or rows.ndim != 1
+    ):
+        raise self._unsupported("this indexing (accepted: one 1-D index of dimension 0)")
+    if rows.dtype is torch.bool:
+        if len(rows) != self.shape[0]:
+            raise IndexError(
+                f"a mask of {len(rows)} elements over the {self.shape[0]} rows of {self!r}"
+            )
+        rows = rows.nonzero().squeeze(1)
+    elif func is aten.index.Tensor:
+        rows = torch.where(rows < 0, rows + self.shape[0], rows)
+    return self._take(rows)
+
+
+@_implements(aten.t.default, aten.transpose.int, aten.permute.default)
+def _transpose(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    """`.T` and `.mT` arrive as a permutation."""
+    self = args[0]
+    check_not_flat(self, "transposition")
+    same = list(range(self.ndim))
+    dims = list(func(torch.empty(same, device="meta"), *args[1:], **kwargs).shape)
+    if dims == same:
+        return self._with()
+    if dims != [*same[:-2], *same[:-3:-1]]:
+        raise self._unsupported(f"dimensions in the order {dims} (accepted: the last two swapped)")
+    return self._transposed()
+
+
+@_implements(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, size = args
     numel = self.numel()
@@ -153,7 +199,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     raise self._unsupported(f"a view as {shape}")
 
 
-@_like(aten.as_strided.default)
+@_implements(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, size, stride = args[0], args[1], args[2]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
@@ -164,11 +210,11 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     return self._with()
 
 
-@_like(
+@_implements(
     aten.new_zeros.default, aten.new_empty.default, aten.zeros_like.default, aten.empty_like.default
 )
 def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The same representation where only the rows differ; a plain tensor for any other shape."""
+    """The same representation where only dimension 0 differs; a plain tensor for any other shape."""
     self = args[0]
     shape = tuple(args[1]) if len(args) > 1 else tuple(self.shape)
     dtype = kwargs.get("dtype") or self.dtype
@@ -180,12 +226,12 @@ def _new(func: Any, args: Any, kwargs: Any) -> Tensor:
     return self._new(shape, dtype, device, make)
 
 
-@_like(aten.cat.default)
+@_implements(aten.cat.default)
 def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Flattened tensors stay as they are stored: see `lowbit.tensor.end_to_end`."""
+    """Flattened tensors stay as they are stored."""
     tensors = args[0]
     if any(isinstance(t, LowbitTensor) and t.flat_from is not None for t in tensors):
-        return EndToEnd(tensors)
+        return Concatenated(tensors)
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
     first = tensors[0]
     if not isinstance(first, LowbitTensor):
@@ -195,15 +241,15 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     return first._cat(tensors, dim)
 
 
-@_like(aten.constant_pad_nd.default)
+@_implements(aten.constant_pad_nd.default)
 def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, pad = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     if len(pad) == 2 and pad[0] == 0 < pad[1] and self.ndim > 1:
         own, most = self.shape[-1], self.shape[-1] + pad[1]
         raise NotImplementedError(
-            f"{type(self).__name__} of shape {tuple(self.shape)} cannot be padded to {most} columns, as they are where "
-            f"columns are split over ranks of which some get {most} and some {own}; accepted: RowwiseParallel of "
+            f"{type(self).__name__} of shape {tuple(self.shape)} cannot be padded to {most} columns. torch asks for "
+            f"it where it splits columns over ranks and some get {most}, others {own}; accepted: RowwiseParallel of "
             "linears whose in_features are a multiple of the number of ranks, which plain ones need as well"
         )
     rows = pad[-1] if len(pad) == 2 * self.ndim else 0
@@ -216,7 +262,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     return self._pad_rows(rows)
 
 
-@_like(aten.equal.default)
+@_implements(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     a, b = args
     if type(a) is not type(b):
@@ -225,81 +271,28 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
         )
     if a.shape != b.shape or a.dtype != b.dtype or a.meta() != b.meta():
         return False
-    # torch.equal knows no float8 where both are one memory
+    # torch.equal does not take float8 where both share memory
     pairs = ((as_bytes(t), as_bytes(getattr(b, name))) for name, t in a.inner_tensors().items())
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-_funcol = torch.ops._c10d_functional
-
-
-@_like(_funcol._wrap_tensor_autograd.default)
-def _wait(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    """A gathered DTensor would wait for its values when they are first read; this one waits at once."""
-    return args[0]._map(_funcol.wait_tensor)
-
-
-@_like(_funcol.wait_tensor.default, _funcol.broadcast.default)
-def _collective(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    return args[0]._map(partial(_finished, func, args[1:], kwargs))
-
-
-def _finished(func: Any, args: Any, kwargs: Any, inner: Tensor) -> Tensor:
-    """A collective over the bytes of `inner`, waited for while what it reads is still held.
-
-    Gloo's threads drop their references after the result is there. A temporary freed by Python in
-    the middle of that corrupts the heap (torch 2.13, some hundred thousand collectives to one abort).
-    """
-    sent = as_bytes(inner).contiguous()
-    return _funcol.wait_tensor(func(sent, *args, **kwargs)).view(inner.dtype)
-
-
-@_like(_funcol.all_gather_into_tensor.default)
-def _all_gather(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    self, world = args[0], args[1]
-    check_not_flat(self, "an all-gather")
-    gathered = {
-        name: _finished(func, args[1:], kwargs, getattr(self, name)) for name in self._row_attrs()
-    }
-    return self._with(
-        {**self.inner_tensors(), **gathered}, (self.shape[0] * world, *self.shape[1:])
-    )
-
-
-@_like(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)
-def _c10d(func: Any, args: Any, kwargs: Any) -> Any:
-    """In place on every inner tensor, each waited for here (see _finished): the caller's wait is none."""
-    outputs = args[0]
-    if func is torch.ops.c10d.broadcast_.default:
-        _check_receivers(outputs[0])
+def product_below_autograd(
+    linear: Callable[..., Tensor], func: Any, args: Any, kwargs: Any
+) -> Tensor:
+    """aten.mm, addmm or linear of a plain input and a low-bit weight, as DTensor calls them. `linear`: that of the
+    weight's class, which runs where the weight is stored as [N, K]."""
+    if func is aten.addmm.default:
+        bias, x, weight = args
+        if kwargs:
+            raise weight._unsupported(f"addmm with {kwargs}")
     else:
-        check_not_flat(outputs[0], "a collective")
-    work = None
-    for name in outputs[0].inner_tensors():
-        inner_args = tree_map(partial(_inner_bytes, name), args)
-        _, work = func(*inner_args, **kwargs)
-        wait_for(work)
-        for output, sent in zip(outputs, inner_args[0], strict=True):
-            received = as_bytes(getattr(output, name))
-            if received.data_ptr() != sent.data_ptr():  # it was not contiguous
-                received.copy_(sent)
-    return outputs, work
-
-
-def _check_receivers(sent: LowbitTensor) -> None:
-    """Loading with broadcast_from_rank0=True has plain tensors receive, on the other ranks, what this rank sends: gloo
-    then aborts them, NCCL waits. Nothing but who calls tells it from other broadcasts."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if (module, function) == ("torch.distributed._state_dict_utils", "_broadcast_tensors"):
-            raise NotImplementedError(
-                f"broadcast_from_rank0=True of {sent!r}, which other ranks would receive as a plain tensor; accepted: "
-                "the state dict on every rank, without broadcast_from_rank0, or plain values in it: value.dequantize()"
-            )
-        frame = frame.f_back
-
-
-def _inner_bytes(name: str, leaf: Any) -> Any:
-    """Contiguous: slices along the columns are not, though the tensor over them says so."""
-    return as_bytes(getattr(leaf, name)).contiguous() if isinstance(leaf, LowbitTensor) else leaf
+        x, weight, bias = (*args, None)[:3]
+    if not isinstance(weight, LowbitTensor) or isinstance(x, LowbitTensor):
+        quantized = x if isinstance(x, LowbitTensor) else weight
+        raise quantized._unsupported(f"{func} in that position (accepted: input @ weight)")
+    if func is aten.linear.default:
+        return linear(x, weight, bias)
+    if weight.transposed:
+        return linear(x, weight._transposed(), bias)
+    product = x @ weight.dequantize().to(x.dtype)
+    return product if bias is None else product + bias

@@ -4,39 +4,38 @@
     input   x ≈ s · round(x / s)                           s = max |x| / 127, over each token
     output  y[m, n] = s[m] · γ · Σ_k x̂[m, k] ŵ[n, k]       an int8 product with exact sums
 
-Gradients pass straight through both roundings: that of the input is the one of the ternary weight, that of the weight
-the one of the rounded input, of which backward keeps the byte an element. They are products in high precision, or int8
-x int8 where `BitNet(grad_input=True, grad_weight=True)` says so: the ternary weight is exact in either.
+Gradients pass straight through both roundings. The input's gradient is the product with the ternary weight; the
+weight's gradient is the product with the rounded input, which backward keeps in one byte an element. Both run in high
+precision, or int8 x int8 with `BitNet(grad_input=True, grad_weight=True)`: the ternary weight is exact in either.
 
 γ belongs to the whole weight, however it is sharded. Under FSDP2 the ternary codes travel, 2 bits an element, after
-their γ has been reduced over the ranks: for one weight at its gather, or for all in one reduction, if
+the ranks have reduced γ: for one weight at its gather, or for all in one reduction, if
 `lowbit.train.precompute_bitnet_scale(model)` is called after every optimizer step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lowbit import tracer
 from lowbit.packing import packed_size
-from lowbit.products import (
-    autocast_inputs,
-    check_first_derivative,
-    check_linear,
-    unflattened,
-)
-from lowbit.tensor.affine_tensor import check_weight
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
+from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
+from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.mixed_precision import low_bit_product
+from lowbit.tensor.low_bit_linear import low_bit_product
 from lowbit.tensor.ternary import (
+    TernaryTensor,
     magnitude,
     pack_ternary,
     quantize_tokens,
@@ -45,12 +44,12 @@ from lowbit.tensor.ternary import (
     ternary_product,
     unpack_ternary,
 )
-from lowbit.tensor.trainable import GatheredForm, TrainableTensor
+from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor
 from lowbit.tracer import Note
 from lowbit.train_scheme import BitNet
 
 
-class BitNetTensor(TrainableTensor):
+class BitNetTensor(MasterWeightTensor):
     """A trainable weight [..., N, K] with ternary products. `weight` is the high-precision tensor inside."""
 
     meta_attrs = ("scheme", "matrix")
@@ -59,24 +58,24 @@ class BitNetTensor(TrainableTensor):
         "prepared for training already; lowbit.train.convert_(model) makes it ternary for good"
     )
 
+    schemes = (BitNet,)
+
     scheme: BitNet
     matrix: tuple[int, int]
-    """N and K of the whole weight, of which this may be a part."""
+    """N and K of the whole weight, of which this tensor may be a part."""
     precomputed: tuple[Tensor, tuple[int, int]] | None = None
-    """The scale that `lowbit.train.precompute_bitnet_scale` found, and the state of the weight that it is of."""
+    """The scale that `precompute_scales` found, and the state of the weight at that time."""
     writes: list[int] | None = None
-    """How often this tensor, or one made of it (which may be over the same memory, as `param.data` is), was written."""
+    """How often this tensor, or one derived from it (which may share its memory, as `param.data` does), was written."""
 
-    def __new__(cls, weight: Tensor, scheme: BitNet) -> Self:
-        """Wrap `weight` [..., N, K], sharing its memory if it is contiguous.
-
-        Raises ValueError as `AffineTensor.from_float` does.
-        """
-        check_weight(weight)
-        weight = weight.detach().contiguous()
+    @classmethod
+    def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
         n, k = weight.shape[-2:]
-        meta = {"scheme": scheme, "matrix": (n, k)}
-        return cls.from_inner({"weight": weight}, meta, weight.shape, weight.dtype)
+        return {"matrix": (n, k)}
+
+    def frozen(self) -> LowbitTensor:
+        """The ternary weight of the same products, to the bit."""
+        return TernaryTensor(self.weight).to(self.dtype)  # type: ignore[return-value]
 
     @property
     def is_whole(self) -> bool:
@@ -90,7 +89,7 @@ class BitNetTensor(TrainableTensor):
         return made
 
     def remember_scale(self, scale: Tensor) -> None:
-        """Take this as `known_scale` until the weight changes."""
+        """Make this `known_scale`, until the weight changes."""
         self.precomputed = (scale, self._state())
 
     def known_scale(self) -> Tensor | None:
@@ -100,7 +99,8 @@ class BitNetTensor(TrainableTensor):
         return self.precomputed[0]
 
     def _state(self) -> tuple[int, int]:
-        """Kernels that write to the weight inside count its version, operations on this tensor its writes."""
+        """Changes with every write: kernels that write to `weight` count its version, operations on this tensor count
+        `writes`."""
         return self.weight._version, 0 if self.writes is None else self.writes[0]
 
     def ternary(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class BitNetTensor(TrainableTensor):
     def own_scale(self) -> Tensor:
         if not self.is_whole:
             raise self._unsupported(
-                f"products: it is a part of a weight {self.matrix}, whose scale is the mean magnitude of all of it "
+                f"products: it is a part of a weight {self.matrix}, whose scale is the mean magnitude of the whole "
                 "(call lowbit.train.precompute_bitnet_scale(model) after sharding and after every optimizer step); or"
             )
         return scale_of(magnitude(self.weight.detach()), self.weight.shape[-2:].numel())
@@ -130,8 +130,7 @@ class BitNetTensor(TrainableTensor):
     def values(self) -> Tensor:
         return self.dequantize()
 
-    def turned(self) -> BitNetTensor:
-        """With the last two dimensions swapped."""
+    def _transposed(self) -> Any:
         n, k = self.matrix
         weight = self.weight.mT
         return BitNetTensor.from_inner(
@@ -140,7 +139,7 @@ class BitNetTensor(TrainableTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:  # which here counts no version of the weight inside
+        if func._schema.is_mutable:  # such an operation does not count the version of `weight`
             for written in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 if isinstance(written, BitNetTensor):
                     written.writes = written.writes or [0]
@@ -163,7 +162,7 @@ class BitNetTensor(TrainableTensor):
     def _reduced_scale(self, mesh: Any, outer_size: torch.Size) -> Tensor:
         total = magnitude(self.weight.detach())
         if tuple(outer_size[-2:]) != self.matrix:  # split by tensor parallelism as well
-            return self._with(shape=outer_size).own_scale()  # which says what to do
+            return self._with(shape=outer_size).own_scale()  # raises, with the way out
         if self.ndim == 2:
             dist.all_reduce(total, group=mesh.get_group())
         return scale_of(total, outer_size[-2:].numel())
@@ -171,7 +170,7 @@ class BitNetTensor(TrainableTensor):
     # ---- what the base asks for ------------------------------------------------------------------------------
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whatever they are parts of."""
+        """Regardless of the weights that they are parts of."""
         if not isinstance(other, BitNetTensor) or type(self) is not type(other):
             return False
         return self.scheme == other.scheme
@@ -188,15 +187,53 @@ class BitNetTensor(TrainableTensor):
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        scheme = BitNet.from_dict(data["scheme"])
-        if not isinstance(scheme, BitNet):
-            raise ValueError(f"{scheme} is no BitNet")
         n, k = map(int, data["matrix"])
-        return {"scheme": scheme, "matrix": (n, k)}
+        return {**super().meta_from_json(data), "matrix": (n, k)}
+
+    # ---- products --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        return bitnet_linear(input, weight, bias)
+
+    @classmethod
+    def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
+        raise weight._without_product("as an embedding")
+
+    def in_attention(self, rows: int) -> Tensor:
+        raise self._without_product("in nn.MultiheadAttention")
+
+    def _without_product(self, where: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self!r} {where}, where BitNet b1.58 has no ternary product: leave that module, and what is tied to it, "
+            "out by filter_fn or a pattern, e.g. {'lm_head': None, '*': BitNet()}"
+        )
+
+    @classmethod
+    def rounded_input(cls, x: Tensor) -> Tensor:
+        return _Tokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def sharded_product(self, x: Tensor, param: Any) -> Tensor:
+        return bitnet_linear(x, self, None, self._scale_across(param))
+
+    def _scale_across(self, param: DTensor) -> Tensor | None:
+        """The scale of the whole weight `param`; None where this tensor has it."""
+        dims = split_dims(param)
+        if isinstance(self, GatheredBitNet) or not dims:
+            return None
+        known = None if torch.compiler.is_compiling() else self.known_scale()
+        if known is not None:
+            return known
+        total = magnitude(self.weight.detach())
+        for dim in dims:
+            total = all_reduce(total, "sum", (param.device_mesh, dim))
+        n, k = self.matrix
+        return scale_of(total, n * k)
 
 
 class GatheredBitNet(GatheredForm, BitNetTensor):
-    """What FSDP2 gathers a BitNetTensor to: its ternary codes, packed at 2 bits, and its scale."""
+    """The form that FSDP2 gathers a BitNetTensor to: its ternary codes, packed at 2 bits, and its scale."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
 
@@ -209,7 +246,7 @@ class GatheredBitNet(GatheredForm, BitNetTensor):
     def own_scale(self) -> Tensor:
         return self.scale
 
-    def turned(self) -> BitNetTensor:
+    def _transposed(self) -> Any:
         codes = pack_ternary(unpack_ternary(self.codes, self.shape[-1]).mT)
         n, k = self.matrix
         meta, shape = {**self.meta(), "matrix": (k, n)}, (*self.shape[:-2], *self.shape[:-3:-1])
@@ -243,8 +280,8 @@ class _Linear(torch.autograd.Function):
         tokens = quantize_tokens(x)
         codes, scale = weight.ternary(scale)
         ctx.dtype, ctx.note = x.dtype, note
-        # A gathered weight has its scale, which FSDP2 writes anew at the next gather. As for the alias: a weight that a
-        # graph holds could not be moved or cast, which swaps the tensors of a subclass.
+        # A gathered weight has its own scale, which FSDP2 overwrites at the next gather. An alias is saved because a
+        # weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass.
         own = None if isinstance(weight, GatheredBitNet) else scale
         kept = tokens if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight.detach(), own, *kept)
@@ -292,12 +329,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
-    """What int8 products read and give in place of it."""
+    """The dtype that int8 products read and write for tensors of `dtype`."""
     return torch.float32 if dtype is torch.float64 else dtype
 
 
 class _Tokens(torch.autograd.Function):
-    """x [M, K] as int8 products see it, its gradient passed straight through."""
+    """x [M, K] rounded as the input of an int8 product; the gradient passes straight through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -309,13 +346,8 @@ class _Tokens(torch.autograd.Function):
         return grads[0]
 
 
-def straight_through(x: Tensor) -> Tensor:
-    """x [..., K] rounded as the input of a product is, for one that runs in high precision."""
-    return _Tokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
-
-
 class _Zeros(torch.autograd.Function):
-    """Zeros in the weight's place, for products without terms or results; their gradient is the weight's."""
+    """Zeros in place of the weight, for products without terms or results. Their gradient is the weight's."""
 
     @staticmethod
     def forward(ctx: Any, weight: BitNetTensor) -> Tensor:
@@ -329,8 +361,8 @@ class _Zeros(torch.autograd.Function):
 def bitnet_linear(
     x: Tensor, weight: BitNetTensor, bias: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype. `scale`: of the whole weight,
-    where this is a part of it.
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype. `scale`: that of the whole
+    weight, where `weight` is a part of it.
 
     Raises ValueError for sizes that do not fit, NotImplementedError for a part without scale.
     """
@@ -345,39 +377,31 @@ def bitnet_linear(
     return unflattened(_Linear.apply(x.reshape(m, k), weight, bias, scale, note), x)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, BitNetTensor) or isinstance(input, LowbitTensor):
-        raise NotImplementedError(
-            f"linear of {input!r} with {weight!r}: only the weight may be a BitNetTensor"
-        )
-    return bitnet_linear(input, weight, bias)
+# ---- the scales of sharded weights -------------------------------------------------------------------------------
 
 
-@BitNetTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
-def _transpose(func: Any, args: Any, kwargs: Any) -> BitNetTensor:
-    self = args[0]
-    check_not_flat(self, "transposition")
-    same = list(range(self.ndim))
-    dims = list(func(torch.empty(same, device="meta"), *args[1:], **kwargs).shape)
-    if dims == same:
-        return self._with()
-    if dims != [*same[:-2], *same[:-3:-1]]:
-        raise self._unsupported(
-            f"dimensions in the order {dims} (accepted: the last two swapped, as a scale is of a matrix)"
-        )
-    return self.turned()
+def split_dims(param: Any) -> tuple[int, ...]:
+    """Dimensions of the mesh along which the [N, K] matrices of a DTensor are split."""
+    inner = (param.ndim - 2, param.ndim - 1)
+    # FSDP2's shards of tensor parallel ones are no `Shard` to torch, but have a dimension too
+    split = (getattr(placed, "dim", None) for placed in param.placements)
+    return tuple(mesh_dim for mesh_dim, dim in enumerate(split) if dim in inner)
 
 
-def _refused(*args: Any, **kwargs: Any) -> Any:
-    weight = next(x for x in (*args, *kwargs.values()) if isinstance(x, BitNetTensor))
-    raise NotImplementedError(
-        f"{weight!r} as an embedding or in nn.MultiheadAttention, where BitNet b1.58 has no ternary product: leave "
-        "that module, and what is tied to it, out by filter_fn or a pattern, e.g. {'lm_head': None, '*': BitNet()}"
-    )
-
-
-BitNetTensor.products = {
-    F.linear: _linear,
-    F.embedding: _refused,
-    F.multi_head_attention_forward: _refused,
-}
+def precompute_scales(params: Iterable[Tensor]) -> None:
+    """Find the scales of all sharded BitNet weights of `params` in one reduction for each mesh."""
+    found: defaultdict[Any, list[Any]] = defaultdict(list)
+    for param in params:
+        own = held_locally(param)
+        is_shard = isinstance(own, BitNetTensor) and not isinstance(own, GatheredBitNet)
+        if isinstance(param, DTensor) and is_shard:
+            found[param.device_mesh, split_dims(param)].append(own)
+    for (mesh, dims), members in found.items():
+        own_sums = [magnitude(own.weight) for own in members]
+        sums = torch.cat([s.view(-1) for s in own_sums]).to(mesh.device_type)
+        for dim in dims:
+            dist.all_reduce(sums, group=mesh.get_group(dim))
+        parts = sums.to(own_sums[0].device).split([s.numel() for s in own_sums])
+        for own, total, like in zip(members, parts, own_sums, strict=True):
+            n, k = own.matrix
+            own.remember_scale(scale_of(total.view(like.shape), n * k))

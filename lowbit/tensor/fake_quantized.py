@@ -1,8 +1,8 @@
 """FakeQuantizedTensor: a high-precision weight whose products see it quantized (quantization-aware training).
 
-`F.linear` and `F.embedding` round the weight, and the activation where the scheme says so, to what the converted
-model will store, through the same `Spec` that converts it; gradients pass straight through to the weight inside
-the clamp range. To everything else (optimizers, norms, initialisers) it is the high-precision weight.
+`F.linear` and `F.embedding` round the weight, and the activation where the scheme has one, to the values that the
+converted model will store, through the same `Spec` that converts it. Gradients pass straight through to the weight
+inside the clamp range.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, crop
+from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
+from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, Values
 
 
-class FakeQuantizedTensor(TrainableTensor):
+class FakeQuantizedTensor(MasterWeightTensor):
     """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
 
+    is_described = True
     already = "prepared for QAT already; lowbit.qat.convert_(model) converts it"
+    schemes = (Scheme,)
+    products: ClassVar[dict[Any, str]] = {
+        F.linear: "linear",
+        F.embedding: "embedding",
+        F.multi_head_attention_forward: "attention",
+    }
 
     scheme: Scheme
 
@@ -42,8 +49,8 @@ class FakeQuantizedTensor(TrainableTensor):
         )
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Accepts the other symmetric mapping, with which training then continues. Only a parameter can: a view would
-        lose it."""
+        """Accepts the other symmetric mapping, with which training then continues. Only a parameter can take it: a view
+        would lose it."""
         return (
             type(self) is type(other)
             and isinstance(self, nn.Parameter)
@@ -51,12 +58,25 @@ class FakeQuantizedTensor(TrainableTensor):
             and self.scheme.weight.same_values(other.scheme.weight)
         )
 
-    @classmethod
-    def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {"scheme": Scheme.from_dict(data["scheme"])}
+    def frozen(self) -> LowbitTensor:
+        """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`."""
+        return AffineTensor.from_float(self.weight, self.scheme).to(self.dtype)  # type: ignore[return-value]
 
-    def _embedding(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Only the rows asked for are quantized, where scales belong to single rows.
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        x, bias = autocast_inputs(input, weight, bias)
+        activation = weight.scheme.activation
+        if activation is not None:
+            x = activation.fake_quantize(x)
+        return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
+
+    @classmethod
+    def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return weight._look_up(input, *args, **kwargs)
+
+    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Quantizes only the rows that are looked up, where scales belong to single rows.
 
         (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
         """
@@ -66,8 +86,34 @@ class FakeQuantizedTensor(TrainableTensor):
         rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
         return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
 
+    def in_attention(self, rows: int) -> Tensor:
+        if self.scheme.activation is not None:
+            raise NotImplementedError(
+                f"{self!r} in nn.MultiheadAttention, whose inputs cannot be quantized in training: leave its out_proj "
+                "out by filter_fn or a pattern, e.g. {'*.out_proj': None, '*': scheme}, or choose a weight-only scheme"
+            )
+        return self.fake_quantized().to(self.dtype)
+
+    def check_placement(self, param: Any) -> None:
+        """Parts that cut through a block would each find a scale of their own, and `convert_` would compute other
+        values from the whole weight."""
+        spec = self.scheme.weight
+        sizes = spec.block_size(spec.padded_shape(param.shape))
+        for mesh_dim, placement in enumerate(param.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is None:
+                continue
+            part = -(-param.shape[dim] // param.device_mesh.size(mesh_dim))
+            if part < param.shape[dim] and part % sizes[dim]:
+                raise NotImplementedError(
+                    f"a weight of shape {tuple(param.shape)} prepared for QAT with {spec.granularity!r}, split along "
+                    f"dimension {dim} into parts of {part}, which cut through blocks of {sizes[dim]} that share a "
+                    "scale; accepted: parts of whole blocks, such as PerGroup(g) with g dividing in_features / ranks "
+                    "under RowwiseParallel, or PerRow() under ColwiseParallel"
+                )
+
     def _wire(self) -> LowbitTensor:
-        """Under FSDP2 codes travel, not high-precision values: 1 byte an element and the scales."""
+        """Under FSDP2 codes and scales travel, 1 byte an element, not high-precision values."""
         spec = self.scheme.weight
         if spec.shares_rows:
             return self
@@ -97,8 +143,8 @@ class _FromCodes(torch.autograd.Function):
 
 
 class GatheredWeight(GatheredForm, FakeQuantizedTensor):
-    """What FSDP2 gathers a FakeQuantizedTensor to: codes short of the clamp, from which products and gradients
-    come out the same to the bit."""
+    """The form that FSDP2 gathers a FakeQuantizedTensor to: codes before the clamp, which give the same products and
+    gradients to the bit."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
 
@@ -120,44 +166,5 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
         shapes["codes"] = (spec.padded_shape(shape), self.codes.dtype)
         return shapes
 
-    def _embedding(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, FakeQuantizedTensor) or isinstance(input, LowbitTensor):
-        raise NotImplementedError(
-            f"linear of {input!r} with {weight!r}: only the weight may be a FakeQuantizedTensor"
-        )
-    x, bias = autocast_inputs(input, weight, bias)
-    activation = weight.scheme.activation
-    if activation is not None:
-        x = activation.fake_quantize(x)
-    return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
-
-
-def _embedding(input: Tensor, weight: FakeQuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return weight._embedding(input, *args, **kwargs)
-
-
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    """nn.MultiheadAttention multiplies by its out_proj.weight where no override of F.linear reaches."""
-
-    def as_seen(x: Any) -> Any:
-        if not isinstance(x, FakeQuantizedTensor):
-            return x
-        if x.scheme.activation is not None:
-            raise NotImplementedError(
-                f"{x!r} in nn.MultiheadAttention, whose inputs cannot be quantized in training: leave its out_proj out "
-                "by filter_fn or a pattern, e.g. {'*.out_proj': None, '*': scheme}, or choose a weight-only scheme"
-            )
-        return x.fake_quantized().to(x.dtype)
-
-    return F.multi_head_attention_forward(*map(as_seen, args), **tree_map(as_seen, kwargs))
-
-
-FakeQuantizedTensor.products = {
-    F.linear: _linear,
-    F.embedding: _embedding,
-    F.multi_head_attention_forward: _attention,
-}

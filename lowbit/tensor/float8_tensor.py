@@ -1,7 +1,7 @@
 """Float8Tensor: float8 values (e4m3 or e5m2) with a scale for each block.
 
 x̂ = value · scale with scale = max|x| / 448 (e4m3; 57,344 for e5m2). Codes are stored as the float8 dtype itself,
-in the logical shape padded to whole blocks; everything else is as in `AffineTensor`, with no zero point.
+in the logical shape padded to whole blocks. All else is as in `AffineTensor`, without a zero point.
 Source: Micikevicius et al., arXiv 2209.05433.
 """
 

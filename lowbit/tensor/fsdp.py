@@ -1,32 +1,29 @@
-"""The FSDP2 all-gather of a low-bit tensor: what travels is the stored form, not the values.
+"""The FSDP2 all-gather of a low-bit tensor: the stored form travels, not the values.
 
-`fully_shard` splits dimension 0. Evenly sharded, the inner tensors that run along it travel as they are. Unevenly
-sharded, FSDP2 accepts only inputs that have exactly the padded shard's logical size. So each row's codes, scales and
-zero points are laid end to end as bytes, and the bytes are cut into planes: uint8 tensors of that size, as many as the
-row needs (one for 4-bit codes, two for 8-bit codes with their scales).
+`fully_shard` splits dimension 0. With even shards the inner tensors that run along it travel unchanged. With uneven
+shards FSDP2 accepts only inputs of exactly the padded shard's logical size. Then the bytes of each row's codes, scales
+and zero points are concatenated and cut into planes: uint8 tensors of that size, as many as the row needs (one for
+4-bit codes, two for 8-bit codes with their scales).
 
-Codes travel as integers, never as bits of a floating dtype: FSDP2 copies the inputs of an all-gather by
-`torch._foreach_copy_`, which on CUDA converts bfloat16 and float16 through float32 and so rewrites NaN patterns.
+Codes travel as integers, never as bits of a floating dtype. FSDP2 copies the inputs of an all-gather by
+`torch._foreach_copy_`, which on CUDA converts bfloat16 and float16 through float32 and so changes NaN patterns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lowbit.tensor.base import LowbitTensor
-
 
 def as_bytes(t: Tensor) -> Tensor:
-    """float8 as uint8, which every collective backend moves; other dtypes as they are."""
+    """A float8 tensor viewed as uint8, which every collective backend moves; other tensors unchanged."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype.is_floating_point else t
 
 
-def _to_planes(tensor: LowbitTensor, rows: int) -> tuple[Tensor, ...]:
+def _to_planes(tensor: Any, rows: int) -> tuple[Tensor, ...]:
     """uint8 tensors [rows, trailing…], zero padded: plane p holds bytes p·E to (p + 1)·E of each row of E elements."""
     parts = [
         getattr(tensor, name).flatten(1).contiguous().view(torch.uint8)
@@ -41,7 +38,7 @@ def _to_planes(tensor: LowbitTensor, rows: int) -> tuple[Tensor, ...]:
     return tuple(plane.view(rows, *tensor.shape[1:]) for plane in split)
 
 
-def _from_planes(tensor: LowbitTensor, planes: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
+def _from_planes(tensor: Any, planes: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
     """The inner tensors of `rows` rows, from the gathered planes."""
     shapes = tensor.inner_shapes((rows, *tensor.shape[1:]))
     whole = [plane[:rows].flatten(1) for plane in planes]
@@ -59,20 +56,22 @@ def _from_planes(tensor: LowbitTensor, planes: Sequence[Tensor], rows: int) -> d
 class FSDPHooks:
     """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
-    def _wire(self: Any) -> LowbitTensor:
-        """This shard in the form that travels and that the next product takes; by default, as it is."""
+    def _wire(self: Any) -> Any:
+        """This shard in the form that travels and that the next product reads; by default, unchanged."""
         return self
 
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """The tensors to gather, and (the shard that they are of, the full size, their names; None: planes)."""
+        """The tensors to gather, and (the shard, the full size, the names of the tensors, or None for planes)."""
         shard = self._wire()
         if outer_size[0] % mesh.size():
             rows = -(-outer_size[0] // mesh.size())
             return _to_planes(shard, rows), (shard, outer_size, None)
         names = shard._row_attrs()
-        if mesh.size() == 1:  # where torch 2.13 takes the first only, and nothing is missing anyway
+        if (
+            mesh.size() == 1
+        ):  # torch 2.13 gathers the first only, and the shard holds the others already
             names = names[:1]
         inputs = tuple(as_bytes(getattr(shard, name)) for name in names)
         return inputs, (shard, outer_size, names)
@@ -101,9 +100,9 @@ class FSDPHooks:
             return shard._with(inner, outer_size, param_dtype), owned
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in inner.items():
-            if names is None or name not in names:  # what was gathered as it is lies in place
+            if names is None or name not in names:  # the others were gathered in place
                 held = getattr(target, name)
-                # the same values as in forward: what autograd saved of it is not stale
+                # the values are those of forward, so what autograd saved is not stale
                 with torch.autograd._unsafe_preserve_version_counter(held):
                     held.copy_(t)
         return None

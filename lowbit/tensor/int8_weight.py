@@ -1,62 +1,68 @@
-"""Int8WeightTensor: a weight that is int8 and nothing else, also while it is trained.
+"""Int8WeightTensor: a weight that is stored in int8 alone, also during training.
 
 | tensor | shape        | dtype                                                                            |
 |--------|--------------|----------------------------------------------------------------------------------|
 | codes  | [..., N, K]  | int8, -127 .. 127                                                                |
 | scale  | [..., N, 1]  | float32, absmax / 127 of the row; 1 for a row of zeros, NaN for one with a NaN   |
-| place  | [..., N, 1]  | int64, where the row's random draws begin (`round_rows`)                         |
+| place  | [..., N, 1]  | int64, random-number offset of the row (`round_rows`)                            |
 
-So a weight takes 1 byte and 12 bytes a row. It has no high-precision copy: what an optimizer computes in float32 is
-rounded stochastically (arXiv 2010.06192), so that an update far below the distance of two codes moves the weight as
-often as it should. The draw of an element is a function of (seed, the parameter's name, number of updates, index of
-the element in the whole parameter): `place` begins at a hash of the first two plus the row's first index, and every
-update moves it on by `NEXT`. As it lies beside the row, it shards, is saved and resumes with it, whoever updates the
-weight; so replicas, any sharding and a restart give the same weights.
+So a weight takes 1 byte an element and 12 bytes a row. There is no high-precision copy: the float32 result of an
+optimizer is rounded stochastically (arXiv 2010.06192). An update far below the distance of two codes then moves the
+weight with the right probability. The random number of an element is a function of (seed, the parameter's name, number
+of updates, index of the element in the whole parameter): `place` starts at a hash of the first two plus the row's first
+index, and every update advances it by `NEXT`. It lies beside the row, so it is sharded, saved and resumed with it,
+whichever optimizer updates the weight. Replicas, any sharding and a restart give the same weights.
 
-torch.optim's in-place operations round once each, but for a multiplication by a positive number (decoupled weight
-decay), which is one of the scales and exact; lowbit's optimizers round once a step. Copying plain values, as loading
-and initialising do, rounds to nearest.
+torch.optim's in-place operations round once each. A multiplication by a positive number (decoupled weight decay) is the
+exception: it multiplies the scales, exactly. lowbit's optimizers round once a step. Copies of plain values, as loading
+and initialising make them, round to nearest.
 
-Products see the weight dequantized, or are int8 x int8, as `Int8Weight` says.
+Products dequantize the weight, or run int8 x int8, as the scheme `Int8Weight` says.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional as F
 
-from lowbit.granularity import PerRow
-from lowbit.scheme import Int, Spec
-from lowbit.tensor.affine_tensor import AffineTensor, check_weight
-from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.presets import Int8WeightOnly
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
+from lowbit.tensor.base_ops import copy_, product_below_autograd
+from lowbit.tensor.cpu_values import layout_of
 from lowbit.tensor.kernels import dequantize_int8, quantize_rowcol, round_rows
-from lowbit.tensor.trainable import KEEP_OUT
+from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
+from lowbit.tensor.trainable import TrainableTensor, dequantized_linear
 from lowbit.train_scheme import Int8Weight
 
 NEXT = -0x61C8864680B583EB
-"""From the draws of one update to the next: odd, so that it takes 2**64 of them to come back (the golden ratio of
-2**64, as a signed integer)."""
+"""Distance of the random-number offsets of two updates. It is odd, so an offset returns after 2**64 updates (the golden
+ratio of 2**64, as a signed integer)."""
 
 
 def first_index(seed: int, name: str) -> int:
-    """Index of the first draw of the parameter of this name, a signed 64-bit integer: a hash of both."""
+    """Random-number offset of the first element of the parameter of this name, a signed 64-bit integer: a hash of seed
+    and name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of the whole weight a tensor holds, where it does not hold all.
+    """The columns of the whole weight that a tensor holds, where it does not hold all.
 
-    A row's scale belongs to all of its columns, so to round them anew takes the largest of all of its parts: `group`
-    names the process group over which those are spread, once `lowbit.train.locate_` has found it.
+    A row's scale belongs to all of its columns, so rounding needs the maximum over all parts of the row. `group` names
+    the process group over which they are spread, once `lowbit.train.locate_` has found it.
     """
 
     start: int
@@ -64,23 +70,22 @@ class Columns:
     group: str | None = None
 
 
-class Int8WeightTensor(AffineTensor):
+torch.serialization.add_safe_globals([Columns])
+
+
+class Int8WeightTensor(TrainableTensor):
     """A trainable weight in int8; see the module. `Int8WeightTensor(weight, Int8Weight(), name)` makes one."""
 
     tensor_attrs = ("codes", "scale", "place")
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
-    way_out = KEEP_OUT
-
-    products: ClassVar[dict[Any, Callable[..., Any]]] = {}
-    """What replaces torch's functions on it, such as F.linear: see `lowbit.tensor.int8_weight_ops`."""
-    on_lists: ClassVar[Callable[..., Any]]
-    """What torch's optimizers do to many weights at once."""
-
-    spec = Spec(Int(8), PerRow())
-    activation = None
+    schemes = (Int8Weight,)
+    spec = Int8WeightOnly().weight
+    """That of an AffineTensor of the same codes and scales."""
     zero_point = None
 
+    codes: Tensor
+    scale: Tensor
     place: Tensor | None
     """None where it takes no updates: gathered, or made on meta, and not yet placed by `lowbit.train.locate_`."""
     scheme: Int8Weight
@@ -88,8 +93,8 @@ class Int8WeightTensor(AffineTensor):
     """None: all of them."""
 
     def __new__(cls, weight: Tensor, scheme: Int8Weight, name: str = "") -> Self:
-        """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. With `scheme.seed`, `name` (that of the
-        parameter in the model) decides the random draws of its updates.
+        """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. `scheme.seed` and `name`, that of the
+        parameter in the model, determine the random numbers of its updates.
 
         Raises ValueError as `AffineTensor.from_float` does.
         """
@@ -103,8 +108,19 @@ class Int8WeightTensor(AffineTensor):
             self.put_at(name)
         return self
 
+    @classmethod
+    def prepared(cls, weight: Tensor, scheme: Int8Weight, name: str) -> Int8WeightTensor:
+        return cls(weight, scheme, name)
+
+    def frozen(self) -> LowbitTensor:
+        """An AffineTensor of the same codes and scales."""
+        spec = self.spec
+        empty = self.numel() == 0
+        scale = self.scale.new_ones(spec.blocks(self.shape)) if empty else self.scale
+        return AffineTensor(self.codes, scale, None, spec, self.shape, self.dtype)
+
     def put_at(self, name: str, rows: Tensor | None = None) -> None:
-        """Give the rows their places: those of the rows of these indices, or of all, of the parameter `name`."""
+        """Set the random-number offsets to those of the rows of these indices, or of all, of the parameter `name`."""
         columns = self.shape[-1] if self.columns is None else self.columns.total
         if rows is None:
             rows = torch.arange(self.scale.numel()).view(self.scale.shape)
@@ -113,9 +129,16 @@ class Int8WeightTensor(AffineTensor):
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def master(self) -> Tensor:
-        """The values in float32, a new tensor: `update_` takes the ones that an optimizer makes of them."""
-        return self._with(dtype=torch.float32).dequantize()
+    def dequantize(self) -> Tensor:
+        """Values [..., N, K] in this tensor's dtype: code · scale in float32, rounded once."""
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        if self.transposed:
+            return self._transposed().dequantize().transpose(-2, -1)
+        layout = layout_of(self)
+        if layout is None:
+            return (self.codes * self.scale).to(self.dtype)
+        return layout.dequantize(self.codes, self.scale, None).to(self.dtype).view(self.shape)
 
     def write_master(self, out: Tensor) -> None:
         if self.transposed or self.flat_from is not None:
@@ -124,9 +147,9 @@ class Int8WeightTensor(AffineTensor):
             torch.mul(self.codes, self.scale, out=out)  # in one pass
 
     def update_(self, values: Tensor) -> None:
-        """Take these values [..., N, K], float32, rounded stochastically, and move on to the next random draws.
+        """Take these values [..., N, K], float32, rounded stochastically, and advance the random-number offsets.
 
-        Raises NotImplementedError where the weight is a gathered one, or has not been placed.
+        Raises NotImplementedError where the weight is a gathered one, or has no offsets yet.
         """
         place = self._place()
         codes, scale = self._rounded(values, place)
@@ -134,9 +157,12 @@ class Int8WeightTensor(AffineTensor):
         self.scale.copy_(scale)
         place.add_(NEXT)
 
-    def scale_(self, factor: float | Tensor) -> None:
-        """Multiply by a positive number: the scales alone, without rounding."""
-        self.scale.mul_(factor)
+    def scale_(self, factor: Any) -> bool:
+        """A positive number multiplies the scales alone."""
+        exact = isinstance(factor, int | float) and 0 < factor < math.inf
+        if exact:
+            self.scale.mul_(factor)
+        return exact
 
     def _place(self) -> Tensor:
         if self.transposed or self.flat_from is not None:
@@ -149,13 +175,13 @@ class Int8WeightTensor(AffineTensor):
         return self.place
 
     def _rounded(self, values: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scale of these values: to nearest without places."""
+        """Codes and scale of these values, rounded stochastically with the offsets `place`, else to nearest."""
         rows = values.float().reshape(self.shape[:-1].numel(), self.shape[-1])
         largest, start = None, 0
         if self.columns is not None:
             if self.columns.group is None:
                 raise self._unsupported(
-                    "taking other values, as rows share a scale that the other columns have a say in: call "
+                    "taking other values, as the scale of a row depends on its columns on other ranks: call "
                     "lowbit.train.locate_(model) after its weights are sharded; or"
                 )
             start = self.columns.start
@@ -168,33 +194,88 @@ class Int8WeightTensor(AffineTensor):
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         if self.transposed:
-            return self._untransposed()._encode(values.transpose(-2, -1))
+            return self._transposed()._encode(values.transpose(-2, -1))
         codes, scale = self._rounded(values)
         return {"codes": codes, "scale": scale, "place": self.place}
 
-    # ---- what `lowbit.tensor.mixed_precision` reads for products in int8 ----------------------------------------
+    # ---- products --------------------------------------------------------------------------------------------
 
-    def row_codes(self) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        n, k = weight.shape[-2:]
+        m = math.prod(input.shape[:-1])
+        why = weight.scheme.plain_because(input.device, m, n, k)
+        if weight.transposed and why is None:
+            why = "its scales belong to columns"
+        if why is None:
+            return low_bit_linear(input, weight, bias)
+        return dequantized_linear(input, weight, bias, f"int8 weight, dequantized: {why}")
+
+    @classmethod
+    def embedding(
+        cls,
+        input: Tensor,
+        weight: Any,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if max_norm is not None or sparse:
+            raise weight._unsupported(
+                f"an embedding with max_norm={max_norm}, sparse={sparse} (accepted: neither)"
+            )
+        padding = -1 if padding_idx is None else padding_idx % max(weight.shape[0], 1)
+        return _Rows.apply(weight, input, padding, scale_grad_by_freq)
+
+    def row_codes(self) -> Codes:
         """Codes [N, K16] and scale [N]."""
         return F.pad(self.codes, (0, -self.shape[1] % 16)), self.scale.view(-1)
 
-    def column_codes(self) -> tuple[Tensor, Tensor]:
-        """Codes [K, N16] and scale [K] of the transpose, rounded anew."""
+    def column_codes(self) -> Codes:
+        """Codes [K, N16] and scale [K] of the transpose, rounded again."""
         _, _, codes, scale = quantize_rowcol(self.dequantize(), "int8", rows=False)
         return codes, scale
 
-    def values(self) -> Tensor:
-        """What high-precision products multiply by: plain, without gradient."""
-        return self.dequantize()
-
     def values_again(self, dtype: torch.dtype) -> Tensor:
-        """The values for a backward pass: `dequantize`, by another op. torch.compile would take the same one for the
-        forward pass's, and keep its values meanwhile, at 2 bytes an element."""
+        """`dequantize` by another op. torch.compile would merge the same op with that of the forward pass, and keep
+        its values meanwhile, at 2 bytes an element."""
         if self.transposed or self.ndim != 2 or self.numel() == 0 or dtype is torch.float64:
             return self.dequantize().to(dtype)
         k = self.shape[1]
         options = {"group_size": k, "size": k, "dtype": self.dtype}
         return dequantize_int8(self.codes, self.scale, **options).to(dtype)
+
+    # ---- sharding --------------------------------------------------------------------------------------------
+
+    def was_placed(self, param: Any) -> None:
+        """Where the columns of `param` are split, the parts find the scales of their rows together.
+
+        Raises NotImplementedError for columns split along two dimensions of a mesh.
+        """
+        if self.columns is None:
+            return
+        split = (getattr(placed, "dim", None) for placed in param.placements)
+        dims = [mesh_dim for mesh_dim, dim in enumerate(split) if dim == param.ndim - 1]
+        if len(dims) != 1 or self.shape[-1] == 0:
+            raise NotImplementedError(
+                f"an int8 weight of shape {tuple(param.shape)} placed as {param.placements}, of which this rank has "
+                f"{self.shape[-1]} columns; accepted: columns split along one dimension of the mesh, some on every rank"
+            )
+        _, offset = compute_local_shape_and_global_offset(
+            param.shape, param.device_mesh, param.placements
+        )
+        group = param.device_mesh.get_group(dims[0]).group_name
+        # a scatter may have put the part into a tensor with the metadata of the first part
+        self.columns = replace(self.columns, start=offset[-1], group=group)
+
+    def locate(self, param: Tensor, name: str) -> None:
+        if isinstance(param, DTensor):
+            self.was_placed(param)
+        if self.place is None:
+            self.put_at(name, _rows_of(param))
 
     # ---- what the base asks for ------------------------------------------------------------------------------
 
@@ -207,10 +288,8 @@ class Int8WeightTensor(AffineTensor):
             found["place"] = (row, torch.int64)
         return found
 
-    _assign_data = LowbitTensor._assign_data
-
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whichever columns they hold."""
+        """Regardless of the columns that they hold."""
         return (
             isinstance(other, Int8WeightTensor)
             and self.scheme == other.scheme
@@ -220,7 +299,7 @@ class Int8WeightTensor(AffineTensor):
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:
             swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-            return self._untransposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
         shape = (*self.shape[:dim], end - start, *self.shape[dim + 1 :])
         if dim < self.ndim - 1:
             return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
@@ -231,17 +310,39 @@ class Int8WeightTensor(AffineTensor):
         )
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
-        joined = super()._cat(tensors, dim)
-        if dim == self.ndim - 1 and self.columns is not None:
-            # gathered parts all say what this rank's says
-            at_start = joined.shape[-1] == self.columns.total
-            columns = replace(self.columns, start=0) if at_start else self.columns
-            joined.columns = _whole(columns, joined.shape)
-        return joined
+        if self.transposed:
+            raise self._unsupported("cat of transposed tensors")
+        shape = (*self.shape[:dim], sum(t.shape[dim] for t in tensors), *self.shape[dim + 1 :])
+        if dim < self.ndim - 1:
+            joined = {
+                name: torch.cat([getattr(t, name) for t in tensors], dim)
+                for name in self.inner_tensors()
+            }
+            return self._with(joined, shape)
+        scale = self.scale
+        if not all(
+            t.scale.data_ptr() == scale.data_ptr() or torch.equal(t.scale, scale) for t in tensors
+        ):
+            raise self._unsupported(
+                f"cat along dimension {dim}, of parts of rows that have other scales"
+            )
+        codes = torch.cat([t.codes for t in tensors], dim)
+        columns = self.columns
+        if columns is not None:
+            # gathered parts all have the metadata of this rank's
+            whole = replace(columns, start=0) if shape[-1] == columns.total else columns
+            columns = _whole(whole, shape)
+        return self._with({**self.inner_tensors(), "codes": codes}, shape, columns=columns)
+
+    def _view(self, shape: tuple[int, ...]) -> Self | None:
+        """Merges or splits leading dimensions."""
+        if self.transposed or len(shape) < 2 or shape[-1] != self.shape[-1]:
+            return None
+        return self._map(lambda t: t.view(*shape[:-1], t.shape[-1]), shape=shape)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
-        """One of this shape has its places too: it is this parameter, or this part of it, in other memory. Rows of
-        zeros have none to tell."""
+        """One of this shape gets the offsets too: it is this parameter, or this part of it, in other memory. Rows of
+        zeros have none."""
         made = super()._new(shape, dtype, device, make)
         if made.place is None or made.is_meta:
             return made
@@ -252,11 +353,13 @@ class Int8WeightTensor(AffineTensor):
         return made
 
     def _wire(self) -> LowbitTensor:
-        """A gathered weight is not updated, so its places stay where they are."""
+        """A gathered weight is not updated, so its offsets do not travel."""
         return self._with({"codes": self.codes, "scale": self.scale})
 
     def check_meta(self) -> None:
         super().check_meta()
+        if not isinstance(self.transposed, bool):
+            raise ValueError(f"transposed must be True or False, got {self.transposed!r}")
         held = (self.flat_from or self.shape)[-2 if self.transposed else -1]
         part = self.columns
         if part is not None and not 0 <= part.start <= part.start + held <= part.total:
@@ -269,28 +372,11 @@ class Int8WeightTensor(AffineTensor):
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        scheme = Int8Weight.from_dict(data["scheme"])
-        if not isinstance(scheme, Int8Weight):
-            raise ValueError(f"{scheme} is no Int8Weight")
         columns = None
         if data["columns"] is not None:
             start, total = map(int, data["columns"])
             columns = Columns(start, total)
-        return {"scheme": scheme, "columns": columns, "transposed": False}
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        product = cls.products.get(func)
-        if product is not None:
-            return product(*args, **(kwargs or {}))
-        # past AffineTensor's, which refuses gradients
-        return super(AffineTensor, cls).__torch_function__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.startswith(("_foreach_", "_fused_")):
-            return cls.on_lists(func, args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return {**super().meta_from_json(data), "columns": columns, "transposed": False}
 
 
 def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
@@ -298,6 +384,82 @@ def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
 
 
 def _largest(rows: Tensor, group: Any) -> Tensor:
-    """Of rows whose columns are spread over a group. A maximum over ranks may lose a NaN, but no infinity."""
+    """The largest magnitude of each row, whose columns are spread over a group. A maximum over ranks may lose a NaN,
+    but not an infinity."""
     largest = rows.abs().amax(1)
     return all_reduce(torch.where(largest.isfinite(), largest, torch.inf), "max", group)
+
+
+def _rows_of(param: Any) -> Tensor | None:
+    """Indices in the whole weight of the rows that this rank has: [..., N, 1]; None: all."""
+    if not isinstance(param, DTensor):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    rows = torch.zeros((), dtype=torch.int64)
+    for dim in range(param.ndim - 1):
+        stride = math.prod(param.shape[dim + 1 : -1])
+        rows = rows.unsqueeze(-1) + (torch.arange(shape[dim]) + offset[dim]) * stride
+    return rows.unsqueeze(-1)
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of a table [V, D] at `indices`. Only those are dequantized."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Int8WeightTensor, indices: Tensor, padding_idx: int, by_frequency: bool
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.options = (table.shape[0], padding_idx, by_frequency)
+        return aten.embedding(table.detach(), indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (indices,) = ctx.saved_tensors
+        return aten.embedding_dense_backward(grads[0], indices, *ctx.options), None, None, None
+
+
+# ---- aten operations ---------------------------------------------------------------------------------------------
+
+_implements = Int8WeightTensor.implements
+
+
+@_implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Gathers the codes of the rows, and dequantizes only those."""
+    self, indices = args[0], args[1]
+    if self.transposed:
+        raise self._unsupported("an embedding of its transpose")
+    flat = indices.reshape(-1)
+    values = self.codes.index_select(0, flat) * self.scale.index_select(0, flat)
+    return values.to(self.dtype).view(*indices.shape, *self.shape[1:])
+
+
+@_implements(aten.mm.default, aten.addmm.default, aten.linear.default)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return product_below_autograd(Int8WeightTensor.linear, func, args, kwargs)
+
+
+@_implements(aten.bmm.default, aten._grouped_mm.default)
+def _bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of all experts at once below autograd, in high precision. The weight may be either operand."""
+    dtype = next(x.dtype for x in args[:2] if not isinstance(x, LowbitTensor))
+    first, second = (
+        x.dequantize().to(dtype) if isinstance(x, Int8WeightTensor) else x for x in args[:2]
+    )
+    return func(first, second, *args[2:], **kwargs)
+
+
+@_implements(aten.copy_.default)
+def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Copies the random-number offsets too, so that training continues as it would have. A source without offsets
+    leaves those of the target."""
+    dst, src = args[0], args[1]
+    if isinstance(dst, Int8WeightTensor) and isinstance(src, Int8WeightTensor):
+        if src.place is not None and dst.place is None and dst.shape == src.shape:
+            dst.place = src.place.to(dst.device, copy=True)
+        elif src.place is None and dst.place is not None:
+            src = src._with({**src.inner_tensors(), "place": dst.place})
+    return copy_(func, (dst, src), kwargs)

@@ -1,15 +1,7 @@
-"""MixedPrecisionTensor: a high-precision weight whose products run in int8 or float8.
-
-`F.linear` quantizes the input once: along rows for the output, along columns, transposed, for the weight's gradient,
-of which backward keeps the one byte an element and not the input. The weight is quantized along rows for the output,
-and anew along columns for the input's gradient: that costs a hundredth of the products, keeping it a byte a weight.
-The gradient of the output is quantized once too, rows and columns. So every product reads both its operands along
-the dimension that it sums over (`lowbit_kernels.scaled_mm`).
-"""
+"""MixedPrecisionTensor: a high-precision weight with products in int8 or float8 (`lowbit.tensor.low_bit_linear`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -17,33 +9,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit import tracer
-from lowbit.products import (
-    autocast_inputs,
-    check_first_derivative,
-    check_linear,
-    unflattened,
-)
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
-from lowbit.tensor.shared_input import quantized_input
-from lowbit.tensor.trainable import GatheredForm, TrainableTensor, Values
-from lowbit.tracer import Note
-from lowbit.train_scheme import MixedPrecision, TrainingScheme
-
-MOST_TERMS = 2**17
-"""Of a sum of products of two int8 codes, -127 to 127, that surely stays within an int32."""
-Codes = tuple[Tensor, Tensor]
-"""Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
+from lowbit.tensor.kernels import quantize_rowcol
+from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
+from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
+from lowbit.train_scheme import MixedPrecision
 
 
-class MixedPrecisionTensor(TrainableTensor):
+class MixedPrecisionTensor(MasterWeightTensor):
     """A trainable weight [..., N, K] with low-bit products. `weight` is the high-precision tensor inside."""
 
     already = "prepared for training already; lowbit.train.restore_(model) gives back plain weights"
 
+    schemes = (MixedPrecision,)
+    stays = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
+    # an embedding tied to it arrives as aten.embedding below
+    products: ClassVar[dict[Any, str]] = {
+        function: name
+        for function, name in TrainableTensor.products.items()
+        if function is not F.embedding
+    }
+
     scheme: MixedPrecision
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        return low_bit_linear(input, weight, bias)
 
     def dequantize(self) -> Tensor:
         """The high-precision weight, in this tensor's dtype, without gradient."""
@@ -66,19 +59,15 @@ class MixedPrecisionTensor(TrainableTensor):
         return codes, scale
 
     def _exact(self) -> Tensor:
-        """The values in the dtype in which there are most of them."""
+        """The values in the widest dtype that holds them."""
         return self.weight.detach()
 
     def rows(self, indices: Tensor) -> Tensor:
         """Some rows of `values()`."""
         return self.weight[indices].to(self.dtype)
 
-    @classmethod
-    def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {"scheme": TrainingScheme.from_dict(data["scheme"])}
-
     def _wire(self) -> LowbitTensor:
-        """Under FSDP2 one byte an element travels, and a scale a row, if no product needs more."""
+        """Under FSDP2 one byte an element travels, and a scale a row, unless a product needs the weight itself."""
         scheme = self.scheme
         quantizes = scheme.output and scheme.grad_input
         if not quantizes or not (scheme.always or self.device.type == "cuda"):
@@ -98,8 +87,8 @@ class MixedPrecisionTensor(TrainableTensor):
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
-    """What FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, the one for the
-    input's gradient, and an embedding tied to it read the weight that they stand for."""
+    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, the
+    product for the input's gradient, and an embedding tied to it read the dequantized weight."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
 
@@ -132,145 +121,26 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
         }
 
 
-class _Linear(torch.autograd.Function):
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits.
-
-    `quantized`: x along rows and columns, as far as products need it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: MixedPrecisionTensor,
-        bias: Tensor | None,
-        note: Note | None,
-        *quantized: Tensor,
-    ) -> Tensor:
-        scheme = weight.scheme
-        codes, scale, codes_t, scale_t = quantized
-        ctx.note, ctx.dtype = note, x.dtype
-        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
-        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
-        ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
-        if scheme.output:
-            rows = weight.row_codes()
-            return low_bit_product(
-                note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
-            )
-        tracer.record(note, "output", x.dtype)
-        return F.linear(x, weight.values().to(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        weight, *kept = ctx.saved_tensors
-        check_first_derivative(weight)
-        scheme, note = weight.scheme, ctx.note
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
-        fmt = scheme.backward_format
-        grad_x = grad_weight = grad_bias = None
-        if rows or columns:
-            seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
-            codes, scale, codes_t, scale_t = quantize_rowcol(
-                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
-            )
-        if rows:
-            other = weight.column_codes()
-            grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
-        elif for_x:
-            tracer.record(note, "grad_input", grad.dtype)
-            grad_x = grad @ weight.values().to(grad.dtype)
-        if columns:
-            own = (codes_t, scale_t)
-            grad_weight = low_bit_product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
-        elif for_weight:
-            tracer.record(note, "grad_weight", grad.dtype)
-            grad_weight = grad.t() @ kept[0]
-        if for_bias:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _seed_of(grad: Tensor, seed: int) -> Tensor:
-    """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`, whatever the order of summation. So
-    nothing counts steps or microbatches, and replicas that have one gradient round it alike."""
-    some = grad[:: max(1, grad.shape[0] // 64)].float()
-    return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
-
-
-def low_bit_product(
-    note: Note | None,
-    name: str,
-    fmt: str,
-    a: Codes,
-    b: Codes,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """a @ b.T, scaled; sums of int8 products that an int32 might not hold are cut, and the rest added in float32."""
-    tracer.record(note, name, fmt)
-    if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
-        return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
-    parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
-    sums = [
-        scaled_mm(fmt, p.contiguous(), q.contiguous(), a[1], b[1], out_dtype=torch.float32)
-        for p, q in parts
-    ]
-    y = torch.stack(sums).sum(0)
-    return (y if bias is None else y + bias).to(dtype)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, MixedPrecisionTensor) or isinstance(input, LowbitTensor):
-        raise NotImplementedError(
-            f"linear of a {type(input).__name__} with a {type(weight).__name__}: only the weight may be a "
-            "MixedPrecisionTensor; call .dequantize() on the other for a plain tensor"
-        )
-    check_linear(input, weight)
-    x, bias = autocast_inputs(input, weight, bias)
-    return mixed_linear(x, weight, bias)
-
-
-def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
-
-    In high precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
-    """
-    scheme = weight.scheme
-    n, k = weight.shape
-    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
-    why = scheme.plain_because(x.device, m, n, k)
-    note = tracer.note(m, n, k, why)
-    if why is not None:
-        return F.linear(x, Values.apply(weight).to(x.dtype), bias)
-    scheme.check_dtype(x.dtype)
-    learns = weight.requires_grad and torch.is_grad_enabled()
-    columns = scheme.grad_weight and learns
-    quantized = quantized_input(
-        x,
-        scheme.forward_format,
-        rows=scheme.output,
-        columns=columns,
-        tensorwise=scheme.one_scale,
+@MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
+def _transpose(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
+    """The gathered form is transposed over the weight that its codes represent."""
+    self = args[0]
+    check_not_flat(self, "transposition")
+    weight = func(self.values(), *args[1:], **kwargs)
+    return MixedPrecisionTensor.from_inner(
+        {"weight": weight}, self.meta(), weight.shape, self.dtype
     )
-    y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
-    return unflattened(y, x)
-
-
-MixedPrecisionTensor.products = {F.linear: _linear}
 
 
 @MixedPrecisionTensor.implements(aten.embedding.default)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Of a weight tied to a linear's; only the rows asked for are made of what FSDP2 gathered."""
+    """For a weight that an embedding and a linear share. Dequantizes only the rows that it looks up."""
     return args[0].rows(args[1])
 
 
 @MixedPrecisionTensor.implements(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    """The high-precision weight takes the dtype asked for: it is the tensor's own memory."""
+    """Casts the high-precision weight too, since it is the tensor's own memory."""
     self = args[0]
     dtype = kwargs.get("dtype") or self.dtype
     if not dtype.is_floating_point:

@@ -1,11 +1,11 @@
-"""Pickling of low-bit tensors, and the check of the parts that one is put together from.
+"""Pickling of low-bit tensors, and the check of the inner tensors that one is assembled from.
 
-A pickle holds a call of `rebuild` on plain inner tensors and metadata. torch's own way for wrapper subclasses records
-the device of the wrapper beside the storages of the inner tensors: it refuses a `map_location` that is a function, and
-it checks nothing. Files written so by earlier versions still load, through `__setstate__`.
+A pickle holds a call of `rebuild` on plain inner tensors and metadata. torch's own pickling of wrapper subclasses
+records the device of the wrapper beside the storages of the inner tensors. It refuses a `map_location` that is a
+function, and it checks nothing. Files that earlier versions wrote in this way still load, through `__setstate__`.
 
-Whoever puts a tensor together from parts that came from elsewhere (a pickle, `lowbit.load`, an optimizer's state
-dict) calls `check_parts`. Codes of the wrong shape would otherwise be broadcast, or read as zeros.
+Code that assembles a tensor from parts of another origin (a pickle, `lowbit.load`, an optimizer's state dict) calls
+`check_parts`. Without it, codes of the wrong shape are broadcast, or read as zeros.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.hooks import warn_if_has_hooks
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of scales and high-precision weights, where the class leaves the choice."""
+from lowbit.code_range import FLOATS
+
 _NOT_A_TENSOR = (
     "accepted: plain dense tensors that need no gradient, each element in memory of its own"
 )
@@ -30,7 +30,7 @@ class Pickling:
     """Mixin of LowbitTensor: pickling through `rebuild`, and `check_parts`."""
 
     caches: ClassVar[tuple[str, ...]] = ()
-    """Attributes that a pickle leaves out, since they are computed anew where they are missing."""
+    """Attributes that a pickle leaves out. The class computes them again where they are missing."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         warn_if_has_hooks(self)
@@ -40,7 +40,7 @@ class Pickling:
         return rebuild, (type(self), self.inner_tensors(), self.meta(), *described, others)
 
     def __setstate__(self: Any, state: Any) -> None:
-        """Takes what torch pickled: a wrapper and its attributes. Raises ValueError as `check_parts`."""
+        """Restore from torch's own pickle format: a wrapper and its attributes. Raises ValueError as `check_parts`."""
         label = f"the pickled {type(self).__name__}"
         if not isinstance(state, dict):
             raise ValueError(f"{label} has the state {state!r}; expected its attributes by name")
@@ -55,8 +55,9 @@ class Pickling:
         self.check_parts()
 
     def check_parts(self: Any) -> None:
-        """Raise ValueError, which names class, part, what it is and what is expected, unless the inner tensors are
-        plain, on one device, and of the shapes and dtypes that this class, logical shape and metadata ask for."""
+        """Raise ValueError unless the inner tensors are plain, on one device, and of the shapes and dtypes that the
+        class, the logical shape and the metadata require. The message names the class, the part, its shape and the
+        expected one."""
         label = f"the {type(self).__name__} of shape {tuple(self.shape)}"
         if not self.dtype.is_floating_point:
             raise ValueError(f"{label} has dtype {self.dtype}; accepted: floating dtypes")
@@ -68,14 +69,14 @@ class Pickling:
         self._check_meta(label)
         try:
             expected = self.inner_shapes(shape)
-        except AttributeError as error:  # a part that is None has no dtype
+        except AttributeError as error:  # of a part that is None
             missing = [name for name, part in parts.items() if part is None]
             raise ValueError(f"{label} has no {' and no '.join(missing)}") from error
         for name, part in parts.items():
             _check_part(name, part, label, expected.get(name), self.numel() == 0)
 
     def check_meta(self: Any) -> None:
-        """Raise ValueError, or another error that a damaged attribute leads to, for metadata that cannot be."""
+        """Raise ValueError, or another error that a damaged attribute causes, for impossible metadata."""
         for value in self.meta().values():
             _check_flags(value)
         described = self.meta_to_json()
@@ -91,9 +92,7 @@ class Pickling:
             *(ValueError, TypeError, LookupError, AttributeError),
             *(ArithmeticError, RuntimeError),
         ) as error:
-            raise ValueError(
-                f"{label} has metadata that cannot be: {self.meta()}: {error}"
-            ) from error
+            raise ValueError(f"{label} has impossible metadata: {self.meta()}: {error}") from error
 
 
 def _stored_shape(t: Any, label: str) -> tuple[int, ...]:
@@ -141,28 +140,31 @@ def _check_part(
                 f"{name} of shape {tuple(part.shape)} does not fit {label}; expected none"
             )
         if expected is not None:
-            raise ValueError(f"{label} has no {name}; expected {_said(*expected)}")
+            raise ValueError(f"{label} has no {name}; expected {describe_part(*expected)}")
         return
     shape, dtype = expected
-    # an empty slice keeps the scale that all rows share
+    # an empty slice keeps the scale that all rows of the original share
     fits = len(part.shape) == len(shape) and all(
         size == wanted or (is_empty and wanted == 0 and size == 1)
         for size, wanted in zip(part.shape, shape, strict=True)
     )
     if not fits or part.dtype != dtype:
         raise ValueError(
-            f"{name} of {_said(part.shape, part.dtype)} does not fit {label}; expected {_said(shape, dtype)}"
+            f"{name} of {describe_part(part.shape, part.dtype)} does not fit {label}; expected "
+            f"{describe_part(shape, dtype)}"
         )
     if name in ("scale", "weight") and dtype not in FLOATS:
         raise ValueError(f"{name} of {dtype} does not fit {label}; accepted: {FLOATS}")
 
 
-def _said(shape: Sequence[int], dtype: torch.dtype) -> str:
+def describe_part(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Shape and dtype of an inner tensor, for messages."""
     return f"shape {tuple(shape)}, {dtype}"
 
 
 def _check_flags(value: Any) -> None:
-    """A pickle restores a frozen dataclass without the checks of its constructor."""
+    """Raise ValueError for a field that is not a bool and should be: a pickle restores a frozen dataclass without the
+    checks of its constructor."""
     if not is_dataclass(value):
         return
     for each in fields(value):
@@ -173,7 +175,7 @@ def _check_flags(value: Any) -> None:
 
 
 def _set_others(t: Any, others: Mapping[str, Any]) -> None:
-    """Attributes that a tensor was given from outside, such as the flag of a parameter."""
+    """Restore attributes that were set on a tensor from outside, such as torch's flag of a parameter."""
     for name, value in others.items():
         if hasattr(type(t), name):
             raise ValueError(
@@ -192,9 +194,10 @@ def rebuild(
     requires_grad: bool,
     others: Mapping[str, Any],
 ) -> Any:
-    """The low-bit tensor that was pickled, its inner tensors wherever `map_location` put them.
+    """The pickled low-bit tensor, on the device where `map_location` put its inner tensors.
 
-    Pickles name this function: its name, module and arguments stay. Raises ValueError as `check_parts`.
+    Pickles refer to this function by name. So its name, module and arguments must not change. Raises ValueError as
+    `check_parts`.
     """
     if not (isinstance(kind, type) and issubclass(kind, Pickling)):
         raise ValueError(f"{kind!r} is no class of low-bit tensors")

@@ -1,63 +1,74 @@
-"""What `module.state_dict()` hands out for low-bit parameters, and how a state dict is loaded into them again.
+"""The entries of `module.state_dict()` for low-bit parameters, and how a state dict is loaded into them again.
 
 | parameter `weight`                                    | in the state dict                                   |
 |-------------------------------------------------------|-----------------------------------------------------|
 | kept in high precision (QAT, mixed precision, BitNet) | `weight`, the plain high-precision tensor           |
-| any other (int4, float8, `Int8Weight`, …)             | its inner tensors: `weight.codes`, `weight.scale` … |
-| a DTensor over one of these                           | the same names, DTensors (`lowbit.tensor.parts`)    |
+| any other (int4, float8, int8 in training, …)         | its inner tensors: `weight.codes`, `weight.scale` … |
+| a DTensor over one of these                           | the same names, DTensors                            |
 
 All are plain tensors that share the parameter's memory. safetensors, torch.save and torch.distributed.checkpoint write
 them, and a reader needs no lowbit. Tied parameters give tied tensors. The state dict's `_metadata` describes each one
 (kind, shape, dtype, scheme) in JSON types. By this description loading refuses another scheme, and `joined` and
-`lowbit.save` make low-bit tensors again. Views and DTensors whose parts would not say all are handed out whole, and
+`lowbit.save` restore low-bit tensors. Views, and DTensors that their parts do not describe completely, stay whole.
 `state_dict(keep_vars=True)` gives the parameters themselves.
 
-`get_model_state_dict` and `set_model_state_dict` of torch address a parameter by its own name only. They look up every
-key among the parameters, and skip frozen ones by their names. So low-bit tensors are handed to them whole.
+A DTensor over a low-bit tensor is split into DTensors of its inner tensors. Each is placed so that this rank's part is
+exactly the inner tensor of this rank's shard. An inner tensor that runs along the sharded dimension is sharded as the
+parameter is. One that belongs to the whole dimension (one scale for all rows) is replicated.
 
-Two hooks on each module that has a low-bit parameter do this. torch's global hook on parameter registration adds them,
-so that it does not matter who replaces the parameter, and removes them when the last low-bit parameter has gone.
+torch's `get_model_state_dict` and `set_model_state_dict` look every key up among the parameters, so they know a
+parameter by its own name only. Call the first one within `whole_weights()`, which keeps low-bit tensors whole:
+
+    with lowbit.tensor.whole_weights():
+        state_dict = get_model_state_dict(model)
+
+Two hooks on each module with a low-bit parameter do all this. torch's global hook on parameter registration adds them,
+whoever replaces the parameter, and removes them with the last low-bit parameter.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from types import FrameType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.code_range import FLOATS
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.codebook_tensor import CodebookTensor
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.float8_tensor import Float8Tensor
-from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.parts import join, local, placed_as, split
-from lowbit.tensor.plain_destination import caller_of
-from lowbit.tensor.ternary import TernaryTensor
-from lowbit.tensor.trainable import TrainableTensor
-
-KINDS: dict[str, type[LowbitTensor]] = {
-    c.__name__: c
-    for c in (
-        *(AffineTensor, Float8Tensor, FakeQuantizedTensor, CodebookTensor),
-        *(Int8WeightTensor, TernaryTensor),
-    )
-}
-"""The classes that a description may name. The state of mixed precision and BitNet weights is that of a plain model."""
+from lowbit.tensor.dtensor import held_locally, local, placed, placed_as
+from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.pickled import describe_part
+from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
 
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""
+_whole: ContextVar[bool] = ContextVar("whole_weights", default=False)
+
+
+@contextmanager
+def whole_weights() -> Iterator[None]:
+    """Within this context `state_dict()` gives low-bit parameters whole, under their own names.
+
+    torch's `get_model_state_dict` needs this. Its result is loaded by `set_model_state_dict` with or without
+    `full_state_dict`, on every rank: `broadcast_from_rank0=True` takes plain values only, `value.dequantize()`.
+    """
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 def describe(value: Tensor) -> dict[str, Any]:
-    """A low-bit tensor, or a DTensor over one, in JSON types."""
+    """The description of a low-bit tensor, or of a DTensor over one, in JSON types."""
     own = local(value)
     return {
         "kind": type(own).__name__,
@@ -67,7 +78,7 @@ def describe(value: Tensor) -> dict[str, Any]:
     }
 
 
-# ---- handing out ------------------------------------------------------------------------------------------------
+# ---- state_dict() ------------------------------------------------------------------------------------------------
 
 
 def hand_out(
@@ -81,38 +92,31 @@ def hand_out_names(
     names: Iterable[str], state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Replace the low-bit tensors of these names by plain ones, and describe them in `metadata`."""
-    whole = _caller("_get_model_state_dict") is not None
     for name in names:
         value = state_dict.get(prefix + name)
         own = local(value)
-        # parameters themselves, as keep_vars=True gives them, stay
+        # keep_vars=True asks for the parameters themselves
         if not isinstance(own, LowbitTensor) or isinstance(value, nn.Parameter):
             continue
         assert isinstance(value, Tensor)
         with torch.no_grad():
             plain = own.updated_in_place()
-            parts = None if whole or plain is not None else split(value)
+            parts = None if _whole.get() or plain is not None else split(value)
             if plain is not None:
                 state_dict[prefix + name] = placed_as(value, plain.detach())
             elif parts is not None:
                 _replace(state_dict, prefix + name, parts)
-        if type(own).__name__ in KINDS and (plain is not None or parts is not None):
+        if type(own).__name__ in LowbitTensor.kinds and (plain is not None or parts is not None):
             metadata.setdefault(METADATA, {})[name] = describe(value)
 
 
 def _replace(state_dict: dict[str, Any], key: str, parts: Mapping[str, Tensor]) -> None:
-    """`key` by `key.codes` … at its place, which is among the last ones."""
+    """Replace `key`, one of the last, by `key.codes` … at its position."""
     after = []
     while (last := state_dict.popitem())[0] != key:
         after.append(last)
     state_dict.update({f"{key}.{part}": t for part, t in parts.items()})
     state_dict.update(reversed(after))
-
-
-def _caller(function: str) -> FrameType | None:
-    """The frame of this function of torch.distributed.checkpoint.state_dict, where it calls."""
-    name = "torch.distributed.checkpoint.state_dict"
-    return caller_of(sys._getframe(1), name, function) if name in sys.modules else None
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------
@@ -128,24 +132,24 @@ def take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """The hook before loading: parts become one low-bit tensor; plain values that are to be assigned take its form."""
+    """The hook before loading: joins parts to one low-bit tensor, and converts plain values that are to be assigned."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     with torch.no_grad():
         for name, param in module._parameters.items():
             key = prefix + name
             if param is None or not isinstance(local(param), LowbitTensor):
                 continue
-            if not isinstance(local(param), TrainableTensor):
+            if not isinstance(local(param), MasterWeightTensor):
                 take_parts(param, key, state_dict, described(metadata, name), assign, errors)
                 if key not in state_dict:
                     missing += [f"{key}.{part}" for part in local(param).inner_tensors()]
-                    state_dict[key] = _itself(param)  # so that it is missing by these names alone
+                    state_dict[key] = _itself(param)  # else torch reports this name too
             if assign:
                 _take_plain(param, key, state_dict)
 
 
 def described(metadata: Mapping[str, Any], name: str) -> Any:
-    """What a module's entry of `_metadata` says of its parameter `name`, or None."""
+    """The description of parameter `name` in a module's entry of `_metadata`, or None."""
     return (metadata.get(METADATA) or {}).get(name)
 
 
@@ -157,9 +161,10 @@ def take_parts(
     assign: bool,
     errors: list[str],
 ) -> None:
-    """Put `state_dict[key]`, a tensor like `param`, in place of its parts, if they are given. `entry` describes it.
+    """Replace the parts of `param` in the state dict, if there are any, by `state_dict[key]`, a tensor like `param`.
+    `entry` describes it.
 
-    What does not fit is told in `errors`, and `param` stays as it is.
+    Appends to `errors` what does not fit. `param` then stays unchanged.
     """
     own, shape = local(param), tuple(param.shape)
     given = {
@@ -172,20 +177,15 @@ def take_parts(
         if entry is not None and (given or isinstance(local(value), LowbitTensor)):
             check_described(param, key, entry)
         if not given:
+            if value is param and isinstance(param, DTensor):
+                _warn_of_missing_parts(key)
             return
-        if entry is not None and _read(key, entry)[2] != shape:
+        if entry is not None and read_description(key, entry)[2] != shape:
             raise ValueError(
-                f"size mismatch for {key}: it has shape {_read(key, entry)[2]}, the model has one of {shape}"
+                f"size mismatch for {key}: it has shape {read_description(key, entry)[2]}, the model has one of {shape}"
             )
-        if value is not None and value is not param:  # set_model_state_dict gives param beside them
+        if value is not None and value is not param:  # set_model_state_dict adds param itself
             raise ValueError(f"{key} is given whole and in parts, {key}.{next(iter(given))}")
-        caller = _caller("_load_model_state_dict")
-        info = None if caller is None else caller.f_locals.get("info")
-        if getattr(info, "broadcast_from_rank0", False):
-            raise ValueError(
-                f"{key}.{next(iter(given))} with broadcast_from_rank0=True, which sends parameters by their own names "
-                "only; accepted: the parts on every rank, without it, or what get_model_state_dict gives"
-            )
         joined = join(param, given, key, keep_dtypes=not assign)
         state_dict[key] = _in_dtype_of(joined, entry) if assign else joined
     except ValueError as error:
@@ -193,29 +193,47 @@ def take_parts(
         state_dict[key] = _itself(param)
 
 
+def _warn_of_missing_parts(key: str) -> None:
+    """`set_model_state_dict` fills in the parameter itself where it was given nothing else."""
+    warnings.warn(
+        f"{key} keeps its values, since this rank's state dict has none of its parts. broadcast_from_rank0=True sends "
+        "parameters under their own names only; accepted: the parts on every rank, without it, or plain values, "
+        "value.dequantize()",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
 def _itself(param: Tensor) -> Tensor:
-    """What loads as no change: an assigned parameter stays the same object. Swapping takes no object for itself."""
+    """The value of `param` that loads without a change: the very object, so that assigning keeps it. torch refuses to
+    swap an object for itself, so then an alias."""
     return param.detach() if torch.__future__.get_swap_module_params_on_conversion() else param
 
 
 def _in_dtype_of(value: Tensor, entry: Any) -> Tensor:
     if entry is None:
         return value
-    return placed_as(value, local(value)._with(dtype=_read("", entry)[3]))
+    return placed_as(value, local(value)._with(dtype=read_description("", entry)[3]))
 
 
-def _read(
+def read_description(
     key: str, entry: Any
 ) -> tuple[type[LowbitTensor], dict[str, Any], tuple[int, ...], torch.dtype]:
-    """Kind, metadata, shape and dtype of a description. Raises ValueError."""
+    """Kind, metadata, shape and dtype of what `describe` gave. Raises ValueError for anything else."""
+    kinds = LowbitTensor.kinds
+    if not isinstance(entry, dict) or str(entry.get("kind")) not in kinds:
+        raise ValueError(
+            f"{key} is described as {entry!r}, of unknown kind, which this lowbit cannot read; known: "
+            f"{', '.join(kinds)}; it may come from a newer one"
+        )
     try:
-        kind, dtype = KINDS[entry["kind"]], getattr(torch, entry["dtype"])
+        kind, dtype = kinds[str(entry["kind"])], getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype {dtype}")
         return kind, kind.meta_from_json(entry), tuple(map(int, entry["shape"])), dtype
     except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{key} is described as {entry!r}, which this lowbit cannot read: {error!r}; kinds: {', '.join(KINDS)}"
+            f"{key} is described as {entry!r}, which this lowbit cannot read: {error!r}"
         ) from error
 
 
@@ -223,7 +241,7 @@ def check_described(param: Tensor, key: str, entry: Any) -> None:
     """Raise ValueError unless a tensor of this description is stored as `param` is."""
     own = local(param)
     like = own._with(shape=tuple(param.shape))
-    kind, meta, shape, dtype = _read(key, entry)
+    kind, meta, shape, dtype = read_description(key, entry)
     found = kind.from_inner(own.inner_tensors(), meta, shape, dtype)
     if not like._is_stored_like(found):
         raise ValueError(
@@ -234,18 +252,15 @@ def check_described(param: Tensor, key: str, entry: Any) -> None:
 
 
 def _take_plain(param: nn.Parameter, key: str, state_dict: dict[str, Any]) -> None:
-    """With assign=True plain tensors would take the place of weights that train; these take their values."""
+    """With assign=True a plain tensor would replace a weight that trains; the weight takes its values instead."""
     value, own = state_dict.get(key), local(param)
     given = local(value)
     if not isinstance(value, Tensor) or isinstance(given, LowbitTensor):
         return
-    if value.shape != param.shape:  # load_state_dict tells of it
+    if value.shape != param.shape:  # load_state_dict reports it
         return
     if isinstance(own, TrainableTensor):
         state_dict[key] = placed_as(value, own.over(given))
-    elif isinstance(own, Int8WeightTensor):
-        made = torch.empty_like(own, device=given.device if own.is_meta else None)
-        state_dict[key] = placed_as(value, made.copy_(given))
     else:
         warnings.warn(
             f"load_state_dict(assign=True) puts plain tensors in place of low-bit weights, such as {key}, which are in "
@@ -254,14 +269,14 @@ def _take_plain(param: nn.Parameter, key: str, state_dict: dict[str, Any]) -> No
         )
 
 
-# ---- low-bit tensors of what was handed out ------------------------------------------------------------------------
+# ---- from a state dict back to low-bit tensors ------------------------------------------------------------------
 
 
 def joined(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A module's state dict with low-bit tensors in place of the plain ones that its `_metadata` describes.
 
-    It can be assigned to a model that was not prepared: `load_state_dict(joined(state_dict), assign=True)`. Entries
-    that were renamed or taken out since are left as they are.
+    A model that was not prepared takes it by `load_state_dict(joined(state_dict), assign=True)`. Entries that were
+    renamed or removed since are left alone.
 
     Raises ValueError for parts that are missing or misshapen, or a description that cannot be read.
     """
@@ -273,9 +288,9 @@ def joined(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Tensor] = {}
     owners: dict[str, str] = {}
     for key, entry in entries.items():
-        kind, meta, shape, dtype = _read(key, entry)
+        kind, meta, shape, dtype = read_description(key, entry)
         names = {part: f"{key}.{part}" for part in kind.tensor_attrs}
-        if issubclass(kind, TrainableTensor):
+        if issubclass(kind, MasterWeightTensor):
             names = {"weight": key}
         given = {part: state_dict[name] for part, name in names.items() if name in state_dict}
         if not given or any(isinstance(local(t), LowbitTensor) for t in given.values()):
@@ -295,11 +310,157 @@ def joined(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# ---- where the hooks come from -----------------------------------------------------------------------------------
+# ---- parts of a tensor ---------------------------------------------------------------------------------------------
+
+
+def split(value: Tensor) -> dict[str, Tensor] | None:
+    """The inner tensors of a low-bit tensor, or DTensors of them, by name; their memory is shared.
+
+    None if the inner tensors alone do not describe the tensor: a transposed or flattened view, a DTensor whose shards
+    share scales.
+    """
+    own = local(value)
+    if own.transposed or own.flat_from is not None:
+        return None
+    inner = {name: t.detach() for name, t in own.inner_tensors().items()}
+    if not isinstance(value, DTensor):
+        return inner
+    placements = placements_of_parts(value)
+    if placements is None:
+        return None
+    shapes = own.inner_shapes(value.shape)
+    return {name: placed(value, t, placements[name], shapes[name][0]) for name, t in inner.items()}
+
+
+def placements_of_parts(value: DTensor) -> dict[str, list[Placement]] | None:
+    """Placements of the inner tensors of a DTensor over a low-bit tensor, or None. They are the same on all ranks."""
+    own: Any = value.to_local()
+    shape = tuple(value.shape)
+    dims = [getattr(placement, "dim", None) for placement in value.placements]
+    found: dict[str, list[Placement]] = {name: [] for name in own.inner_tensors()}
+    for placement, dim, ranks in zip(value.placements, dims, value.device_mesh.shape, strict=True):
+        for name, places in found.items():
+            place: Placement | None = None
+            if isinstance(placement, Replicate):
+                place = placement
+            elif dim == 0:
+                place = _along_rows(own, name, placement)
+            elif dim is not None and dims.count(dim) == 1:
+                place = _along(own, name, shape, placement, dim, ranks)
+            if place is None:
+                return None
+            places.append(place)
+    return found
+
+
+def _along_rows(own: LowbitTensor, name: str, placement: Placement) -> Placement | None:
+    try:
+        return placement if name in own._row_attrs() else Replicate()
+    except NotImplementedError:  # blocks of several rows share a scale
+        return None
+
+
+def _along(
+    own: LowbitTensor,
+    name: str,
+    shape: tuple[int, ...],
+    placement: Placement,
+    dim: int,
+    ranks: int,
+) -> Placement | None:
+    """The placement of an inner tensor for a shard along `dim` > 0, from the lengths of every rank's inner tensor."""
+
+    def inner(length: int) -> int:
+        return own.inner_shapes((*shape[:dim], length, *shape[dim + 1 :]))[name][0][dim]
+
+    held = [inner(length) for length in _lengths(shape[dim], ranks)]
+    whole = inner(shape[dim])
+    if held == _lengths(whole, ranks):
+        return placement
+    return Replicate() if held == [whole] * ranks else None
+
+
+def _lengths(size: int, ranks: int) -> list[int]:
+    """Lengths of the parts of a dimension that Shard splits."""
+    step = -(-size // ranks)
+    edges = [min(rank * step, size) for rank in range(ranks + 1)]
+    return [end - start for start, end in pairwise(edges)]
+
+
+def join(param: Any, given: Mapping[str, Any], key: str, *, keep_dtypes: bool) -> Tensor:
+    """A low-bit tensor stored as `param` is, from the inner tensors `given` by name; nothing is copied.
+
+    Inner tensors of a sharded parameter are DTensors as `split` gives them, or whole on every rank. With `keep_dtypes`
+    scales must have the dtype that `param` has.
+
+    Raises ValueError, with `key` as the parameter's name, for parts that are missing, unknown or misshapen.
+    """
+    own, shape = local(param), tuple(param.shape)
+    like = own._with(shape=shape)
+    for name, t in given.items():
+        if not isinstance(t, Tensor) or isinstance(local(t), LowbitTensor):
+            raise ValueError(f"{key}.{name} is {t!r:.80}; accepted: a plain tensor")
+    whole = like._with({name: given.get(name) for name in own.tensor_attrs}, shape)
+    needed = ({"codes", "scale"} & {*own.tensor_attrs}) | {*like.inner_tensors()}
+    expected = whole.inner_shapes(shape) if needed <= given.keys() else {}
+    if lacking := sorted((needed | expected.keys()) - given.keys()):
+        raise ValueError(
+            f"{key} has {', '.join(given)} and lacks {', '.join(lacking)}; {like!r} takes all of its parts or none"
+        )
+    if keep_dtypes and "scale" in expected:
+        expected["scale"] = expected["scale"][0], own.scale.dtype
+    first, *others = given
+    for name, t in given.items():
+        found, wanted = (tuple(t.shape), t.dtype), expected.get(name)
+        if found != wanted or (name == "scale" and t.dtype not in FLOATS):
+            what = "size mismatch for " if wanted is not None and found[0] != wanted[0] else ""
+            raise ValueError(
+                f"{what}{key}.{name}: it is {describe_part(*found)}, expected "
+                f"{describe_part(*wanted) if wanted else 'none'}; the model has {like!r}: prepare it with the scheme, "
+                "group size and dtype that were saved"
+            )
+    for name in others:
+        if given[name].device != given[first].device:
+            raise ValueError(
+                f"{key}.{name} is on {given[name].device}, {key}.{first} on {given[first].device}; accepted: one device"
+            )
+    parts = {name: _own_part(t, param, name, key) for name, t in given.items()}
+    tensors = {name: parts.get(name) for name in own.tensor_attrs}
+    return placed_as(param, own._with(tensors))
+
+
+def _own_part(t: Tensor, param: Tensor, name: str, key: str) -> Tensor:
+    """This rank's part of inner tensor `name`, dense and contiguous."""
+    if not isinstance(param, DTensor):
+        if isinstance(t, DTensor):
+            raise ValueError(
+                f"{key}.{name} is a DTensor, and the model is not sharded: gather it by full_tensor()"
+            )
+        return t.detach().contiguous()
+    placements = placements_of_parts(param)
+    wanted = None if placements is None else placements.get(name, placements.get("scale"))
+    if wanted is None:
+        raise ValueError(
+            f"{key} is placed as {param.placements}, where parts share scales: load it whole"
+        )
+    if not isinstance(t, DTensor):
+        shard = distribute_tensor(
+            as_bytes(t.detach()), param.device_mesh, wanted, src_data_rank=None
+        )
+        return shard.to_local().contiguous().view(t.dtype)
+    if t.device_mesh != param.device_mesh or list(t.placements) != list(wanted):
+        raise ValueError(
+            f"{key}.{name} is placed as {t.placements} on {t.device_mesh}; expected {tuple(wanted)} on "
+            f"{param.device_mesh}"
+        )
+    return t.to_local().contiguous()
+
+
+# ---- registration of the hooks -----------------------------------------------------------------------------------
 
 
 def register(module: nn.Module) -> None:
-    """Once a module, whichever of its parameters are low-bit, and since when."""
+    """Add the hooks, once a module, however many of its parameters are low-bit."""
     if hand_out not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(hand_out)
         module.register_load_state_dict_pre_hook(take)
@@ -313,20 +474,17 @@ def unregister(module: nn.Module) -> None:
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether it is one of the two hooks that every module with a low-bit parameter has."""
+    """Whether `hook` is one of the two hooks of every module with a low-bit parameter."""
     return getattr(hook, "hook", hook) in (hand_out, take)
 
 
 def _follow(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """torch calls it for every parameter that any module is given."""
-    own = getattr(
-        param, "_local_tensor", param
-    )  # itself, no alias: this runs for all modules of the process
-    if isinstance(own, LowbitTensor):
+    """torch calls this for every parameter that any module is given, so it must be fast."""
+    if isinstance(held_locally(param), LowbitTensor):
         register(module)
     elif hand_out in module._state_dict_hooks.values():
         others = (p for other, p in module._parameters.items() if other != name)
-        if not any(isinstance(local(p), LowbitTensor) for p in others):
+        if not any(isinstance(held_locally(p), LowbitTensor) for p in others):
             unregister(module)
 
 

@@ -5,8 +5,9 @@
 | codes  | [..., N, ceil(K / 4)]  | uint8: code + 2 of four elements, the first in the lowest bits               |
 | scale  | [..., 1, 1]            | float32: mean magnitude of the [N, K] matrix                                 |
 
-Its linear is that of training (`lowbit.tensor.bitnet`) to the bit, but for a bias where a kernel for few tokens reads
-the 2 bits (`lowbit_kernels.ternary_mm`): the input is rounded to int8, one scale a token, and the sums are exact.
+Its linear rounds the input to int8, one scale a token, and sums exactly. So it equals that of training
+(`lowbit.tensor.bitnet`) to the bit, except with a bias in the decode kernel (`lowbit_kernels.ternary_mm`), which reads
+the 2 bits.
 Source: arXiv 2402.17764.
 """
 
@@ -23,13 +24,13 @@ from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.products import register_linear, unflattened
 from lowbit.scheme import Int, Spec
-from lowbit.tensor.affine_tensor import AffineTensor, check_weight
-from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import InnerShapes, LowbitTensor, check_weight
 from lowbit.tensor.kernels import quantize_rowcol, scaled_mm, ternary_mm
 
 
 def magnitude(weight: Tensor) -> Tensor:
-    """Sum of the magnitudes of each matrix of `weight` [..., N, K]: float64 [..., 1, 1], so that the order of
+    """Sum of the magnitudes of each matrix of `weight` [..., N, K]: float64 [..., 1, 1]. In float64 the order of
     summation, and with it the sharding, changes no bit of the scale."""
     return torch.linalg.vector_norm(weight, 1, (-2, -1), keepdim=True, dtype=torch.float64)
 
@@ -115,11 +116,17 @@ class TernaryTensor(AffineTensor):
             "scale": ((*shape[:-2], 1, 1), torch.float32),
         }
 
+    def requantize_(self, values: Tensor) -> None:
+        """Raises NotImplementedError: one scale for all elements cannot even restore the tensor's own values."""
+        raise self._unsupported(
+            "changes, since all its elements share one scale (call lowbit.dequantize_(model) before merging into it)"
+        )
+
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         return {**_encoded(values.transpose(-2, -1) if self.transposed else values)}
 
     def _blocks_along(self, dim: int) -> int:
-        """Matrices have scales of their own; all rows and columns of one share it."""
+        """Each matrix has one scale for all its rows and columns."""
         return 0 if dim >= self.ndim - 2 else 1
 
     def meta_to_json(self) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one to be
-back at plain weights, or to convert for inference."""
+"""Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one after it
+that restores plain weights or converts for inference."""
 
 from lowbit.convert import Report
-from lowbit.train.bitnet_scale import precompute_bitnet_scale
 from lowbit.train.convert import convert_
 from lowbit.train.explain import Explanation, explain
-from lowbit.train.locate import locate_
 from lowbit.train.prepare import prepare_, restore_
+from lowbit.train.sharded import locate_, precompute_bitnet_scale
 from lowbit.train_scheme import (
     BitNet,
     Float8MixedPrecision,

@@ -23,26 +23,11 @@ from lowbit.convert import (
     replace_weights,
 )
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.bitnet import BitNetTensor
-from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.mixed_precision import MixedPrecisionTensor
+from lowbit.tensor.dtensor import local
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
+from lowbit.tensor.trainable import TrainableTensor
 from lowbit.train.prepared import forget_prepared, remember_prepared, was_prepared
-from lowbit.train_scheme import (
-    BitNet,
-    Float8MixedPrecision,
-    Int8MixedPrecision,
-    Int8Weight,
-    TrainingScheme,
-)
-
-TENSORS: dict[type[TrainingScheme], type[LowbitTensor]] = {
-    Int8MixedPrecision: MixedPrecisionTensor,
-    Float8MixedPrecision: MixedPrecisionTensor,
-    Int8Weight: Int8WeightTensor,
-    BitNet: BitNetTensor,
-}
-"""The tensor that carries a scheme out: made as `cls(weight, scheme)`, and has that `scheme`."""
+from lowbit.train_scheme import TrainingScheme
 
 
 def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:
@@ -50,14 +35,13 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
 
     Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
     of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and shard
-    afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor
-    parallelism. The state dict stays that of the plain
-    model, as far as weights are kept in high precision.
+    afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in high
+    precision have the same entries in the state dict as those of the plain model.
 
-    Low-bit products run on GPUs that have units for them (int8: compute capability 8.0, float8: 8.9), where they gain
-    by what was measured: too small weights are left alone, and products with too few rows run in high precision. What a
-    scheme leaves alone by a rule of its own is reported, even if it is all of the model. On a
-    CPU all run in high precision, unless the scheme has `always=True`. `explain` tells which products ran in what.
+    Low-bit products run on GPUs with units for them (int8: compute capability 8.0, float8: 8.9), where measurements
+    show a gain: `prepare_` leaves too small weights alone, and products with too few rows run in high precision. The
+    report names every weight that a rule of the scheme leaves alone, even if that is the whole model. On a CPU all
+    products run in high precision, unless the scheme has `always=True`. `explain` tells which products ran in what.
 
     Raises also ValueError for weights on a GPU that has no such units.
     """
@@ -70,13 +54,12 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
 
 
 def _prepared(target: Target) -> Tensor:
-    if isinstance(target.scheme, Int8Weight):  # its random draws are told by the name
-        return Int8WeightTensor(target.weight, target.scheme, target.owners[0][2])
-    return TENSORS[type(target.scheme)](target.weight, target.scheme)
+    kind = TrainableTensor.of(target.scheme)
+    return kind.prepared(target.weight, target.scheme, target.owners[0][2])
 
 
 def restore_(model: nn.Module) -> Report:
-    """Give a prepared model plain weights back, in place: those it trained, in their dtype, still trainable.
+    """Give a prepared model plain weights again, in place: the trained ones, in their dtype, still trainable.
 
     The parameters are replaced (those of mixed precision share the old ones' memory).
 
@@ -85,7 +68,7 @@ def restore_(model: nn.Module) -> Report:
     Raises:
         ValueError: the model was never prepared, or is sharded. It is then as it was.
     """
-    targets = prepared_targets(model, tuple(TENSORS.values()), "restore")
+    targets = prepared_targets(model, TrainableTensor.for_schemes(TrainingScheme), "restore")
     report = replace_prepared(targets, _plain, "plain again", trainable=True)
     return forget_prepared(model, report).count(model)
 
@@ -93,18 +76,20 @@ def restore_(model: nn.Module) -> Report:
 def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> list[Target]:
     """The prepared weights of these classes. Raises ValueError for sharded ones, and if there are none, unless
     `prepare_` left all weights alone."""
-    targets = []
+    all_kinds = TrainableTensor.for_schemes(TrainingScheme)
+    targets: list[Target] = []
     others = False
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
-        others |= isinstance(weight, tuple(TENSORS.values()))
-        if isinstance(weight, DTensor) and isinstance(weight.to_local(), kinds):
+        others |= isinstance(weight, all_kinds)
+        if isinstance(weight, DTensor) and isinstance(local(weight), kinds):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
             )
         if isinstance(weight, kinds):
-            targets.append(Target(weight, weight.scheme, tuple(owners)))  # type: ignore[arg-type, attr-defined]
+            assert isinstance(weight, TrainableTensor)
+            targets.append(Target(weight, weight.scheme, tuple(owners)))
     if not targets and (others or not was_prepared(model)):
         names = " or ".join(sorted({kind.__name__ for kind in kinds}))
         raise ValueError(

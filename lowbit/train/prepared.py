@@ -7,12 +7,12 @@ from torch import nn
 from lowbit.convert import Entry, Report
 
 _MARK = "_lowbit_left"
-"""Attribute of the modules of a prepared model: the reason by name for each weight that `prepare_` left alone. It shows
-that a model was prepared even if no weight was converted. It is no part of the state dict."""
+"""Attribute of the modules of a prepared model: for each weight that `prepare_` left alone, the reason, by name. It
+shows that a model was prepared even if no weight was converted. It is not in the state dict."""
 
 
 def remember_prepared(model: nn.Module, report: Report) -> None:
-    """Note that `prepare_` was called of `model`, and what it left alone."""
+    """Note that `prepare_` was called on `model`, and which weights it left alone."""
     left = report.left
     for prefix, module in model.named_modules():
         names = {name: f"{prefix}.{name}" if prefix else name for name in module._parameters}
@@ -20,12 +20,12 @@ def remember_prepared(model: nn.Module, report: Report) -> None:
 
 
 def was_prepared(model: nn.Module) -> bool:
-    """Whether `prepare_` was called of it, or of a part, and not undone."""
+    """Whether `prepare_` was called on it, or on a part of it, and not undone."""
     return any(hasattr(module, _MARK) for module in model.modules())
 
 
 def forget_prepared(model: nn.Module, report: Report) -> Report:
-    """Forget that `model` was prepared; where no weight was, the report gets those that were left alone."""
+    """Forget that `model` was prepared. If no weight was converted, the report gets those that were left alone."""
     for prefix, module in model.named_modules():
         left = module.__dict__.pop(_MARK, {})
         if report.converted:

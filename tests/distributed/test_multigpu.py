@@ -21,7 +21,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lowbit import Float8MixedPrecision, Int8MixedPrecision, optim, train
-from lowbit.tensor import BitNetTensor, LowbitTensor, MixedPrecisionTensor, joined
+from lowbit.tensor import (
+    BitNetTensor,
+    LowbitTensor,
+    MixedPrecisionTensor,
+    joined,
+    whole_weights,
+)
 from lowbit.tensor.sharded_linear import make_shardable
 from lowbit_kernels.scaled_mm import calls
 from tests.distributed import test_bytes
@@ -152,7 +158,8 @@ def check_representations(rank, world_size, dtype, layout):
                 )
                 assert same_bits(y.cpu(), expected.cpu()), (*where, step)
             check_weights(model, whole, where)
-            full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            with whole_weights():
+                full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             state = whole.state_dict()
             for name, expected in (state if case.has_master else joined(state)).items():
                 check_equal(full[name], expected, (*where, "state dict", name))

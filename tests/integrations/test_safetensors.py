@@ -75,7 +75,7 @@ _DYNAMIC = lowbit.Int8DynamicActivationInt4Weight(32)
 
 
 def test_gathered_by_name_and_written(tmp_path):
-    """get_model_state_dict gives low-bit tensors under the parameters' names; to_plain takes them apart."""
+    """get_model_state_dict of a model that is not sharded gives plain parts, as state_dict does."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model, other = (nn.Sequential(nn.Linear(64, 16)) for _ in range(2))

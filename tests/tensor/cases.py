@@ -45,7 +45,7 @@ from lowbit.tensor import (
     MixedPrecisionTensor,
     TernaryTensor,
 )
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Case:
 
     @property
     def is_trainable(self) -> bool:
-        return issubclass(self.kind, TrainableTensor | Int8WeightTensor)
+        return issubclass(self.kind, TrainableTensor)
 
     @property
     def has_master(self) -> bool:
         """It keeps a weight in high precision."""
-        return issubclass(self.kind, TrainableTensor)
+        return issubclass(self.kind, MasterWeightTensor)
 
     @property
     def is_qat(self) -> bool:
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def is_transposable(self) -> bool:
-        return issubclass(self.kind, AffineTensor)
+        return "transposed" in self.kind.meta_attrs
 
     def values_of(self, t: Any) -> Tensor:
         """What slicing must commute with: of a QAT weight the weight itself, whose scales a slice may change."""

@@ -11,7 +11,7 @@ from torch import nn
 import lowbit
 from lowbit import AffineTensor, Int8WeightOnly
 from lowbit.tensor import TernaryTensor
-from lowbit.tensor.row_parts import PART_ELEMENTS
+from lowbit.tensor.row_chunks import CHUNK_ELEMENTS
 from tests.schemes import relative_error
 from tests.tensor.cases import BY_NAME, CASES, every_trainable, over, same, same_bits, values
 
@@ -104,7 +104,7 @@ def test_of_a_small_change_no_more_is_lost_than_rounding(case) -> None:
 
 @quiet
 def test_a_large_weight_in_parts() -> None:
-    for shape in ((PART_ELEMENTS // 256 + 3, 512), (2, PART_ELEMENTS // 256 + 3, 512)):
+    for shape in ((CHUNK_ELEMENTS // 256 + 3, 512), (2, CHUNK_ELEMENTS // 256 + 3, 512)):
         w = BY_NAME["int4-g32"].make(shape)
         wanted = w.dequantize() + 0.5
         w += 0.5

@@ -275,12 +275,12 @@ def test_loaded_in_a_fresh_process(tmp_path):
 
 
 @every_weight
-def test_parameters_laid_end_to_end_read_as_values(case):
+def test_concatenated_parameters_read_as_values(case):
     """As `torch.nn.utils.parameters_to_vector` does, for a norm or a flat copy."""
     first, second = (nn.Parameter(case.make((16, 96), seed), False) for seed in (0, 1))
     vector = torch.nn.utils.parameters_to_vector([first, second])
     expected = torch.cat([t.detach().master().reshape(-1) for t in (first, second)])
     assert torch.equal(vector + 0, expected) and torch.equal(vector.norm(), expected.norm())
     assert torch.equal(vector[5:2000] * 1, expected[5:2000])
-    with pytest.raises(NotImplementedError, match="which is a copy"):
+    with pytest.raises(NotImplementedError, match="which are a copy"):
         vector.zero_()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.tensor import AffineTensor, Columns, LowbitTensor, TernaryTensor
+from lowbit.tensor import AffineTensor, LowbitTensor, TernaryTensor
+from lowbit.tensor.int8_weight import Columns
 from lowbit.tensor.pickled import rebuild
 from tests.tensor.cases import BY_NAME, CASES, every_case, every_trainable, same, same_bits
 
@@ -306,8 +307,8 @@ BAD: dict[str, tuple[str, Change, str]] = {
         r"codes of .* is a AffineTensor",
     ),
     "transposed": (AFFINE, attribute("transposed", 1), r"transposed must be True or False, got 1"),
-    "spec": (AFFINE, attribute("spec", "int4"), r"metadata that cannot be.*must be a Spec"),
-    "bits": (AFFINE, in_spec("bits", 99), r"metadata that cannot be.*1 to 8 bits, got 99"),
+    "spec": (AFFINE, attribute("spec", "int4"), r"impossible metadata.*must be a Spec"),
+    "bits": (AFFINE, in_spec("bits", 99), r"impossible metadata.*1 to 8 bits, got 99"),
     "other bits": (AFFINE, in_spec("bits", 3), r"codes of shape \(8, 48\).*expected shape \(8, 36"),
     "sign": (AFFINE, in_spec("signed", "no"), r"signed must be True or False, got 'no'"),
     "group": (AFFINE, in_spec("group_size", 0, "granularity"), r"group_size .*at least 1, got 0"),
@@ -330,14 +331,14 @@ BAD: dict[str, tuple[str, Change, str]] = {
     "other block size": (BOOK, attribute("block_size", 32), r"CodebookTensor.* scale|scale of"),
     "scale of a state": (BOOK, part("scale", lambda s: s[:1].clone()), r"scale of .*expected"),
     "half a scale": (BOOK, part("scale", Tensor.half), r"scale of .*float16.*float32"),
-    "scheme": (INT8, attribute("scheme", lb.BitNet()), r"metadata that cannot be.*no Int8Weight"),
+    "scheme": (INT8, attribute("scheme", lb.BitNet()), r"impossible metadata.*no Int8Weight"),
     "columns": (INT8, attribute("columns", Columns(0, 50)), r"96 columns that are .*total=50"),
     "columns before the first": (INT8, attribute("columns", Columns(-1, 200)), r"start=-1"),
     "place": (INT8, part("place", one_row), r"place of shape \(1, 1\).*expected shape \(8, 1\)"),
     "weight": ("qat-int4-g32", part("weight", one_row), r"weight of shape \(1, 96\)"),
     "weight of integers": ("qat-int4-g32", part("weight", Tensor.int), r"weight of torch.int32"),
-    "scheme of a weight": ("qat-int4-g32", attribute("scheme", None), r"metadata that cannot be"),
-    "matrix": ("train-bitnet", attribute("matrix", ("8", 96)), r"metadata that cannot be"),
+    "scheme of a weight": ("qat-int4-g32", attribute("scheme", None), r"impossible metadata"),
+    "matrix": ("train-bitnet", attribute("matrix", ("8", 96)), r"impossible metadata"),
     "codes of ternaries": ("ternary", part("codes", one_row), r"codes of shape \(1, 24\)"),
 }
 
@@ -372,8 +373,8 @@ def test_every_part_of_every_representation_is_checked(case):
 
 def test_a_pickle_cannot_set_what_belongs_to_the_class():
     t = BY_NAME[INT8].make((8, 96))
-    t.spec = lb.Int4WeightOnly(32).weight
-    with pytest.raises(ValueError, match="the pickled Int8WeightTensor sets 'spec'"):
+    t.schemes = ()
+    with pytest.raises(ValueError, match="the pickled Int8WeightTensor sets 'schemes'"):
         loaded(t)
 
 

@@ -178,7 +178,7 @@ def test_grouped_products_run_in_high_precision_and_explain_says_so():
 
 def test_other_products_are_refused():
     low = prepared(Experts(by_index), SCHEMES["int8"])
-    with pytest.raises(NotImplementedError, match=r"only the second may be"):
+    with pytest.raises(NotImplementedError, match=r"only the weight, the second, may be"):
         low.weight @ values(3, 64, 5)
     with pytest.raises(NotImplementedError, match=r"accepted: a weight \[K, N\]"):
         values(2, 3, 16, 64) @ low.weight.mT

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit import MixedPrecisionTensor, train
-from lowbit.tensor import mixed_precision, shared_input
+from lowbit.tensor import low_bit_linear
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 from lowbit_kernels import quantize_rowcol
 from lowbit_kernels.scaled_mm import calls
@@ -213,7 +213,7 @@ def test_float16_overflows_to_an_infinity_as_plain_products_do():
 def test_long_sums_of_int8_products_are_cut(monkeypatch):
     low, x = prepared(linear(24, 96), SCHEMES["int8"]), values(80, 96)
     expected = outcome(low, x)
-    monkeypatch.setattr(mixed_precision, "MOST_TERMS", 32)
+    monkeypatch.setattr(low_bit_linear, "MOST_TERMS", 32)
     calls.clear()
     found = outcome(low, x)
     assert calls["int8_scaled_mm"] == 3 + 1 + 3
@@ -279,7 +279,7 @@ def test_an_input_of_several_layers_is_quantized_once(monkeypatch):
         made.append(args)
         return quantize_rowcol(*args, **kwargs)
 
-    monkeypatch.setattr(shared_input, "quantize_rowcol", counting)
+    monkeypatch.setattr(low_bit_linear, "quantize_rowcol", counting)
     model = prepared(Heads(), SCHEMES["int8"])
     leaf = values(128, 64).requires_grad_()
     x = leaf * 1
@@ -295,7 +295,7 @@ def test_an_input_of_several_layers_is_quantized_once(monkeypatch):
     model(x)
     assert len(made) == 5
     del x, changed
-    assert shared_input._last is None, "codes live no longer than the input that they are of"
+    assert low_bit_linear._last is None, "codes live no longer than the input that they are of"
 
 
 def test_inference(monkeypatch):
@@ -303,7 +303,7 @@ def test_inference(monkeypatch):
     expected = low(values(5, 64)).detach()
     seen = []
     monkeypatch.setattr(
-        shared_input,
+        low_bit_linear,
         "quantize_rowcol",
         lambda *a, **options: seen.append(options) or quantize_rowcol(*a, **options),
     )

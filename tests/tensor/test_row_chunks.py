@@ -1,4 +1,4 @@
-"""Quantizing in parts of rows: the same bits as at once, small temporaries, whole rows in their order."""
+"""Quantization in chunks of rows gives the same bits as at once, with small temporaries, in order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit as lb
-from lowbit.tensor import row_parts
-from lowbit.tensor.affine_tensor import check_weight
+from lowbit.tensor import row_chunks
+from lowbit.tensor.base import check_weight
 from tests.schemes import SCHEMES, over
 
 SHAPES = {
@@ -25,7 +25,7 @@ SHAPES = {
 def test_the_same_bits(scheme: lb.Scheme, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = SHAPES[shape]()
     whole = lb.AffineTensor.from_float(weight, scheme)
-    monkeypatch.setattr(row_parts, "PART_ELEMENTS", 300)
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 300)
     parts = lb.AffineTensor.from_float(weight, scheme)
     assert torch.equal(whole, parts)
     for name, t in whole.inner_tensors().items():
@@ -33,11 +33,11 @@ def test_the_same_bits(scheme: lb.Scheme, shape: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("limit", [1, 67, 300, 2747, 10**6])
-def test_parts_are_whole_rows_in_order(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parts, "PART_ELEMENTS", limit)
+def test_chunks_are_whole_rows_in_order(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", limit)
     for make in SHAPES.values():
         t = make()
-        parts = list(row_parts.row_parts(t))
+        parts = list(row_chunks.row_chunks(t))
         assert torch.equal(
             torch.cat([p.reshape(-1, p.shape[-1]) for p in parts]), t.reshape(-1, t.shape[-1])
         )
@@ -62,15 +62,15 @@ class Largest(TorchDispatchMode):
     "scheme", [lb.Int4WeightOnly(128), lb.Int8WeightOnly()], ids=["int4", "int8"]
 )
 def test_no_float32_copy_of_the_weight(scheme: lb.Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parts, "PART_ELEMENTS", 2**12)
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 2**12)
     weight = torch.randn(512, 256).bfloat16()
     with Largest(weight) as largest:
         quantized = lb.AffineTensor.from_float(weight, scheme)
     assert largest.found <= max(quantized.codes.nbytes, 8 * 2**12)
 
 
-def test_bad_values_are_counted_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parts, "PART_ELEMENTS", 100)
+def test_bad_values_are_counted_over_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 100)
     weight = torch.randn(37, 67)
     weight[0, 0], weight[20, 5], weight[36, 66] = float("nan"), float("inf"), -float("inf")
     with pytest.raises(ValueError, match="w has 3 NaN or infinite values of 2479"):

@@ -1,8 +1,8 @@
-"""`weight[i]` of a low-bit matrix: one row, as plain values.
+"""Indexing of a low-bit matrix: `weight[i]` reads one row as plain values, `weight[i] = values` writes it.
 
-A row of a packed tensor is a copy: its values are nowhere in memory until they are dequantized. Writing to the copy
-would be lost, so the row is a `RowCopy`: it reads like a tensor and refuses writes, also as a read-only NumPy array.
-`weight[i] = values` writes the row. A weight that keeps its high-precision values gives views of these.
+A row of a packed tensor is a dequantized copy. A write to this copy would be lost, so the row is a `RowCopy`: it reads
+like a tensor and refuses writes, also as a read-only NumPy array. A weight that keeps its high-precision values gives
+views of these instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ READS = {
     Tensor.unbind,
     torch.unbind,
 }
-"""The functions that give rows."""
+"""The functions that return rows."""
 
 
 class RowCopy(Tensor):
-    """Values of a row; results of operations on it are ordinary tensors."""
+    """The values of one row. Operations on it return ordinary tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,9 +37,8 @@ class RowCopy(Tensor):
                 "tensor[i] = values, or row.clone() for values of your own"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(
-                func, torch._ops.OpOverload
-            ):  # torch.compile's analysis takes no subclasses
+            if isinstance(func, torch._ops.OpOverload):
+                # torch.compile's analysis takes no subclasses
                 args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
             result = func(*args, **kwargs)
             if func is Tensor.numpy:
@@ -49,7 +48,7 @@ class RowCopy(Tensor):
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain tensor that it is."""
+        """Pickles as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -66,7 +65,7 @@ def _has_row(x: Any) -> bool:
 
 
 _NEUTRAL = {"requires_grad_", "retain_grad"}
-"""Methods that change no value."""
+"""Methods that end in an underscore and change no value."""
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -111,7 +110,7 @@ def _share(result: Tensor, other: Any) -> bool:
 
 
 def as_copies(tensor: Any, result: Any) -> Any:
-    """`result`, read from a low-bit tensor, with the rows in it that share no memory with that as `RowCopy`."""
+    """`result` of reading a low-bit tensor. Rows that share no memory with that tensor become `RowCopy`."""
     if torch.compiler.is_compiling():
         return result
     if isinstance(result, list | tuple):
@@ -126,10 +125,9 @@ def as_copies(tensor: Any, result: Any) -> Any:
 
 
 def write(tensor: Any, index: Any, value: Any) -> bool:
-    """`tensor[index] = value` where `index` is made of integers, slices and an ellipsis. Returns whether that was so.
+    """Run `tensor[index] = value` if `index` consists of integers, slices and an ellipsis. Returns whether it does.
 
-    The part is quantized by scales of its own. Raises IndexError for an integer out of range, NotImplementedError for a
-    part that shares scales with the rest.
+    Raises IndexError for an integer out of range, NotImplementedError for a part that shares scales with the rest.
     """
     cuts = _cuts(tensor, index if isinstance(index, tuple) else (index,))
     if cuts is None:
@@ -148,7 +146,8 @@ def write(tensor: Any, index: Any, value: Any) -> bool:
 
 
 def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | None:
-    """For each dimension the slice that `index` cuts out, and whether the dimension stays; None for masks and lists."""
+    """For each dimension the slice that `index` selects, and whether the result keeps the dimension; None for masks and
+    lists."""
     if any(each is Ellipsis for each in index):
         at = next(i for i, each in enumerate(index) if each is Ellipsis)
         filler = [slice(None)] * (tensor.ndim - len(index) + 1)
@@ -173,7 +172,7 @@ def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | 
 
 
 def _check_scales_of_its_own(tensor: Any, whole: Any, part: Any) -> None:
-    """Values that bring other scales must not change those of the rest."""
+    """Raise NotImplementedError where new values would change scales that other elements share."""
     sizes = {name: t.numel() for name, t in whole.inner_tensors().items()}
     shared = [name for name, t in part.inner_tensors().items() if t.numel() == sizes[name]]
     if part.numel() < whole.numel() and shared:
@@ -183,7 +182,7 @@ def _check_scales_of_its_own(tensor: Any, whole: Any, part: Any) -> None:
 
 
 def _integer(index: Any) -> int | None:
-    """An integer that selects; None for slices, masks, lists and the like."""
+    """`index` as an integer; None for slices, masks, lists and the like."""
     if isinstance(index, bool) or (
         isinstance(index, Tensor) and (index.ndim or index.dtype is torch.bool)
     ):

@@ -1,0 +1,185 @@
+"""The products of a linear in int8 or float8, forward and backward, for weights of schemes with `LowbitProducts`.
+
+The input is quantized once: along rows for the output, and along columns, transposed, for the weight's gradient.
+Backward keeps these codes, one byte an element, and not the input. The weight is quantized along rows for the output,
+and along columns for the input's gradient: that costs a hundredth of the products, and keeping both would cost a byte a
+weight. The gradient of the output is quantized once too, along rows and columns. So every product reads both operands
+along the dimension that it sums over (`lowbit_kernels.scaled_mm`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit import tracer
+from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
+from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
+from lowbit.tensor.trainable import Values
+from lowbit.tracer import Note
+
+MOST_TERMS = 2**17
+"""Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
+Codes = tuple[Tensor, Tensor]
+"""Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
+
+
+def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
+
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `column_codes()`. Runs in high
+    precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
+    """
+    check_linear(x, weight)
+    x, bias = autocast_inputs(x, weight, bias)
+    scheme = weight.scheme
+    n, k = weight.shape
+    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
+    why = scheme.plain_because(x.device, m, n, k)
+    note = tracer.note(m, n, k, why)
+    if why is not None:
+        return F.linear(x, Values.apply(weight).to(x.dtype), bias)
+    scheme.check_dtype(x.dtype)
+    learns = weight.requires_grad and torch.is_grad_enabled()
+    columns = scheme.grad_weight and learns
+    quantized = quantized_input(
+        x,
+        scheme.forward_format,
+        rows=scheme.output,
+        columns=columns,
+        tensorwise=scheme.one_scale,
+    )
+    y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
+    return unflattened(y, x)
+
+
+class _Linear(torch.autograd.Function):
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits.
+
+    `quantized`: codes and scales of x along rows and columns, as far as the products need them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        note: Note | None,
+        *quantized: Tensor,
+    ) -> Tensor:
+        scheme = weight.scheme
+        codes, scale, codes_t, scale_t = quantized
+        ctx.note, ctx.dtype = note, x.dtype
+        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
+        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
+        ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
+        if scheme.output:
+            rows = weight.row_codes()
+            return low_bit_product(
+                note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
+            )
+        tracer.record(note, "output", x.dtype)
+        return F.linear(x, weight.values().to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        weight, *kept = ctx.saved_tensors
+        check_first_derivative(weight)
+        scheme, note = weight.scheme, ctx.note
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
+        fmt = scheme.backward_format
+        grad_x = grad_weight = grad_bias = None
+        if rows or columns:
+            seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
+            codes, scale, codes_t, scale_t = quantize_rowcol(
+                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
+            )
+        if rows:
+            other = weight.column_codes()
+            grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
+        elif for_x:
+            tracer.record(note, "grad_input", grad.dtype)
+            grad_x = grad @ weight.values().to(grad.dtype)
+        if columns:
+            own = (codes_t, scale_t)
+            grad_weight = low_bit_product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
+        elif for_weight:
+            tracer.record(note, "grad_weight", grad.dtype)
+            grad_weight = grad.t() @ kept[0]
+        if for_bias:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _seed_of(grad: Tensor, seed: int) -> Tensor:
+    """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`, independent of the order of summation.
+    So no counter of steps or microbatches is needed, and replicas with equal gradients round them alike."""
+    some = grad[:: max(1, grad.shape[0] // 64)].float()
+    return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
+
+
+def low_bit_product(
+    note: Note | None,
+    name: str,
+    fmt: str,
+    a: Codes,
+    b: Codes,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a @ b.T, scaled. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
+    tracer.record(note, name, fmt)
+    if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
+        return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
+    parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
+    sums = [
+        scaled_mm(fmt, p.contiguous(), q.contiguous(), a[1], b[1], out_dtype=torch.float32)
+        for p, q in parts
+    ]
+    y = torch.stack(sums).sum(0)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+# ---- the quantized input, shared by layers that read the same one ---------------------------------------------------
+
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
+
+
+def quantized_input(
+    x: Tensor, format: str, *, rows: bool, columns: bool, tensorwise: bool
+) -> Quantized:
+    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient. Returns the last result again if x is the
+    last input, as for the layers of query, key and value.
+
+    Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
+    inputs and results. Under torch.compile the compiler merges equal operations itself.
+    """
+    global _last
+    may_share = not torch.compiler.is_compiling() and x.grad_fn is not None
+    captured = may_share and x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (x._version, captured, format, rows, columns, tensorwise) if may_share else None
+    last = _last
+    if may_share and last is not None and last[0]() is x and last[1] == key:
+        return last[2]
+    flat = x.detach().reshape(-1, x.shape[-1])
+    found = quantize_rowcol(flat, format, rows=rows, columns=columns, tensorwise=tensorwise)
+    if may_share:
+        _last = (weakref.ref(x, _forget), key, found)
+    return found
+
+
+def _forget(reference: weakref.ref[Tensor]) -> None:
+    """Frees the codes together with their input."""
+    global _last
+    if _last is not None and _last[0] is reference:
+        _last = None
