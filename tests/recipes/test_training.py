@@ -1,33 +1,30 @@
-"""The quick start's settings: presets, overrides, and what cannot be."""
+"""Training settings: presets, overrides, invalid values, and the learning rate."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
 
 import pytest
 
 import lowbit
-from recipes.quickstart import train
-from recipes.quickstart.__main__ import default_preset
-from recipes.quickstart.config import (
-    PRESETS,
-    QuickstartConfig,
-    UserError,
-    from_json,
-    override,
-    tiny,
-    to_json,
-)
+from recipes import quickstart
+from recipes.command_line import UserError
+from recipes.quickstart import PRESETS, tiny
+from recipes.training import TrainingConfig, learning_rate_factor, override
 
 
 @pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
 def test_presets_survive_json(name: str) -> None:
     config = PRESETS[name]()
-    assert config.preset == name and from_json(to_json(config)) == config
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert config.preset == name and TrainingConfig.from_dict(values) == config
 
 
 @pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
 def test_learning_rate_warms_up_stays_and_falls_to_zero(name: str) -> None:
     config = PRESETS[name]()
-    rates = [train.learning_rate_factor(config)(step) for step in range(config.steps + 1)]
+    rates = [learning_rate_factor(config)(step) for step in range(config.steps + 1)]
     assert rates[0] == pytest.approx(1 / config.warmup_steps) and rates[-1] == 0.0
     assert max(rates) == 1.0
     assert rates[config.trunk_steps] == pytest.approx(config.branch_lr)
@@ -65,9 +62,11 @@ def test_steps_scale_the_parts_of_a_run() -> None:
         ("weight_decay=-1", "weight_decay is -1"),
         ("grad_clip=-1", "grad_clip is -1"),
         ("seed=-1", "seed is -1"),
+        ("sample_tokens=256", "below the model's context of 256"),
+        ("warmup_steps=600", "decay_steps is 440; accepted: 0 to"),
     ],
 )
-def test_settings_that_cannot_be(assignment: str, message: str) -> None:
+def test_invalid_settings(assignment: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         override(tiny(), [assignment])
 
@@ -77,7 +76,7 @@ def test_the_machine_chooses_the_preset(
     has_gpu: bool, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert default_preset() == preset
+    assert quickstart.default_preset() == preset
 
 
 def test_settings_are_taken() -> None:
@@ -85,5 +84,4 @@ def test_settings_are_taken() -> None:
     config = override(tiny(), changes)
     assert (config.steps, config.lr, config.model.dim, config.bits) == (900, 1e-3, 64, (4, 2))
     assert config.group_size == 32 and config.bf16 is True
-    assert train.scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
-    assert isinstance(config, QuickstartConfig)
+    assert quickstart.scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)

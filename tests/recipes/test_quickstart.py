@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,12 @@ import pytest
 import torch
 
 import lowbit
+from recipes import pages, quickstart, quickstart_report, runs, text
+from recipes.command_line import UserError
 from recipes.llama import LlamaConfig
-from recipes.quickstart import data as quickstart_data
-from recipes.quickstart import evaluate, measure, report, train
-from recipes.quickstart.__main__ import main
-from recipes.quickstart.config import UserError, tiny
-from recipes.quickstart.folder import RunFolder, load_checkpoint, save_checkpoint
-from recipes.quickstart.interrupt import Interrupt, Interrupted
-from recipes.quickstart.run import run
-from recipes.quickstart.tracking import Tracker, read_metrics
+from recipes.quickstart import Measurements, Run, main, phases, tiny
+from recipes.runs import RunFolder, load_checkpoint, read_metrics
+from recipes.training import learning_rate_factor, perplexity, window_losses
 
 CONFIG = dataclasses.replace(
     tiny(),
@@ -40,62 +38,72 @@ CONFIG = dataclasses.replace(
     heldout_tokens=1000,
     sample_tokens=12,
 )
-PHASES = [phase.name for phase in train.phases(CONFIG)]
-
-
-class StopAfter(Interrupt):
-    """As if Ctrl-C came after this many looks at `requested`."""
-
-    def __init__(self, looks: int) -> None:
-        self.left = looks
-
-    @property
-    def requested(self) -> bool:  # type: ignore[override]
-        self.left -= 1
-        return self.left < 0
+PHASES = [phase.name for phase in phases(CONFIG)]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> quickstart_data.Data:
+def data(tmp_path_factory: pytest.TempPathFactory) -> text.Data:
     source = tmp_path_factory.mktemp("text")
     for name in ("argparse.py", "ast.py", "bdb.py", "cmd.py"):
-        shutil.copy(Path(quickstart_data.sysconfig.get_path("stdlib"), name), source)
-    return quickstart_data.prepare(CONFIG, source, StopAfter(1_000_000))
+        shutil.copy(Path(sysconfig.get_path("stdlib"), name), source)
+    model = CONFIG.model
+    return text.prepare(source, "stdlib", 0.03, model.vocab_size, model.context)
 
 
-def start(path: Path, data: quickstart_data.Data) -> RunFolder:
+def start(path: Path, data: text.Data, config: quickstart.TrainingConfig = CONFIG) -> RunFolder:
     folder = RunFolder(path)
-    folder.create(CONFIG, data)
+    folder.create(dataclasses.asdict(config), data)
     return folder
 
 
 def go_on(
-    folder: RunFolder, data: quickstart_data.Data, interrupt: Interrupt | None = None
-) -> measure.Measurements:
-    tracker = Tracker(folder, CONFIG, "disabled")
+    folder: RunFolder,
+    data: text.Data,
+    config: quickstart.TrainingConfig = CONFIG,
+    device: torch.device = CPU,
+) -> Measurements:
+    """Do what is left of the run in `folder`."""
+    tracker = runs.Tracker(folder, {}, "disabled")
     try:
-        return run(CONFIG, folder, data, tracker, interrupt or StopAfter(1_000_000))
+        return quickstart.train_and_report(Run(config, folder, data, tracker, device))
     finally:
         tracker.close(0)
 
 
+def stop_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ctrl-C came during the step after so many steps."""
+    left = steps
+
+    class Interrupt(runs.DelayedInterrupt):
+        @property
+        def requested(self) -> bool:  # type: ignore[override]
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        @requested.setter
+        def requested(self, value: bool) -> None:
+            pass
+
+    monkeypatch.setattr(runs, "DelayedInterrupt", Interrupt)
+
+
 @pytest.fixture(scope="module")
 def finished(
-    tmp_path_factory: pytest.TempPathFactory, data: quickstart_data.Data
-) -> tuple[RunFolder, measure.Measurements]:
+    tmp_path_factory: pytest.TempPathFactory, data: text.Data
+) -> tuple[RunFolder, Measurements]:
     folder = start(tmp_path_factory.mktemp("runs") / "whole", data)
     return folder, go_on(folder, data)
 
 
-Finished = tuple[RunFolder, measure.Measurements]
+Finished = tuple[RunFolder, Measurements]
 
 
 @pytest.fixture
 def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reload in this process: the tests of the fresh one are elsewhere, and a process takes seconds."""
-    monkeypatch.setattr(
-        measure, "evaluate_in_fresh_process", lambda folder, _: evaluate.evaluate_saved(folder)
-    )
+    """Reload in this process: the fresh one has its own tests, and starts in seconds."""
+    monkeypatch.setattr(quickstart, "evaluate_in_fresh_process", quickstart.evaluate_saved)
 
 
 def test_every_file_is_there(finished: Finished) -> None:
@@ -122,12 +130,12 @@ def test_report_says_what_was_measured(finished: Finished) -> None:
     markdown = (folder.path / "report.md").read_text(encoding="utf-8")
     html = (folder.path / "report.html").read_text(encoding="utf-8")
     for result in found.results:
-        for text in (result.label, f"{result.perplexity:.3f}", repr(result.reloaded_perplexity)):
-            assert text in markdown and text in html
+        for shown in (result.label, f"{result.perplexity:.3f}", pages.size(result.file_bytes)):
+            assert shown in markdown and shown in html
     for count in found.optimizer_bytes.values():
         assert f"{count:,}" in markdown
     assert html.count("data:image/png;base64,") == 2 and 'src="http' not in html
-    assert "| NO |" not in markdown
+    assert markdown.count("| equal |") == len(found.results)
 
 
 def test_fresh_process_finds_the_same_perplexity(finished: Finished) -> None:
@@ -138,7 +146,7 @@ def test_fresh_process_finds_the_same_perplexity(finished: Finished) -> None:
 def test_metrics_hold_every_step_and_result(finished: Finished) -> None:
     folder, found = finished
     records = read_metrics(folder)
-    for phase in train.phases(CONFIG):
+    for phase in phases(CONFIG):
         steps = [r["step"] for r in records if r["phase"] == phase.name and "loss" in r]
         assert steps == list(range(phase.start + 1, phase.end + 1))
         probes = [r["step"] for r in records if r["phase"] == phase.name and "heldout_loss" in r]
@@ -152,7 +160,7 @@ def test_branches_share_data_schedule_and_start(finished: Finished) -> None:
     records = read_metrics(finished[0])
     rates = {p: [r["lr"] for r in records if r["phase"] == p and "lr" in r] for p in PHASES}
     assert rates["high"] == rates["int4"] == rates["int3"]
-    factor = train.learning_rate_factor(CONFIG)
+    factor = learning_rate_factor(CONFIG)
     whole = [CONFIG.lr * factor(step) for step in range(CONFIG.steps)]
     assert rates["trunk"] + rates["high"] == pytest.approx(whole)
     last = [next(r for r in reversed(records) if r["phase"] == "trunk"), None]
@@ -163,22 +171,23 @@ def test_branches_share_data_schedule_and_start(finished: Finished) -> None:
 def test_saved_models_are_what_they_say(finished: Finished) -> None:
     folder, found = finished
     for name, bits in (("int4-qat", 4), ("int3-rtn", 3)):
-        model = evaluate.load_model(folder.model(name), torch.device("cpu"))
+        model = quickstart.load_model(folder.model(name), torch.device("cpu"))
         assert model.head.weight is model.embedding.weight
         weight = model.blocks[0].mlp.down.weight
         assert isinstance(weight, lowbit.AffineTensor)
-        assert weight.spec == train.scheme(CONFIG, bits).weight
+        assert weight.spec == quickstart.scheme(CONFIG, bits).weight
     assert found.quantized_parameters == 300 * 64 + 64 * (64 * 2 + 32 * 2 + 96 * 3)
 
 
 def test_converted_model_is_the_one_that_was_trained(finished: Finished) -> None:
     folder, found = finished
-    phase = next(p for p in train.phases(CONFIG) if p.name == "int4")
-    training = train.start_or_resume(CONFIG, phase, folder, torch.device("cpu"))
-    tokens = quickstart_data.load(folder.data).heldout
-    windows = quickstart_data.heldout_windows(CONFIG, tokens, 1000 // 32)
-    losses = evaluate.window_losses(training.model, windows, torch.device("cpu"), False)
-    assert evaluate.perplexity(losses) == found.by_name("int4-qat").perplexity
+    phase = next(p for p in phases(CONFIG) if p.name == "int4")
+    tracker = runs.Tracker(folder, {}, "disabled")
+    run = Run(CONFIG, folder, text.load(folder.data), tracker, CPU)
+    model = quickstart.start_or_resume(run, phase).model
+    losses = window_losses(model, run.heldout_windows(CONFIG.heldout_tokens), bf16=False)
+    assert perplexity(losses) == found.by_name("int4-qat").perplexity
+    tracker.close(0)
 
 
 def test_optimizer_bytes_are_those_of_the_states(finished: Finished) -> None:
@@ -188,15 +197,20 @@ def test_optimizer_bytes_are_those_of_the_states(finished: Finished) -> None:
     assert low < fp32 / 3
 
 
-@pytest.mark.parametrize("stop", [0, 4, 9, 16, 30])
+@pytest.mark.parametrize("stop", [0, 4, 9, 16, 25])
 @pytest.mark.usefixtures("same_process")
 def test_interrupted_and_resumed_equals_uninterrupted(
-    stop: int, tmp_path: Path, data: quickstart_data.Data, finished: Finished
+    stop: int,
+    tmp_path: Path,
+    data: text.Data,
+    finished: Finished,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, found = finished
     folder = start(tmp_path / "again", data)
-    with pytest.raises(Interrupted):
-        go_on(folder, data, StopAfter(stop))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(stop, patch)
+        go_on(folder, data)
     done = len((folder.path / "metrics.jsonl").read_bytes())
     assert done < len((whole.path / "metrics.jsonl").read_bytes())
     with open(folder.metrics, "ab") as file:  # as if killed some steps later, while writing
@@ -240,7 +254,7 @@ def same(one: Any, other: Any, path: str = "") -> None:
 
 @pytest.mark.usefixtures("same_process")
 def test_resuming_a_finished_run_only_measures_again(
-    tmp_path: Path, data: quickstart_data.Data, finished: Finished
+    tmp_path: Path, data: text.Data, finished: Finished
 ) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(finished[0].path, copy.path)
@@ -250,29 +264,37 @@ def test_resuming_a_finished_run_only_measures_again(
     assert len(read_metrics(copy)) == len(read_metrics(finished[0]))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "foreign"])
-def test_damaged_training_checkpoint_is_named_and_kept(
-    damage: str, tmp_path: Path, data: quickstart_data.Data, finished: Finished
+@pytest.mark.usefixtures("same_process")
+def test_interrupted_while_measuring(
+    tmp_path: Path, data: text.Data, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(finished[0].path, copy.path)
-    path = copy.checkpoint("high")
-    content = path.read_bytes()
-    if damage == "foreign":
-        torch.save({"weights": torch.zeros(3)}, path)
-    else:
-        path.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"hello")
-    left = {p: p.read_bytes() for p in copy.path.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match=r"high\.pt can't be read.*Delete it") as caught:
+
+    def interrupted(folder: RunFolder) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(quickstart, "evaluate_in_fresh_process", interrupted)
         go_on(copy, data)
-    assert "\n" not in str(caught.value)
+    go_on(copy, data)
+    assert len(read_metrics(copy)) == len(read_metrics(finished[0]))
+
+
+def test_a_damaged_checkpoint_stops_a_run_and_changes_nothing(
+    tmp_path: Path, data: text.Data, finished: Finished
+) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(finished[0].path, copy.path)
+    copy.checkpoint("high").write_bytes(b"hello")
+    left = {p: p.read_bytes() for p in copy.path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"high\.pt can't be read"):
+        go_on(copy, data)
     assert {p: p.read_bytes() for p in copy.path.rglob("*") if p.is_file()} == left
 
 
 @pytest.mark.usefixtures("same_process")
-def test_deleted_phase_runs_again(
-    tmp_path: Path, data: quickstart_data.Data, finished: Finished
-) -> None:
+def test_deleted_phase_runs_again(tmp_path: Path, data: text.Data, finished: Finished) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(finished[0].path, copy.path)
     copy.checkpoint("high").unlink()
@@ -288,28 +310,13 @@ def test_damaged_model_file(tmp_path: Path, finished: Finished) -> None:
     path = copy.model("int4-qat")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"int4-qat\.safetensors is not a model"):
-        evaluate.evaluate_saved(copy)
-    assert evaluate.evaluate_saved(copy, "high")["high"] == finished[1].by_name("high").perplexity
+        quickstart.evaluate_saved(copy)
 
 
-def test_checkpoint_stays_whole_when_writing_fails(tmp_path: Path) -> None:
-    path = tmp_path / "trunk.pt"
-    save_checkpoint(path, {"phase": "trunk", "step": 1, "model": {}})
-    with pytest.raises((AttributeError, TypeError, RuntimeError, Exception)):
-        save_checkpoint(path, {"phase": "trunk", "step": 2, "model": {}, "bad": lambda: None})
-    assert load_checkpoint(path)["step"] == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["trunk.pt"]
-
-
-def test_a_loss_that_is_not_finite_stops_with_a_way_out(
-    tmp_path: Path, data: quickstart_data.Data
-) -> None:
-    folder = start(tmp_path / "run", data)
+def test_a_loss_that_is_not_finite_stops_with_a_way_out(tmp_path: Path, data: text.Data) -> None:
     config = dataclasses.replace(CONFIG, lr=1e30)
-    tracker = Tracker(folder, config, "disabled")
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step .* smaller learning rate"):
-        run(config, folder, data, tracker, StopAfter(1_000_000))
-    tracker.close(2)
+        go_on(start(tmp_path / "run", data, config), data, config)
 
 
 @pytest.mark.parametrize(("speeds", "said"), [((95, 120), None), ((85, 92), "0.85 to 0.92")])
@@ -322,66 +329,63 @@ def test_slow_models_are_the_first_thing_said(
     for result in low:
         result.generate_tokens_per_s = float(speeds[1])
     low[-1].generate_tokens_per_s = float(speeds[0])
-    text, headline = report.slowness(found), report.headline(CONFIG, found)
+    slow, headline = quickstart_report.slowness(found), quickstart_report.headline(found)
     if said is None:
-        assert text is None and "Slow" not in headline
+        assert slow is None and "Slow" not in headline
     else:
-        assert text is not None and said in text and headline.startswith(text)
-    (note,) = (b for b in report.model_table(found) if isinstance(b, report.Text))
-    assert f"generates at {report.shares(found)} of the speed" in note.text
+        assert slow is not None and said in slow and headline.startswith(slow)
 
 
 def test_recovery_is_the_share_of_the_lost_perplexity() -> None:
-    def result(name: str, value: float) -> measure.Result:
+    def result(name: str, value: float) -> quickstart.Result:
         losses = torch.full((5,), math.log(value), dtype=torch.float64)
-        return measure.Result(name, name, None, losses, value, 0, 0.0, 0.0, "")
+        return quickstart.Result(name, name, None, losses, value, 0, 0.0, 0.0, "")
 
     results = [result(n, v) for n, v in (("high", 10.0), ("int4-rtn", 12.0), ("int4-qat", 10.5))]
     config = dataclasses.replace(CONFIG, bits=(4,))
-    (found,) = measure.recoveries(config, results)
+    (found,) = quickstart.recoveries(config, results)
     assert found.share == pytest.approx(0.75) and found.lost == pytest.approx(2.0)
     assert found.low == pytest.approx(0.75) and found.high == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(12, "12 B"), (1500, "1.50 kB"), (2_340_000, "2.34 MB"), (5e9, "5.00 GB")]
+    ("count", "text_of_it"),
+    [(12, "12 B"), (1500, "1.50 kB"), (2_340_000, "2.34 MB"), (5e9, "5.00 GB")],
 )
-def test_sizes_for_people(count: int, text: str) -> None:
-    assert report.size(int(count)) == text
+def test_sizes_for_people(count: int, text_of_it: str) -> None:
+    assert pages.size(int(count)) == text_of_it
 
 
-def test_markdown_and_html_escape_what_models_write() -> None:
-    blocks: list[report.Block] = [
-        report.Heading("A <title>", 1),
-        report.Code("a & b", "```\n<script>"),
-        report.Table(["a|b", "c"], [["<", "|"]]),
-    ]
-    assert "<script>" not in report.to_html(blocks)
-    assert "~~~~~~python\n```\n<script>\n~~~~~~" in report.to_markdown(blocks)
-    assert "a\\|b" in report.to_markdown(blocks)
+def test_the_html_page_escapes_what_models_write(tmp_path: Path) -> None:
+    (tmp_path / "loss.png").write_bytes(b"picture")
+    code = pages.code("```\n<script>")
+    assert code == "````python\n```\n<script>\n````"
+    table = pages.table(["a|b", "c", "d"], [["<script>", "|", "2"]])
+    assert table.splitlines()[:2] == ["| a\\|b | c | d |", "| --- | ---: | ---: |"]
+    html = pages.to_html(tmp_path, f"# Title\n\n{code}\n\n{table}\n\n![Loss](loss.png)\n")
+    assert "<script>" not in html and html.count("&lt;script&gt;") == 2
+    assert "<title>Title</title>" in html and '<td style="text-align:right">2</td>' in html
+    assert 'src="data:image/png;base64,cGljdHVyZQ=="' in html
 
 
-def test_json_of_the_last_line(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_json(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     folder, found = finished
-    assert evaluate.main([str(folder.path), "--model", "int3-qat", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"int3-qat": found.by_name("int3-qat").perplexity}
+    assert main(["--evaluate", str(folder.path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {r.name: r.perplexity for r in found.results}
     assert main(["--resume", str(folder.path), "--preset", "tiny"]) == 2
-    assert "doesn't go with --resume" in capsys.readouterr().err
+    assert "--preset doesn't go with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_in_bfloat16(tmp_path: Path, data: quickstart_data.Data) -> None:
-    config = dataclasses.replace(CONFIG, bf16=True)
-    folder = RunFolder(tmp_path / "run")
-    folder.create(config, data)
-    for stop in (9, 1_000_000):
-        tracker = Tracker(folder, config, "disabled")
-        try:
-            found = run(config, folder, data, tracker, StopAfter(stop))
-        except Interrupted:
-            assert stop == 9
-        finally:
-            tracker.close(0)
+def test_on_a_gpu_in_bfloat16(
+    tmp_path: Path, data: text.Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, device = dataclasses.replace(CONFIG, bf16=True), torch.device("cuda")
+    folder = start(tmp_path / "run", data, config)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(9, patch)
+        go_on(folder, data, config, device)
+    found = go_on(folder, data, config, device)
     assert all(r.perplexity == r.reloaded_perplexity for r in found.results)
     steps = [(r["phase"], r["step"]) for r in read_metrics(folder) if "loss" in r]
-    assert steps == [(p.name, s + 1) for p in train.phases(config) for s in range(p.start, p.end)]
+    assert steps == [(p.name, s + 1) for p in phases(config) for s in range(p.start, p.end)]
