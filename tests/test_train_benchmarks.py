@@ -1,4 +1,4 @@
-"""The benchmarks of low-bit training on the processor: every candidate runs, and is checked."""
+"""The benchmarks of low-bit training on a CPU: every candidate runs, and is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks import train_linear, train_llama, train_peers
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
-from benchmarks.train_memory import measure_training, training_step
+from benchmarks.train_llama import measure_training, training_step
 from lowbit.train import Int8Weight
 from lowbit_kernels.scaled_mm import calls
 from recipes.llama import LlamaConfig
@@ -51,7 +51,7 @@ def test_the_cells_are_speeds() -> None:
 
 def test_the_steps_of_a_whole_model() -> None:
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    found = list(train_llama.candidates((2, 16)))
+    found = list(train_llama.low_bit_candidates((2, 16)))
     assert len({c.name for c in found}) == len(found) and found[-1].name == "torch AdamW fused"
     for candidate in found:
         scheme = candidate.scheme
@@ -76,7 +76,7 @@ def test_a_peer_converts_the_model_and_a_linear() -> None:
                 module.register_forward_hook(lambda module, args, y: 2 * y)
 
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    plain = next(c for c in train_llama.candidates((2, 16)) if c.scheme is None)
+    plain = next(c for c in train_llama.low_bit_candidates((2, 16)) if c.scheme is None)
     small = replace(plain, config=config, device="cpu", compile=False)
     losses = [training_step(replace(small, scheme=scheme))() for scheme in (None, convert)]
     assert losses[0] != losses[1]
