@@ -177,8 +177,8 @@ STEP_TABLE = Table(
     cells=step_cells,
     legend="Medians. *floor*: the bytes that a step must move, at the speed of the copy. *host*: the time until "
     "`step()` returns, nothing queued, the gradients at other addresses than in the previous step. *first step*: in "
-    "this process, after the compilation of other rows. *state*: memory of the optimizer, by the allocator. *extra peak*: "
-    "memory of a step beyond that.",
+    "this process, after the compilation of other rows. *state*: memory of the optimizer, by the allocator. "
+    "*extra peak*: memory of a step beyond that.",
 )
 
 

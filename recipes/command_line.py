@@ -1,4 +1,4 @@
-"""What every recipe's command line shares: mistakes in one line, exit statuses, and `--set NAME=VALUE`."""
+"""The command lines of the recipes: mistakes in one line, exit statuses, and `--set NAME=VALUE`."""
 
 from __future__ import annotations
 

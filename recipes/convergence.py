@@ -302,7 +302,7 @@ def mean_loss(model: Llama, windows: Tensor) -> float:
 
 
 def settings(config: TrainingConfig, data: text.Data) -> dict[str, Any]:
-    """What runs must have in common to be compared: all settings except the seed, and the text."""
+    """The values that compared runs must share: all settings except the seed, and the text."""
     values = dataclasses.asdict(config)
     unused = ("seed", "bits", "group_size", "sample_tokens", "save_every", "corpus")
     kept = {name: value for name, value in values.items() if name not in unused}

@@ -3,8 +3,8 @@
     python -m recipes.quickstart [--preset tiny|small|gpu] [--data FILE_OR_FOLDER] [--out DIR] [--resume [DIR]]
     python -m recipes.quickstart --evaluate RUN
 
-The program reads from top to bottom: settings, training, evaluation, the models that it measures, the report, the
-command line. It trains with AdamW4bit, in branches that differ in one thing only:
+The program reads from top to bottom: presets, training, saved models, measurement, the whole run, the command line. It
+trains with AdamW4bit, in branches that differ in one thing only:
 
     steps 0 … trunk_steps          "trunk"  high precision
     trunk_steps … steps            "high"   high precision
@@ -136,7 +136,7 @@ PRESETS = {"tiny": tiny, "small": small, "gpu": gpu}
 
 @dataclass
 class Run:
-    """What every part of a run needs."""
+    """The inputs that every part of a run needs."""
 
     config: TrainingConfig
     folder: runs.RunFolder
@@ -333,7 +333,7 @@ def evaluate_saved(folder: runs.RunFolder) -> dict[str, float]:
 
 
 def evaluate_in_fresh_process(folder: runs.RunFolder) -> dict[str, float]:
-    """What `python -m recipes.quickstart --evaluate RUN` prints."""
+    """The perplexities that `python -m recipes.quickstart --evaluate RUN` prints."""
     command = [sys.executable, "-m", "recipes.quickstart", "--evaluate", str(folder.path.resolve())]
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -559,7 +559,7 @@ def train_and_report(run: Run) -> Measurements:
     )
     for phase in phases(config):
         train_phase(run, phase)
-    for kind in ("result", "recovery"):  # of an earlier measurement
+    for kind in ("result", "recovery"):  # records of an earlier measurement
         run.tracker.drop(kind)
     found = measure(run)
     run.tracker.flush()

@@ -113,7 +113,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote, on the CPU. UserError when the file is damaged or not a checkpoint."""
+    """The content that `save_checkpoint` wrote, on the CPU. UserError when the file is damaged or not a checkpoint."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict) or not {"phase", "step", "model"} <= content.keys():

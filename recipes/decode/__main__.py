@@ -31,7 +31,7 @@ from recipes.runs import write_text
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What is measured. Decoding starts at position `start` of a cache of `positions`."""
+    """Settings of a measurement. Decoding starts at position `start` of a cache of `positions`."""
 
     model: LlamaConfig
     dtype: torch.dtype

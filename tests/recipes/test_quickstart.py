@@ -233,7 +233,7 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any, path: str = "") -> None:
-    """Equal to the bit, whatever it is, but for times."""
+    """Assert that two values of any kind are equal to the bit, except times."""
     assert type(one) is type(other), path
     if isinstance(one, dict):
         assert one.keys() == other.keys(), path
@@ -320,7 +320,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_way_out(tmp_path: Path, data: te
 
 
 @pytest.mark.parametrize(("speeds", "said"), [((95, 120), None), ((85, 92), "0.85 to 0.92")])
-def test_slow_models_are_the_first_thing_said(
+def test_the_report_begins_with_slow_models(
     finished: Finished, speeds: tuple[int, int], said: str | None
 ) -> None:
     found = copy.deepcopy(finished[1])
@@ -349,11 +349,11 @@ def test_recovery_is_the_share_of_the_lost_perplexity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text_of_it"),
+    ("count", "shown"),
     [(12, "12 B"), (1500, "1.50 kB"), (2_340_000, "2.34 MB"), (5e9, "5.00 GB")],
 )
-def test_sizes_for_people(count: int, text_of_it: str) -> None:
-    assert pages.size(int(count)) == text_of_it
+def test_sizes_in_powers_of_1000(count: int, shown: str) -> None:
+    assert pages.size(int(count)) == shown
 
 
 def test_the_html_page_escapes_what_models_write(tmp_path: Path) -> None:
