@@ -23,7 +23,7 @@ GRACE_SECONDS = 2.0
 def in_ranks(
     function: Callable[..., Any], ranks: int, device: str, seconds: float, *arguments: Any
 ) -> list[Any]:
-    """The results of ``function(*arguments)`` on each rank, in their order; the function is at the top level of a module.
+    """The results of ``function(*arguments)``, a function at the top level of a module, on each rank, in their order.
 
     On "cuda" each rank has the GPU of its number, and NCCL as the environment configures it; on "cpu" it has gloo. All
     processes have ended when this returns or raises.

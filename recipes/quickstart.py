@@ -69,7 +69,7 @@ except ImportError as error:
 
 RUNS = Path("runs")
 
-# ---- settings ----------------------------------------------------------------------------------------------
+# ---- presets -----------------------------------------------------------------------------------------------
 
 
 def tiny() -> TrainingConfig:
@@ -293,7 +293,7 @@ def train_step(
     return {"loss": loss.item(), "lr": float(lr), "grad_norm": grad_norm.item()}
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------
+# ---- saved models ------------------------------------------------------------------------------------------
 
 SAMPLE_PROMPT = "class Queue:\n    def __init__(self"
 
@@ -343,7 +343,7 @@ def evaluate_in_fresh_process(folder: runs.RunFolder) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-# ---- the models, and what is measured ----------------------------------------------------------------------
+# ---- measurement -------------------------------------------------------------------------------------------
 
 
 @dataclass

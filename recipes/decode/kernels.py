@@ -142,9 +142,7 @@ def _rotated(own, partner, c, s, factor):
 
 
 @triton.jit
-def _load_new_token(
-    query, key, value, columns, c, s, factor, SAME: tl.constexpr, HALF: tl.constexpr
-):
+def _new_token(query, key, value, columns, c, s, factor, SAME: tl.constexpr, HALF: tl.constexpr):
     """The rotated queries at `query` [PADDED, 1], each SAME times; the rotated key; the value. All loads come first."""
     partner = (columns + HALF) % (2 * HALF)
     q, q_partner = tl.load(query + columns[None, :]), tl.load(query + partner[None, :])
@@ -165,25 +163,25 @@ def _range_of_split(position, split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_block(keys, values, at, columns, mask, other, WIDTH: tl.constexpr):
+def _block(keys, values, at, columns, mask, other, WIDTH: tl.constexpr):
     of_cache = at[:, None] * WIDTH + columns[None, :]
     return tl.load(keys + of_cache, mask, other), tl.load(values + of_cache, mask, other)
 
 
 @triton.jit
-def _with_new_token(block, is_new, new):
+def _with_new(block, is_new, new):
     return tl.where(is_new[:, None], new[None, :], block)
 
 
 @triton.jit
-def _softmax_of_nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _empty_state(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The state of an online softmax before any key: largest score, sum of exp, weighted sum of values."""
     zeros = tl.zeros([ROWS], tl.float32)
     return zeros - float("inf"), zeros, tl.zeros([ROWS, WIDTH], tl.float32)
 
 
 @triton.jit
-def _softmax_with(q, k, v, scale, is_seen, largest, total, mixed):
+def _update(q, k, v, scale, is_seen, largest, total, mixed):
     """The state of an online softmax after more keys and values: those where `is_seen`, or all for None."""
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if is_seen is not None:
@@ -240,7 +238,7 @@ def _attention_of_splits(
         return
     keys, values = keys + head * capacity * WIDTH, values + head * capacity * WIDTH
     at = end_block + tl.arange(0, BLOCK)
-    k, v = _load_block(keys, values, at, columns, (at < last)[:, None], 0.0, WIDTH)
+    k, v = _block(keys, values, at, columns, (at < last)[:, None], 0.0, WIDTH)
     factor = rms_factor(x, batch, x_width, eps, X_BLOCK)
     c, s = _angle(cos, sin, last, columns, WIDTH // 2, query.dtype.element_ty)
     row = own_head * GROUP + tl.minimum(tl.arange(0, PADDED), GROUP - 1)
@@ -248,19 +246,17 @@ def _attention_of_splits(
     key += batch * key_batch + own_head * key_head
     value += batch * key_batch + own_head * key_head
     wait_for_previous(PDL)
-    q, new_k, new_v = _load_new_token(query, key, value, columns, c, s, factor, SAME, WIDTH // 2)
+    q, new_k, new_v = _new_token(query, key, value, columns, c, s, factor, SAME, WIDTH // 2)
     if end > last:
         tl.store(keys + last * WIDTH + columns, new_k)
         tl.store(values + last * WIDTH + columns, new_v)
-    k, v = _with_new_token(k, at == last, new_k), _with_new_token(v, at == last, new_v)
-    largest, total, mixed = _softmax_of_nothing(PADDED * SAME, WIDTH)
-    largest, total, mixed = _softmax_with(q, k, v, scale, at <= last, largest, total, mixed)
+    k, v = _with_new(k, at == last, new_k), _with_new(v, at == last, new_v)
+    largest, total, mixed = _empty_state(PADDED * SAME, WIDTH)
+    largest, total, mixed = _update(q, k, v, scale, at <= last, largest, total, mixed)
     if LONG:
         for start in range(begin, end_block, BLOCK):
-            k, v = _load_block(
-                keys, values, start + tl.arange(0, BLOCK), columns, None, None, WIDTH
-            )
-            largest, total, mixed = _softmax_with(q, k, v, scale, None, largest, total, mixed)
+            k, v = _block(keys, values, start + tl.arange(0, BLOCK), columns, None, None, WIDTH)
+            largest, total, mixed = _update(q, k, v, scale, None, largest, total, mixed)
     part = (head * SPLITS + split) * GROUP
     _store_split(sums, stats, part, columns, largest, total, mixed, GROUP, PADDED, SAME, WIDTH)
 
