@@ -30,6 +30,7 @@ from lowbit.products import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
+    quantize_tokens,
     unflattened,
 )
 from lowbit.tensor.affine_tensor import check_weight
@@ -39,7 +40,6 @@ from lowbit.tensor.mixed_precision import low_bit_product
 from lowbit.tensor.ternary import (
     magnitude,
     pack_ternary,
-    quantize_tokens,
     scale_of,
     ternarize,
     ternary_product,

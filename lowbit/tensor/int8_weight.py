@@ -71,6 +71,7 @@ class Int8WeightTensor(AffineTensor):
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
     way_out = KEEP_OUT
+    stored_as = None
 
     products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     """What replaces torch's functions on it, such as F.linear: see `lowbit.tensor.int8_weight_ops`."""

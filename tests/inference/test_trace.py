@@ -61,7 +61,7 @@ def test_as_a_table() -> None:
     lb.quantize_(model[0], lb.Int4WeightOnly(32))
     assert str(trace_linears(model, torch.randn(5, 64))).splitlines() == [
         "name  M   N   K  weight    implementation  calls",
-        "0     5  96  64  int4-g32  plain_linear        1",
+        "0     5  96  64  int4-g32  cpu_linear          1",
         "1     5   8  96  float32   torch               1",
     ]
 
@@ -73,7 +73,7 @@ def test_compiled_models_are_traced_and_work_afterwards() -> None:
     model.compile(backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         y = model(x)
-    assert [t.implementation for t in trace_linears(model, x).linears] == ["plain_linear"]
+    assert [t.implementation for t in trace_linears(model, x).linears] == ["cpu_linear"]
     with torch.no_grad():
         assert torch.equal(model(x), y)
     torch._dynamo.reset()

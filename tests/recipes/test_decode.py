@@ -241,7 +241,7 @@ def test_the_shapes_for_the_benchmark(tmp_path: Path) -> None:
     assert len(linears) == 3 * 4 + 1
     assert linears[0] == {
         **{"name": "blocks.0.attention.query", "m": 1, "n": 128, "k": 64, "scheme": "int4-g32"},
-        **{"implementation": "plain_linear", "calls": 1},
+        **{"implementation": "cpu_linear", "calls": 1},
     }
     assert trace(CONFIG, ROWS["bf16"], 3, CPU).linears[0].m == 3
 
