@@ -53,7 +53,6 @@ class Row(NamedTuple):
 # ---- the public product ------------------------------------------------------------------------------------
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
-_Tensor = Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -74,39 +73,31 @@ def quantized_linear(
         ValueError: shapes or dtypes that do not fit, or tensors on several devices.
         NotImplementedError: an input in low bits, or a transform of torch.func.
     """
-    if _is_compiling():
-        known = arguments = None
-    else:
+    x: Tensor = input
+    known: Any = None
+    arguments: Any = None
+    if not _is_compiling():
         known = weight._known_product
-        # All that conditions and checks depend on and that can change during the life of a weight object.
         is_autocast = _is_any_autocast_enabled()
         if is_autocast:
-            input, bias = autocast_inputs(input, weight, bias)
-        about_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
-        about_residual = (
-            None if residual is None else (residual.shape, residual.dtype, residual.device)
-        )
-        arguments = (
-            input.shape,
-            input.dtype,
-            input.device,
-            weight.spec,
-            weight.activation,
-            about_bias,
-            about_residual,
-            is_autocast,
-        )
+            x, bias = autocast_inputs(x, weight, bias)
+        # All that conditions and checks depend on and that can change during the life of a weight object.
+        arguments = (x.shape, x.dtype, x.device, weight.spec, weight.activation, is_autocast)
+        if bias is not None:
+            arguments += ("bias", bias.shape, bias.dtype, bias.device)
+        if residual is not None:
+            arguments += ("residual", residual.shape, residual.dtype, residual.device)
     if (
         known is not None
         and known.arguments == arguments
         and known.rows is _rows
-        and type(input) is _Tensor
+        and type(x) is Tensor
         and not _has_transforms()
     ):
         row = known.row
     else:
         with _PlainAttributes():
-            input, bias, row = _decide(input, weight, bias, residual, arguments)
+            x, bias, row = _decide(x, weight, bias, residual, arguments)
     if _is_grad_enabled():
         with _PlainAttributes():
             if weight.requires_grad:
@@ -115,13 +106,14 @@ def quantized_linear(
                     "lowbit.qat.prepare_ and convert afterwards"
                 )
             if (
-                input.requires_grad
+                x.requires_grad
                 or (bias is not None and bias.requires_grad)
                 or (residual is not None and residual.requires_grad)
             ):
-                y = _Linear.apply(input, weight, bias, row)
+                y = _Linear.apply(x, weight, bias, row)
                 return y if residual is None else y + residual
-    return _run(row, input, weight, bias, residual)
+    run = _run_watched if _watchers else _run
+    return run(row, x, weight, bias, residual)
 
 
 def linear(
@@ -187,14 +179,16 @@ def _run(
     row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """Run a product: the one place where an implementation is called."""
-    if _watchers:
-        with _watchers[-1](x, weight, row.implementation):
-            y = row.implementation(x, weight, bias)
-    elif residual is not None and row.takes_residual and residual.dtype is x.dtype:
+    if residual is None:
+        return row.implementation(x, weight, bias)
+    if row.takes_residual and residual.dtype is x.dtype:
         return row.implementation(x, weight, bias, residual)
-    else:
-        y = row.implementation(x, weight, bias)
-    return y if residual is None else y + residual
+    return row.implementation(x, weight, bias) + residual
+
+
+def _run_watched(row: Row, x: Tensor, weight: Weight, *others: Tensor | None) -> Tensor:
+    with _watchers[-1](x, weight, row.implementation):
+        return _run(row, x, weight, *others)
 
 
 class _Linear(torch.autograd.Function):
@@ -204,7 +198,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
         # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
         ctx.save_for_backward(weight.detach())
-        return _run(row, x, weight, bias, None)
+        run = _run_watched if _watchers else _run
+        return run(row, x, weight, bias, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -561,7 +556,7 @@ def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 # ---- experts -----------------------------------------------------------------------------------------------
 
 
-def grouped_linear(x: Tensor, weight: Weight, offsets: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Each row of x times the weight of its expert, transposed; the rows are sorted by expert. [M, N] in x's dtype.
 
     Args:
@@ -583,15 +578,15 @@ def grouped_linear(x: Tensor, weight: Weight, offsets: Tensor) -> Tensor:
     return _one_by_one(x, weight, offsets)
 
 
-def _has_grouped_kernel(x: Tensor, weight: Weight) -> bool:
+def _has_grouped_kernel(x: Tensor, weight: Any) -> bool:
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return False
-    if not isinstance(weight, LowbitTensor) or weight.stored_as is None:
+    if getattr(weight, "stored_as", None) is None or weight.activation is not None:
         return False
-    return weight.activation is None and any(_has_weight_kernel(x, weight, bits) for bits in (4, 8))
+    return _has_weight_kernel(x, weight, 4) or _has_weight_kernel(x, weight, 8)
 
 
-def _one_by_one(x: Tensor, weight: Weight, offsets: Tensor) -> Tensor:
+def _one_by_one(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.tolist()
     bounds = list(zip([0, *ends], [*ends, x.shape[0]], strict=True))
     if any(not 0 <= start <= end <= x.shape[0] for start, end in bounds):

@@ -72,7 +72,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     )
 
     caches = ("_known_product", "_reader")
-    stored_as = "integers"
+    stored_as: ClassVar[str | None] = "integers"
 
     formats: ClassVar[type] = Int  # that the class stores
 

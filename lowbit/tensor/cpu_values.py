@@ -79,10 +79,13 @@ def rows_of_embedding(
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
-    *_: Any,
-    **__: Any,
+    *options: Any,
+    **others: Any,
 ) -> Tensor | None:
-    """`F.embedding(...)` of a float32 weight by one kernel. None where it cannot run, or refuses an index."""
+    """`F.embedding(...)` of a float32 weight by one kernel; it computes the same whatever the other options.
+
+    None where the kernel cannot run, or refuses an index.
+    """
     if max_norm is not None or type(index) is not Tensor or not _may_run() or _has_transforms():
         return None
     _, layout, _, gives_rows = _reader_of(weight)
