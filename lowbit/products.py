@@ -133,7 +133,7 @@ def linear(
     """
     if isinstance(weight, LowbitTensor) and weight.stored_as is not None:
         return quantized_linear(x, weight, bias, residual)
-    check_residual(x, weight, residual)
+    _check_addend("residual", residual, (*x.shape[:-1], weight.shape[0]), x, weight)
     y = F.linear(x, weight, bias)
     return y if residual is None else y + residual
 
@@ -158,8 +158,9 @@ def _decide(
 ) -> tuple[Tensor, Tensor | None, Row]:
     """Check the arguments, cast them as autocast does, choose the row, and let the weight remember it."""
     check_linear(input, weight)
-    check_bias(weight, bias)
-    check_residual(input, weight, residual)
+    n = weight.shape[0]
+    _check_addend("bias", bias, (n,), input, weight)
+    _check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
     x, bias = autocast_inputs(input, weight, bias)
     row = choose_linear(x, weight, bias)
     if arguments is not None and type(x) is Tensor:
@@ -274,8 +275,8 @@ def watch_linears(watcher: Watcher) -> Iterator[None]:
 
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:
-    """Raise ValueError where x [..., K] and a weight [N, K] do not fit or are on two devices, and NotImplementedError
-    for an x in low bits and inside of torch.func."""
+    """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
+    x in low bits and inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
@@ -299,35 +300,20 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
         )
 
 
-def check_bias(weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless the bias is [N] and on the weight's device: kernels take its address."""
-    if bias is None:
-        return
-    if bias.shape != weight.shape[:1]:
+def _check_addend(
+    name: str, addend: Tensor | None, shape: tuple[int, ...], x: Tensor, weight: Tensor
+) -> None:
+    """Raise ValueError unless the bias or residual has this shape and is on the weight's device: kernels take its
+    address."""
+    if addend is not None and addend.shape != shape:
         raise ValueError(
-            f"linear with weight {tuple(weight.shape)} takes a bias of shape {tuple(weight.shape[:1])}, got "
-            f"{tuple(bias.shape)}"
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a {name} of shape {shape}, got "
+            f"{tuple(addend.shape)}"
         )
-    if bias.device != weight.device:
+    if addend is not None and addend.device != weight.device:
         raise ValueError(
-            f"linear of a bias on {bias.device} with a weight on {weight.device}; accepted: both on one device, by "
-            "model.to(device)"
-        )
-
-
-def check_residual(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError unless the residual has the product's shape and is on its device."""
-    if residual is None:
-        return
-    if residual.shape != (*x.shape[:-1], weight.shape[0]):
-        raise ValueError(
-            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a residual of shape "
-            f"{(*x.shape[:-1], weight.shape[0])}, got {tuple(residual.shape)}"
-        )
-    if residual.device != x.device:
-        raise ValueError(
-            f"linear of an input on {x.device} with a residual on {residual.device}; accepted: both on one device, by "
-            "residual.to(device)"
+            f"linear of a {name} on {addend.device} with a weight on {weight.device}; accepted: both on one device, by "
+            f"model.to(device) or {name}.to(device)"
         )
 
 

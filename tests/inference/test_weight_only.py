@@ -169,7 +169,7 @@ def test_a_residual_that_does_not_fit(quantized: bool) -> None:
         lb.quantize_(model, SERVED["int8"])
     with pytest.raises(ValueError, match=r"residual of shape \(5, 24\), got \(24,\)"):
         linear(x, model.weight, None, torch.zeros(24))
-    with pytest.raises(ValueError, match=r"input on cpu with a residual on meta; accepted"):
+    with pytest.raises(ValueError, match=r"residual on meta with a weight on cpu; accepted"):
         linear(x, model.weight, None, torch.zeros(5, 24, device="meta"))
 
 
