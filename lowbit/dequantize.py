@@ -41,7 +41,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
     Raises:
         TypeError: `model` is no module, or `filter_fn` no function.
-        ValueError: no chosen weight is in low bits (unless `lowbit.train.prepare_` left all alone); a weight is sharded;
+        ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is sharded;
             a filter with fused linears. The model is then as it was.
     """
     check_module(model)

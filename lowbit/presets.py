@@ -13,7 +13,7 @@ from lowbit.granularity import PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 
 _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
-"""For each number of bits, the largest group in which "symmetric_no_clipping_err" has the smaller error. With 6 and more
+"""For each number of bits, the largest group in which "symmetric_no_clipping_err" has the smaller error. With 6 or more
 bits it always has."""
 
 

@@ -30,7 +30,7 @@ class Reader(NamedTuple):
     """What reads a weight's codes, found once for each weight."""
 
     spec: Spec
-    """The weight's when the reader was made. Copying a weight into another may change it."""
+    """Of the weight when the reader was made. A copy into the weight may change its spec."""
     layout: Dequantizer | None
     """None where no kernel reads such codes."""
     is_padded: bool
@@ -67,11 +67,9 @@ class ReadOnCpu:
             return None
         values = layout.dequantize(self.codes, self.scale, self.zero_point).to(self.dtype)
         shape = self.shape
-        return (
-            values
-            if values.shape == shape
-            else crop(values.view(self.spec.padded_shape(shape)), shape)
-        )
+        if values.shape == shape:
+            return values
+        return crop(values.view(self.spec.padded_shape(shape)), shape)
 
 
 def rows_of_embedding(
@@ -113,7 +111,7 @@ def layout_of(weight: Any) -> Dequantizer | None:
 
 
 def _may_run() -> bool:
-    """Whether nothing compiles, traces or watches operations: the kernel is none."""
+    """False while something compiles, traces or watches operations: the kernel is not one of them."""
     return not (_is_compiling() or _dispatch_modes() or _is_traced())
 
 

@@ -5,8 +5,9 @@
 | codes  | [..., N, ceil(K / 4)]  | uint8: code + 2 of four elements, the first in the lowest bits               |
 | scale  | [..., 1, 1]            | float32: mean magnitude of the [N, K] matrix                                 |
 
-Its linear is that of training (`lowbit.tensor.bitnet`) to the bit, but for a bias where a kernel for few tokens reads
-the 2 bits (`lowbit_kernels.ternary_mm`): the input is rounded to int8, one scale a token, and the sums are exact.
+Its linear (`lowbit.products.ternary_linear`) rounds the input to int8 with one scale a token; the sums are exact. The
+result equals that of training (`lowbit.tensor.bitnet`) to the bit. The one exception is a bias where the small-batch
+kernel reads the 2 bits (`lowbit_kernels.ternary_mm`).
 Source: arXiv 2402.17764.
 """
 
