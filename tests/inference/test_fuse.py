@@ -206,7 +206,7 @@ def test_compiled_once_for_all_layers() -> None:
     torch._dynamo.reset()
 
 
-def test_names_of_the_recipes_and_names_of_ones_own() -> None:
+def test_names_of_the_recipes_and_custom_names() -> None:
     config = LlamaConfig(
         vocab_size=31, dim=24, layers=2, heads=6, kv_heads=2, hidden=40, context=32
     )
@@ -252,7 +252,7 @@ def spoiled(change) -> nn.Module:
         "mode",
     ],
 )
-def test_what_cannot_be_fused_is_named(change, match: str) -> None:
+def test_the_obstacle_to_fusing_is_named(change, match: str) -> None:
     model = spoiled(lambda m: (m.eval(), change(m)))
     before = dict(model.named_modules())
     with pytest.raises(ValueError, match=match):

@@ -108,7 +108,7 @@ def test_a_quantized_weight_asks_for_no_gradient() -> None:
 
 
 def check_product(layer: nn.Linear, x: Tensor, found: Tensor, plain: Tensor) -> None:
-    """Equal to the bit where no kernel serves; a kernel does not round the weight to 16 bits, as plain products do."""
+    """Compare to the bit where no kernel runs. Kernels do not round the weight to 16 bits, plain products do."""
     assert found.dtype is plain.dtype
     if choose_linear(x, layer.weight, layer.bias).name in ("cpu_linear", "plain_linear"):
         assert torch.equal(found, plain)
@@ -118,7 +118,7 @@ def check_product(layer: nn.Linear, x: Tensor, found: Tensor, plain: Tensor) -> 
 
 @over(SCHEMES)
 def test_autocast(scheme: lb.Scheme) -> None:
-    """As F.linear under autocast: all in bfloat16, gradients in each one's own dtype."""
+    """As F.linear under autocast: every product runs in bfloat16, each gradient has the dtype of its tensor."""
     quantized, plain = pair(scheme)
     x = torch.randn(6, 37)
     grads = []

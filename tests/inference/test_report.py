@@ -1,4 +1,4 @@
-"""What quantize_ chooses, leaves and says: filters, patterns, ties, and the report."""
+"""Which weights quantize_ converts and which it leaves alone: filters, patterns, ties, and the report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
-    """Name → what its weight is stored as, of every 2-D parameter, under each name that it has."""
+    """How each 2-D parameter is stored, under every name that it has."""
     found = model.named_parameters(remove_duplicate=False)
     return {
         name: str(p.spec.format) if isinstance(p, lb.LowbitTensor) else "plain"
@@ -162,7 +162,7 @@ def test_a_filter_sees_modules_and_names() -> None:
     assert set(report.left) == {"layers.0.down.weight", "layers.1.down.weight", "head.weight"}
 
 
-def test_a_filter_that_takes_all_leaves_what_has_no_product() -> None:
+def test_a_filter_that_takes_all_leaves_weights_without_a_product() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.Bilinear(4, 4, 2), nn.LSTM(8, 8))
     report = lb.quantize_(model, INT8, lambda m, name: True)
     assert report.converted == ["0.weight"]
@@ -184,7 +184,7 @@ def test_a_subclass_of_linear_is_converted() -> None:
 
 
 def test_a_computed_weight_is_reported() -> None:
-    """A parametrized layer has no weight of its own to convert; passing it over in silence would mislead."""
+    """A parametrized layer has no weight of its own to convert, and a silent omission would mislead."""
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
     report = lb.quantize_(model, INT8)
     assert report.converted == ["1.weight"]
@@ -215,7 +215,7 @@ def test_a_module_under_two_names_is_converted_once() -> None:
 
 
 @pytest.mark.parametrize("select", [BOTH, nn.Linear, nn.Embedding], ids=["both", "head", "embed"])
-def test_a_tied_weight_is_converted_for_all_who_hold_it(select) -> None:
+def test_a_tied_weight_is_converted_in_every_module(select) -> None:
     model = Model(tied=True)
     report = lb.quantize_(model, INT4, lambda m, name: isinstance(m, select))
     assert model.head.weight is model.embedding.weight
@@ -287,7 +287,7 @@ def test_one_parameter_under_two_names_of_one_module_stays_one() -> None:
     assert report.converted == ["first", "second"]
 
 
-def test_what_has_no_low_bit_product_is_reported() -> None:
+def test_weights_without_a_low_bit_product_are_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 4))
     report = lb.quantize_(model, lb.Int8WeightOnly(), lambda module, name: True)
     assert report.left == {"0.weight": "no low-bit product for Conv2d"}

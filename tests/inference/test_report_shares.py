@@ -1,4 +1,4 @@
-"""What reports say of what was left alone, of shares of the model, and of weights beside a layer's own."""
+"""Reports on weights that are left alone, on shares of the model, and on a layer's further weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.inference.test_report import INT4, INT8, Model
 
 
 class Conv1D(nn.Module):
-    """GPT-2's: a linear whose weight is [K, N]."""
+    """The linear of GPT-2, whose weight is [K, N]."""
 
     def __init__(self, k: int, n: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A linear, and what the default filter does not take."""
+    """A linear, and weights that the default filter does not choose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mixed(nn.Module):
         self.embedding = nn.Embedding(20, 16)
 
 
-def test_all_that_was_left_is_reported_with_its_share() -> None:
+def test_every_weight_left_alone_is_reported_with_its_share() -> None:
     model = Mixed()
     report = lb.quantize_(model, INT8)
     own = "filter_fn can select it, the default takes nn.Linear only"
@@ -76,7 +76,7 @@ def test_a_tied_weight_counts_once() -> None:
     assert report.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_the_share_counts_what_was_converted_before() -> None:
+def test_the_share_counts_weights_converted_before() -> None:
     model = Model()
     lb.quantize_(model, {"head": INT8})
     report = lb.quantize_(model, {"layers.0.up": INT4})
@@ -111,7 +111,7 @@ def test_every_report_says_how_much_is_in_low_bits(prepare, says) -> None:
     ) in str(report)
 
 
-def test_a_chosen_conv1d_computes_what_its_values_do() -> None:
+def test_a_chosen_conv1d_multiplies_by_its_dequantized_values() -> None:
     model = Mixed()
     report = lb.quantize_(model, lb.Int8WeightOnly(16), lambda m, name: isinstance(m, Conv1D))
     assert report.converted == ["c_attn.weight"]
@@ -216,7 +216,7 @@ class Router(nn.Module):
         lambda module, name: isinstance(module, nn.Linear) and name != "head",
     ],
 )
-def test_a_filter_that_excludes_by_name_chooses_no_parameter_of_what_it_excludes(exclude) -> None:
+def test_a_filter_that_excludes_by_name_chooses_no_parameter_of_the_module(exclude) -> None:
     model = nn.ModuleDict(
         {"up": nn.Linear(32, 32), "head": Adapted(), "router": Router(), "emb": nn.Embedding(9, 32)}
     )
@@ -229,7 +229,7 @@ def test_a_filter_that_names_a_parameter_chooses_it() -> None:
     assert report.converted == ["head.lora_A"]
 
 
-def test_freezing_adapters_is_said() -> None:
+def test_freezing_adapters_warns() -> None:
     model = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 8))
     with pytest.warns(UserWarning, match=r"freezes 1 weights.*such as 1\.weight: adapters"):
         lb.quantize_(model, INT8)

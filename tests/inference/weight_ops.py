@@ -1,4 +1,4 @@
-"""The kernels' linears by their formula in float64, counted: what the library calls can be seen without them."""
+"""Replace the weight kernels by their formula in float64, and record the calls: tests see what the library calls."""
 
 from __future__ import annotations
 
