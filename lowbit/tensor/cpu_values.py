@@ -51,7 +51,10 @@ class ReadOnCpu:
         """
         if _dispatch_modes() or _is_traced():
             return None
-        _, layout, is_padded, _ = _reader_of(self)
+        reader = self._reader
+        if reader is None or reader[0] is not self.spec:  # a call takes as long as this
+            reader = _reader_of(self)
+        _, layout, is_padded, _ = reader
         if layout is None:
             return None
         values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
