@@ -193,7 +193,7 @@ class Variant:
 
 
 def is_available() -> bool:
-    """Whether `FusedStep` runs on this machine's GPUs."""
+    """Whether `StepKernel` runs on this machine's GPUs."""
     return nvrtc.is_available()
 
 
@@ -209,7 +209,7 @@ def locate(first_tile: np.ndarray, total: int) -> np.ndarray:
     return (np.searchsorted(first_tile, marks, side="right") - 1).astype(np.int32)
 
 
-class FusedStep:
+class StepKernel:
     """The kernel of one variant, on one device.
 
     Args:

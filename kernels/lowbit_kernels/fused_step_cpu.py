@@ -24,7 +24,7 @@ _PIECES = np.dtype(
 )
 
 
-class FusedStepCpu:
+class StepKernelCpu:
     """The kernel of one variant.
 
     Args:
@@ -59,7 +59,7 @@ class FusedStepCpu:
         tiles: int,
         control: torch.Tensor | None,
     ) -> None:
-        """Do the step, on at most ``torch.get_num_threads()`` threads. Arguments as for `FusedStep`, in host memory;
+        """Do the step, on at most ``torch.get_num_threads()`` threads. Arguments as for `StepKernel`, in host memory;
         where a tile lies it finds by itself."""
         flag = None if control is None else control.data_ptr()
         threads = torch.get_num_threads()

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.base import LowbitOptimizer, check_flag
-from lowbit.optim.saved import check_states
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.checkpoint import checked_states
+from lowbit.optim.options import check_flag
 from lowbit.optim.state import is_dtensor, local
 from lowbit.optim.transfers import Slot, Transfers, transfers_for
 from lowbit.tensor.base import LowbitTensor
@@ -280,7 +281,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._link_states()
         made = super().state_dict()
         if isinstance(self.base, LowbitOptimizer) and isinstance(made, dict):
-            return self.base._stepped_by.attach(made)
+            return self.base.stepped_by.attach(made)
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -295,9 +296,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        if not isinstance(self.base, LowbitOptimizer):  # which looks itself
+        if not isinstance(self.base, LowbitOptimizer):  # which checks itself
             with torch.no_grad():
-                check_states(self.base.param_groups, state_dict)
+                checked_states(self.base.param_groups, state_dict)
         self.base.load_state_dict(state_dict)
         for own, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             params = own["params"]

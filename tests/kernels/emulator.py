@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from lowbit_kernels import quantize_rowcol_cuda, quantize_tokens_cuda
-from lowbit_kernels.fused_step import FusedStep, Variant
+from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -35,8 +35,8 @@ extern "C" void emulated_step(unsigned grid, unsigned threads, const uint64_t *a
 """
 
 
-class EmulatedStep(FusedStep):
-    """`FusedStep` for tensors on the CPU."""
+class EmulatedStep(StepKernel):
+    """`StepKernel` for tensors on the CPU."""
 
     def __init__(self, variant: Variant, device: torch.device) -> None:
         assert device.type == "cpu"

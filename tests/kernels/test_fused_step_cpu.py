@@ -10,11 +10,11 @@ import torch
 
 from lowbit import optim
 from lowbit.codebook import Codebook
-from lowbit.optim.kernel import _table
+from lowbit.optim.launch import _table
 from lowbit.tensor import CodebookTensor
 from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import COLUMN, Rule, Variant
-from lowbit_kernels.fused_step_cpu import FusedStepCpu
+from lowbit_kernels.fused_step_cpu import StepKernelCpu
 from tests.optim.problems import parameters, rand, run
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -29,7 +29,7 @@ def pass_through(values, state):
     """What `state` held, decoded; encodes `values` into it."""
     table = _table(state.format, state.signed)
     single = (torch.float32, torch.float32, (state.format,), (state.signed,))
-    step = FusedStepCpu(Variant(RULE, *single, tables=(table,)))
+    step = StepKernelCpu(Variant(RULE, *single, tables=(table,)))
     weight, counter = torch.zeros_like(values), torch.zeros((), dtype=torch.float64)
     row = np.zeros(len(fused_step.TENSOR) + fused_step.GROUP_WORDS, np.int64)
     pointers = {"grad": values, "param": weight, "state_0": state.codes, "scale_0": state.scale}
@@ -147,7 +147,7 @@ def test_other_processors_give_the_same_bits(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
             patch.setattr(
-                "lowbit.optim.launch.compiled", lambda variant, device: FusedStepCpu(variant)
+                "lowbit.optim.launch.compiled", lambda variant, device: StepKernelCpu(variant)
             )
             host_compiler.library.cache_clear()
             other = trained()

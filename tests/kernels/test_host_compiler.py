@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lowbit import optim
-from lowbit.optim import kernel
+from lowbit.optim import fused, launch
 from lowbit_kernels import disk_cache, host_compiler
 from lowbit_kernels.fused_step import Variant
 from tests.optim.problems import parameters, run
@@ -28,15 +28,15 @@ def _fresh(monkeypatch, tmp_path):
     """A cache of its own, and nothing remembered of other tests."""
     remembered = (
         *(host_compiler.library, host_compiler.compiler, host_compiler._version),
-        *(kernel.compile_obstacle, kernel.compiled),
+        *(fused.compile_obstacle, launch.compiled),
     )
-    kernel._WARNED.clear()
+    fused._WARNED.clear()
     disk_cache._WARNED.clear()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
     for function in remembered:
         function.cache_clear()
     yield
-    kernel._WARNED.clear()
+    fused._WARNED.clear()
     for function in remembered:
         function.cache_clear()
 

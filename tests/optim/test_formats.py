@@ -236,7 +236,7 @@ def test_strides_of_parameter_and_gradient_do_not_matter(state):
 def test_pieces_of_a_large_parameter_change_nothing(state, monkeypatch):
     whole, pieces = parameters((50, 260)), parameters((50, 260))
     run(optim.AdamW(whole, state=state, fused=False), whole, 3)
-    monkeypatch.setattr("lowbit.optim.eager.PIECE_CPU", 260 * 7)
+    monkeypatch.setattr("lowbit.optim.job.PIECE_CPU", 260 * 7)
     run(optim.AdamW(pieces, state=state, fused=False), pieces, 3)
     assert torch.equal(whole[0], pieces[0])
 

@@ -374,7 +374,7 @@ def test_weights_behind_low_bit_products_are_written_to_directly(device, dtype):
             set_grads(params, step)
             optimizer.step()
     assert (
-        launched() >= 3 and made[0][1]._plan.launches[0].addresses[0] == low[0].master().data_ptr()
+        launched() >= 3 and made[0][1]._fused.launches[0].addresses[0] == low[0].master().data_ptr()
     )
     masters = [p.master() for p in low]
     state = {m: made[0][1].state[p] for m, p in zip(masters, low, strict=True)}

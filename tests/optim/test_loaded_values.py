@@ -154,19 +154,19 @@ def test_draws_differ_in_every_step_beyond_float32():
 
 def test_rows_of_a_large_int8_weight_count_alike():
     """Each row of the kernel's table has a counter of its own."""
-    from lowbit.optim import eager, rounded
+    from lowbit.optim import job, rounded
     from lowbit.train import Int8Weight, prepare_
 
     model = nn.Sequential(nn.Linear(256, 4096, bias=False))
     prepare_(model, Int8Weight())
     optimizer = optim.AdamW8bit(model.parameters())
     weight = model[0].weight
-    assert weight.numel() > eager.piece_of(weight.device)
+    assert weight.numel() > job.piece_of(weight.device)
     for _ in range(2):
         weight.grad = torch.ones(4096, 256)
         optimizer.step()
         optimizer.state[weight]["step"].fill_(2**24 + 1)
-    launch = optimizer._plan.launches[0]
+    launch = optimizer._fused.launches[0]
     assert isinstance(launch, rounded.RoundedLaunch) and launch.steps.dtype == torch.float64
     optimizer.step()
     assert optimizer.state[weight]["step"] == 2**24 + 2

@@ -190,7 +190,7 @@ def test_an_optimizer_is_freed_with_its_states(device):
         for p in (param, *others):
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert isinstance(optimizer._plan, fused.FusedSteps)
+    assert isinstance(optimizer._fused, fused.FusedStep)
     gone = [weakref.ref(v) for v in optimizer.state[param].values()]
     gone += [weakref.ref(v) for v in optimizer.state[others[0]].values()]
     gone += [weakref.ref(param), weakref.ref(others[0]), weakref.ref(param.grad)]

@@ -18,7 +18,6 @@ from torch.optim import _muon as torchs
 
 from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer, Muon, dequantize_state_dict, muon
-from lowbit.optim import orthogonalize as newton_schulz
 from lowbit.rounding import join_bf16
 from lowbit.tensor import CodebookTensor
 from tests.distributed.launch import launch
@@ -53,10 +52,9 @@ def test_equals_the_reference_from_the_decoded_momentum(state, options):
     optimizer = Muon(params, lr=0.1, state=state, **options)
     for step in range(3):
         set_grads(params, step)
-        expected = [
-            muon.reference(p.detach(), p.grad, momentum_of(optimizer, p), lr=0.1, **options)
-            for p in params
-        ]
+        expected = [(p.detach().clone(), momentum_of(optimizer, p).clone()) for p in params]
+        for p, (weight, momentum) in zip(params, expected, strict=True):
+            muon.reference(weight, p.grad, momentum, lr=0.1, **options)
         optimizer.step()
         for p, (weight, momentum) in zip(params, expected, strict=True):
             assert relative(p, weight) < 1e-5, p.shape
@@ -77,24 +75,24 @@ def test_equals_the_reference_from_the_decoded_momentum(state, options):
 @pytest.mark.parametrize("shape", [(40, 96), (96, 40), (33, 33), (1, 9)], ids=str)
 def test_orthogonalize(shape):
     matrices = rand(3, *shape)
-    result = newton_schulz.orthogonalize(matrices)
+    result = muon.orthogonalize(matrices)
     values = torch.linalg.svdvals(result)
     assert values.min() > 0.3 and values.max() < 1.3
     polar = [u @ v for u, _, v in (torch.linalg.svd(m, full_matrices=False) for m in matrices)]
     assert relative(result, torch.stack(polar)) < 0.35
-    low = newton_schulz.orthogonalize(matrices.bfloat16())
+    low = muon.orthogonalize(matrices.bfloat16())
     for one, theirs in zip(low, matrices, strict=True):
-        expected = torchs._zeropower_via_newtonschulz(theirs, newton_schulz.COEFFICIENTS, 5, 1e-7)
+        expected = torchs._zeropower_via_newtonschulz(theirs, muon.COEFFICIENTS, 5, 1e-7)
         assert one.dtype == expected.dtype
         assert relative(one, expected) < 0.03
-    assert torch.equal(newton_schulz.orthogonalize(torch.zeros(2, *shape)), torch.zeros(2, *shape))
+    assert torch.equal(muon.orthogonalize(torch.zeros(2, *shape)), torch.zeros(2, *shape))
 
 
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_equals_torchs_in_float32(monkeypatch, adjust_lr_fn, nesterov):
     def in_float32(grad, coefficients, steps, eps):  # torch's is bfloat16 on the CPU too
-        return newton_schulz.orthogonalize(grad[None], coefficients, steps=steps, eps=eps)[0]
+        return muon.orthogonalize(grad[None], coefficients, steps=steps, eps=eps)[0]
 
     monkeypatch.setattr(torchs, "_zeropower_via_newtonschulz", in_float32)
     options = {"lr": 0.05, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}

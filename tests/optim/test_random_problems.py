@@ -9,7 +9,7 @@ from torch import nn
 
 from lowbit import optim
 from lowbit.optim import state as states
-from lowbit.optim.adamw import reference
+from lowbit.optim.adam import reference
 from tests.optim.problems import FORMATS, rand
 
 shapes = st.one_of(
@@ -58,11 +58,14 @@ def test_every_step_is_the_references(several, state, amsgrad, decoupled, option
             moments = [own.get(name, zeros) for name in ("exp_avg", "exp_avg_sq")]
             largest = own.get("max_exp_avg_sq", zeros) if amsgrad else None
             wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-            before.append((p.detach().to(wide, copy=True), p.grad.float(), *moments, step, largest))
+            weight = p.detach().to(wide, copy=True)
+            before.append((weight, p.grad.float(), *moments, largest))
         optimizer.step()
-        for p, (weight, grad, m, v, t, largest) in zip(params, before, strict=True):
-            expected, *moments = reference(
-                weight, grad, m, v, t, max_exp_avg_sq=largest, decoupled=decoupled, **options
+        t = torch.tensor(float(step), dtype=torch.float64)
+        for p, (weight, grad, *moments) in zip(params, before, strict=True):
+            expected = weight.clone()
+            reference(
+                *(expected, grad, *moments), step=t, decoupled_weight_decay=decoupled, **options
             )
             unit = torch.finfo(p.dtype).eps if p.dtype.itemsize == 2 else 2e-6
             scale = weight.abs() + 10 * options["lr"]

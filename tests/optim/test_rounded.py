@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor, optim
-from lowbit.optim import eager
+from lowbit.optim import job
 from tests.optim.counted import LAUNCHES, launched
 from tests.optim.problems import FORMATS, rand
 from tests.optim.test_fused import check_alike, decoded, set_grads
@@ -75,8 +75,8 @@ def masters(made):
 @pytest.mark.parametrize("state", FORMATS)
 def test_as_the_step_in_pytorch(device, state, monkeypatch):
     """In pieces, most of them with several parameters, and some parameters in several."""
-    monkeypatch.setattr(eager, "PIECE_CPU", 7000)
-    monkeypatch.setattr(eager, "PIECE_OTHER", 7000)
+    monkeypatch.setattr(job, "PIECE_CPU", 7000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 7000)
     made = pair(device, functools.partial(optim.AdamW, state=state, lr=1e-2))
     step_all(made, 3)
     check_codes(made)
@@ -84,9 +84,9 @@ def test_as_the_step_in_pytorch(device, state, monkeypatch):
     bound = {"fp32": 1e-6, "bf16": 1e-3, "4bit": 5e-3}.get(state, 2e-3)
     check_alike(masters(made), 1e-3, bound)
     if state == "8bit":
-        coded, plain = sorted(made[0][1]._plan.launches, key=lambda x: -len(x.places))
+        coded, plain = sorted(made[0][1]._fused.launches, key=lambda x: -len(x.indices))
         owners = [piece.owner for piece in coded.pieces]
-        assert [owners.count(i) for i in range(len(coded.places))] == [2, 6, 1, 4, 2, 1]
+        assert [owners.count(i) for i in range(len(coded.indices))] == [2, 6, 1, 4, 2, 1]
         assert len(coded.passes) < len(coded.pieces)  # small ones lie together
         assert coded.size <= 7008 and len(plain.passes) == 1
         assert launched() == 3 * (len(coded.passes) + 1)
@@ -111,8 +111,8 @@ def test_other_algorithms_and_dtypes(device, name, dtype):
 def test_how_a_step_is_cut_changes_no_bit(device, state, monkeypatch):
     found = []
     for piece in (2**20, 7000, 700):
-        monkeypatch.setattr(eager, "PIECE_CPU", piece)
-        monkeypatch.setattr(eager, "PIECE_OTHER", piece)
+        monkeypatch.setattr(job, "PIECE_CPU", piece)
+        monkeypatch.setattr(job, "PIECE_OTHER", piece)
         params = weights(device)
         optimizer = optim.AdamW(params, lr=1e-2, state=state, fused=True)
         step_all([(params, optimizer)], 2)
@@ -134,8 +134,8 @@ def test_beside_plain_weights_in_one_group(device):
 
 
 def test_gradients_that_are_not_contiguous_or_scaled(device, monkeypatch):
-    monkeypatch.setattr(eager, "PIECE_CPU", 5000)
-    monkeypatch.setattr(eager, "PIECE_OTHER", 5000)
+    monkeypatch.setattr(job, "PIECE_CPU", 5000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 5000)
     make = functools.partial(optim.AdamW8bit, lr=1e-2, max_grad_norm=0.5)
     made = pair(device, make, shapes=[(48, 320)])
     for params, optimizer in made:
@@ -148,8 +148,8 @@ def test_gradients_that_are_not_contiguous_or_scaled(device, monkeypatch):
 
 def test_a_skipped_step_changes_nothing(device, monkeypatch):
     """Not even the draws of the next; and the host does not ask whether it is one."""
-    monkeypatch.setattr(eager, "PIECE_CPU", 5000)
-    monkeypatch.setattr(eager, "PIECE_OTHER", 5000)
+    monkeypatch.setattr(job, "PIECE_CPU", 5000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 5000)
     make = functools.partial(optim.AdamW8bit, lr=1e-2, skip_nonfinite=True)
     made = pair(device, make, shapes=[(33, 300), (64, 256)])
     step_all(made, 1)
@@ -218,7 +218,7 @@ def test_resumed_bit_for_bit(device):
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph(monkeypatch):
-    monkeypatch.setattr(eager, "PIECE_OTHER", 20_000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 20_000)
     results = []
     for captured in (True, False):
         params = weights("cuda", [(64, 512), (33, 300), (9, 31)], torch.bfloat16)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowbit import Int8Weight, Int8WeightTensor, optim, train
-from lowbit.optim import eager
+from lowbit.optim import job
 from lowbit.optim import state as states
 from tests.distributed.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -62,7 +62,7 @@ def check_rows(rank, world_size, how, piece):
     for name, options in OPTIONS.items():
         with pytest.MonkeyPatch.context() as patch:
             HOW[how](patch)
-            patch.setattr(eager, "PIECE_CPU", piece)
+            patch.setattr(job, "PIECE_CPU", piece)
             LAUNCHES.clear()
             whole = list(model().parameters())
             reference = trained(whole, lambda t: t, options)
@@ -80,7 +80,7 @@ def check_experts_sharded_within(rank, world_size, how):
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.MonkeyPatch.context() as patch:
         HOW[how](patch)
-        patch.setattr(eager, "PIECE_CPU", 1000)
+        patch.setattr(job, "PIECE_CPU", 1000)
         weight = Int8WeightTensor(rand(6, 10, 128), Int8Weight(), "w")
         whole = [nn.Parameter(weight.clone())]
         reference = trained(whole, lambda t: t, {"state": "bf16"})
