@@ -1,4 +1,5 @@
-"""Rows of float32 rounded to int8 by chance, as int8 weights are after a step, beside the formula in PyTorch ops."""
+"""Rows of float32 rounded stochastically to int8, as int8 weights are after a step, beside the formula in PyTorch
+ops."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from lowbit_kernels.round_rows import CASES, Case, reference
 
 
 def moved_bytes(case: Case) -> int:
-    """Values read, codes written; of each row the old scale, the new one and where its draws begin."""
+    """Values read, codes written; of each row the old scale, the new one and its random offset."""
     return case.rows * (case.columns * 5 + 16)
 
 

@@ -8,7 +8,7 @@
 //   STOCHASTIC         rounding by chance
 //   ALIGNED            rows begin at multiples of 16 bytes
 //   STEPS              of 2048 elements that a block keeps of a row (kernel `rows`; 0: not compiled)
-// and puts ptx.cuh and draws.h before it.
+// and puts ptx.cuh and random_bits.h before it.
 //
 // A scale depends on a whole row or column, so the matrix is looked at twice: once for the largest magnitudes, once to
 // quantize. `absmax` and `quantize` do it in two launches, the second from the end backwards, where the L2 cache still

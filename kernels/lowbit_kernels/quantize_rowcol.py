@@ -18,8 +18,8 @@ A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a N
 codes 0, so that its products are NaN.
 
 With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
-x (to 2**-16 of a step). The draw of element (m, k), for both copies the same, is that of `lowbit_kernels.draws` with
-the index m * (K rounded up to a multiple of 8) + k::
+x (to 2**-16 of a step). The draw of element (m, k), for both copies the same, is that of `lowbit_kernels.random_bits`
+with the index m * (K rounded up to a multiple of 8) + k::
 
     int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
     float8:  as many bits of the draw as x / scale has more than the format are added to those, which are then cut off
@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
-from lowbit_kernels.draws import hashed, keys, multipliers, upper
 from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
 from lowbit_kernels.triton_runtime import runs_on
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

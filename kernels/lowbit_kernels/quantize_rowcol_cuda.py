@@ -90,7 +90,7 @@ def source(variant: Variant, primitives: str | None = None) -> str:
         value = getattr(variant, field.name)
         lines.append(f"#define {field.name.upper()} {int(value) if value in (0, 1) else value}")
     own = primitives or _file("ptx.cuh")
-    return "\n".join([*lines, own, _file("draws.h"), _file("quantize_rowcol.cu")])
+    return "\n".join([*lines, own, _file("random_bits.h"), _file("quantize_rowcol.cu")])
 
 
 @functools.cache

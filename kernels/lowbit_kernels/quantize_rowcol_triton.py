@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.draws import hash_of, key_of, multiplier_of
+from lowbit_kernels.random_bits import hash_of, key_of, multiplier_of
 from lowbit_kernels.triton_runtime import jit, tl, triton
 
 

@@ -1,4 +1,4 @@
-"""round_rows: every path gives the same codes, without bias, parts those of the whole."""
+"""round_rows: every path gives the same unbiased codes, and parts of rows get the codes of the whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_cpu_and_opcheck(case: Case) -> None:
         not codes[~good].any() and (scale[values.eq(0).all(1)] == 1).all()
     ) or largest is not None
     finite = [a.nan_to_num(1.0, 1.0) if isinstance(a, torch.Tensor) else a for a in arguments]
-    torch.library.opcheck(torch.ops.lowbit.round_rows, tuple(finite))  # takes no NaN for equal
+    torch.library.opcheck(
+        torch.ops.lowbit.round_rows, tuple(finite)
+    )  # opcheck takes NaN for unequal
 
 
 def test_parts_of_rows_are_those_of_the_whole() -> None:
@@ -52,8 +54,8 @@ def test_parts_of_rows_are_those_of_the_whole() -> None:
         assert same(part, (codes[:, start:end], scale))
 
 
-def test_rounding_by_chance_is_unbiased() -> None:
-    """The mean of n roundings of a row lies within 5 standard errors; where the rows begin is no multiple of 8."""
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean of n roundings of a row is within 5 standard errors. The offsets of the rows are no multiples of 8."""
     n, columns = 4096, 21
     row = torch.cat([torch.linspace(-126.4, 126.7, columns - 1), torch.tensor([127.0])])
     first = torch.arange(n) * columns - 2**62 + 5

@@ -1,4 +1,4 @@
-// Random draws, for kernels on GPUs and CPUs: draws.py defines them.
+// Random bits, for kernels on GPUs and CPUs; random_bits.py defines them.
 
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
@@ -25,7 +25,7 @@ DEVICE uint32 hash(const uint32 *keys, uint64 octet) {
     return h ^ h >> 16;
 }
 
-// The draw of an octet's element j is its hash times this; of it the upper bits are used.
+// The bits of element j of an octet are the octet's hash times this number. Callers use the upper ones.
 DEVICE constexpr uint32 multiplier(int j) {
     return j == 0   ? 0x2265b1f5u
            : j == 1 ? 0xd8f16adfu

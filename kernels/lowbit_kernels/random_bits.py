@@ -1,19 +1,19 @@
-"""Random draws: a function of two keys and of an element's index alone, shared by whatever rounds by chance.
+"""Random bits for stochastic rounding: a function of two keys and an element's index.
 
 In arithmetic modulo 2**32, lo and hi the halves of a 64-bit integer::
 
     F(h):  h ^= h >> 16;  h *= 0x7feb352d;  h ^= h >> 15;  h *= 0x846ca68b;  h ^= h >> 16
     K(k):  for w in (lo(seed), hi(seed)):  k = F((k ^ w) + 0x9e3779b9)
-    k0 = K(0x243f6a88);  k1 = K(0x85a308d3)                     # `keys`; or any two numbers
+    k0 = K(0x243f6a88);  k1 = K(0x85a308d3)                     # `keys`, or any two numbers
 
     octet = index >> 3                                          # eight elements share one hash
     h     = lo(octet) ^ k0;  h ^= h >> 16;  h *= 0x7feb352d
     h    ^= (h >> 15) ^ (k1 + 0x9e3779b9 * hi(octet))
     h    *= 0x846ca68b;  h ^= h >> 16
-    draw  = h * M[index & 7]
+    bits  = h * M[index & 7]
 
-Who needs n bits takes the upper ones. Those of 16 are the stream of `lowbit.rounding`, which says why it is built so.
-Here it is in PyTorch and in Triton; ``draws.h`` has it for C++.
+To get n bits, take the upper n. The upper 16 are the stream of `lowbit.rounding`, whose docstring gives the reasons for
+this construction. This module has it in PyTorch and in Triton, ``random_bits.h`` in C++.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ M = (
 
 
 def keys(seed: Tensor) -> tuple[Tensor, Tensor]:
-    """k0 and k1: int32 of the shape of `seed`, int64."""
+    """k0 and k1: int32 of the shape of the int64 `seed`."""
     low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
     zero = low & 0
     k0, k1 = (
@@ -43,28 +43,28 @@ def keys(seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hashed(octet: Tensor, k0: Tensor | int, k1: Tensor | int) -> Tensor:
-    """h of octets, int64: int32 of their shape, of the same bits. Keys: signed 32-bit integers."""
+    """h of int64 octets, as int32 of their shape. Keys: signed 32-bit integers."""
     return _finalise(octet.to(torch.int32) ^ k0, (octet >> 32).to(torch.int32) * -0x61C88647 + k1)
 
 
-def draws(index: Tensor, k0: Tensor | int, k1: Tensor | int) -> Tensor:
-    """Draws of indices, int64: int32 of their shape, of the same bits. Keys: signed 32-bit integers."""
+def random_bits(index: Tensor, k0: Tensor | int, k1: Tensor | int) -> Tensor:
+    """The 32 random bits of int64 indices, as int32 of their shape. Keys: signed 32-bit integers."""
     return hashed(index >> 3, k0, k1) * multipliers(index.device)[index & 7]
 
 
 def upper(x: Tensor, bits: int) -> Tensor:
-    """The upper bits of int32, 0 .. 2**bits - 1."""
+    """The upper `bits` bits of int32, as 0 .. 2**bits - 1."""
     return (x >> (32 - bits)) & ((1 << bits) - 1)  # `>>` keeps the sign
 
 
-@functools.cache  # once a device, since a copy to a GPU can't be captured in a graph
+@functools.cache  # once a device, because a copy to a GPU can't be captured in a graph
 def multipliers(device: torch.device) -> Tensor:
-    """M, int32 [8] of the same bits."""
+    """M as int32 [8]."""
     return torch.tensor([m - 2**32 * (m >> 31) for m in M], dtype=torch.int32, device=device)
 
 
 def _finalise(h: Tensor, key: Tensor) -> Tensor:
-    """F of int32; `key` joins in the middle."""
+    """F of int32; `key` enters in the middle."""
     h = (h ^ upper(h, 16)) * 0x7FEB352D
     h = (h ^ upper(h, 17) ^ key) * -0x7B935975
     return h ^ upper(h, 16)
@@ -92,7 +92,7 @@ def key_of(start, seed):
 
 @jit
 def hash_of(octet, k0, k1):
-    """uint32 of int64."""
+    """h of int64 octets: uint32."""
     high = ((octet >> 32) & 0xFFFFFFFF).to(tl.uint32)
     return finalise((octet & 0xFFFFFFFF).to(tl.uint32) ^ k0, high * 0x9E3779B9 + k1)
 

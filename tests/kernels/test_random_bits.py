@@ -1,4 +1,4 @@
-"""Random draws: by the formula in Python's integers, those of `lowbit.rounding`, and uniform."""
+"""Random bits: the formula in Python's integers, the stream of `lowbit.rounding`, uniformity."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lowbit import rounding
-from lowbit_kernels.draws import M, draws, keys, upper
+from lowbit_kernels.random_bits import M, keys, random_bits, upper
 from lowbit_kernels.round_rows import KEYS
 
 MASK = 2**32 - 1
 
 
-def draw_of(i: int, k0: int, k1: int) -> int:
+def bits_of(i: int, k0: int, k1: int) -> int:
     octet = i >> 3
     h = (octet & MASK) ^ k0
     h = ((h ^ h >> 16) * 0x7FEB352D) & MASK
@@ -26,8 +26,8 @@ def draw_of(i: int, k0: int, k1: int) -> int:
 
 def test_the_formula() -> None:
     some = torch.randint(-(2**63), 2**63 - 1, (300,)).tolist() + list(range(-9, 9))
-    assert [x & MASK for x in draws(torch.tensor(some), *KEYS).tolist()] == [
-        draw_of(i, *KEYS) for i in some
+    assert [x & MASK for x in random_bits(torch.tensor(some), *KEYS).tolist()] == [
+        bits_of(i, *KEYS) for i in some
     ]
 
 
@@ -41,14 +41,14 @@ def test_the_stream_of_rounding(seed: int) -> None:
         expected.append(key)
     assert [k0, k1] == expected
     index = torch.tensor([0, 5, 8, 2**33 - 1, 2**40 + 3])
-    found = draws(index, *keys(torch.tensor(seed)))
+    found = random_bits(index, *keys(torch.tensor(seed)))
     assert torch.equal(upper(found, 16), rounding.bits_at(index, *map(torch.tensor, expected)))
-    assert [x & MASK for x in found.tolist()] == [draw_of(i, k0, k1) for i in index.tolist()]
+    assert [x & MASK for x in found.tolist()] == [bits_of(i, k0, k1) for i in index.tolist()]
 
 
 @pytest.mark.parametrize("first", [0, -(2**40) - 1, 2**62 + 12345])
 def test_uniform_and_independent(first: int) -> None:
-    found = upper(draws(torch.arange(2**18) + first, *KEYS), 16)
+    found = upper(random_bits(torch.arange(2**18) + first, *KEYS), 16)
     counts = torch.bincount(found >> 8, minlength=256).double()
     chi2 = ((counts - 2**10) ** 2 / 2**10).sum()
     assert chi2 < 255 + 6 * math.sqrt(2 * 255)
