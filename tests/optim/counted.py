@@ -1,4 +1,4 @@
-"""Kernels that say that they ran: `LAUNCHES` holds the variants, whichever kernel it was."""
+"""Kernels that record their launches: `LAUNCHES` lists the variants, on every kind of device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launched():
 
 
 def count(patch):
-    """Have the kernel of each device counted."""
+    """Record the launches on each device."""
 
     @functools.cache
     def compiled(variant, device):
@@ -45,7 +45,7 @@ def count(patch):
 
 
 def emulate(patch):
-    """Have CPU parameters updated by the code for GPUs."""
+    """Update CPU parameters by the code for GPUs, emulated."""
     patch.setattr(fused, "device_obstacle", lambda device, float8: None)
     patch.setattr(fused, "compile_obstacle", lambda variant, device: None)
     patch.setattr(launch, "compiled", functools.cache(CountedEmulated))

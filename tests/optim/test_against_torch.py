@@ -1,4 +1,4 @@
-"""With float32 states lowbit's optimizers are those of torch.optim, arguments and behaviour included."""
+"""With float32 states, lowbit's optimizers equal those of torch.optim, arguments and behaviour included."""
 
 from __future__ import annotations
 

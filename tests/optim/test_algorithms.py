@@ -30,7 +30,7 @@ def reference_step(optimizer, p, grad, states, step):
 
 
 def stored_alike(stored, value):
-    """Whether `stored` holds `value` (float64), but for elements between two codes that fall to the other side."""
+    """Whether `stored` holds `value` (float64), except for elements near the boundary of two codes."""
     if isinstance(stored, CodebookTensor):
         again = CodebookTensor.from_float(value.float(), stored.format, signed=stored.signed)
         close = (again.dequantize() - stored.dequantize()).abs() <= 1e-5 * again.dequantize().abs()
@@ -137,7 +137,7 @@ def test_a_step_reads_nothing_on_the_host(cls, options, state):
     "t_alpha_beta3,steps", [(None, 1), (1000, 1), (1000, 250), (1000, 999), (1000, 1000)]
 )
 def test_the_warmup_of_ademamix_is_the_papers(t_alpha_beta3, steps):
-    """Half-lives, as the paper's appendix writes the scheduler of beta3, against the code's logarithms."""
+    """The half-lives of the paper's appendix against the logarithms of the code."""
     beta1, beta3, alpha = 0.9, 0.9999, 5.0
 
     def half_life(beta):
@@ -163,7 +163,7 @@ def test_a_gradient_that_is_not_finite_stays_visible(cls, options, state, bad):
     assert not p[3, 300].isfinite() and p.isfinite().sum() == p.numel() - 1
 
 
-# ---- what the formats do to it ----------------------------------------------------------------------------
+# ---- errors of the formats --------------------------------------------------------------------------------
 
 
 def slow_moment(state, mean, steps):
@@ -177,7 +177,7 @@ def slow_moment(state, mean, steps):
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 def test_the_slow_moment_follows_that_in_float32(mean):
-    """Rounded to nearest, bfloat16 is off by 0.45 here where gradients have a mean, and 8 bits by 0.29 without."""
+    """With rounding to nearest, the error is 0.45 for bfloat16 if gradients have a mean, and 0.29 for 8 bits if not."""
     slow = slow_moment("bf16", mean, 1500)
     assert relative(slow, slow_moment("fp32", mean, 1500)) < 0.08
 
@@ -214,7 +214,7 @@ def trained_loss(cls, **options):
         optimizer.step()
         scheduler.step()
     with torch.no_grad():
-        return (model(inputs) - targets).square().mean().item()  # 1.5 for a model that says 0
+        return (model(inputs) - targets).square().mean().item()  # 1.5 for a model that returns 0
 
 
 @pytest.mark.parametrize("cls,options", TRAINED.values(), ids=TRAINED)
@@ -245,7 +245,7 @@ def test_bytes_of_state_an_element(cls, state):
     assert bare.state_bytes() == 8
 
 
-# ---- what is refused, and the texts for CUDA ----------------------------------------------------------------
+# ---- refused options, and the kernel's rules ----------------------------------------------------------------
 
 LION, SGD, MIX = optim.Lion, optim.SGD, optim.AdEMAMix
 BAD = [

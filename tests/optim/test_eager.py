@@ -1,4 +1,4 @@
-"""Rows of many parameters in one piece, or of one parameter in many: not a bit differs."""
+"""Gathering many parameters into one piece, or cutting one into many, changes no bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit import optim
 from lowbit.optim.checkpoint import converted
 from tests.optim.problems import FORMATS, parameters, rand, run, set_grads
 
-# same and other rows, odd columns, rows that fill no byte, large beside small, several rows a block
+# equal and different rows, odd columns, a partly filled last byte, large beside small, several rows in a block
 SHAPES = [
     (64, 64),
     (65, 64),

@@ -132,7 +132,7 @@ class Model(nn.Module):
 
 
 def groups(model):
-    """The embedding to AdamW by hand, the rest by their dimensions."""
+    """The embedding goes to AdamW by an option, the rest by the number of dimensions."""
     rest = [p for name, p in model.named_parameters() if not name.startswith("embed")]
     return [{"params": rest}, {"params": model.embed.parameters(), "use_muon": False}]
 
@@ -157,7 +157,7 @@ def test_groups_and_their_adamw_part(state):
     assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.01, 0.01]
     options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.01}
     twins = dict(zip(model.parameters(), other.parameters(), strict=True))
-    order = [twins[p] for g in optimizer.param_groups for p in g["params"]]  # keys of random draws
+    order = [twins[p] for g in optimizer.param_groups for p in g["params"]]  # keys of random bits
     reference = optim.AdamW(order, state=state, **options)
     by_muon = {id(p) for p in optimizer.param_groups[0]["params"]}
     for step in range(3):
@@ -183,7 +183,7 @@ def test_options_of_a_group_that_is_split():
     extra = parameters((4, 4))[0]
     optimizer.add_param_group({"params": [("c", extra)], "use_muon": False, "lr": 3.0})
     assert optimizer.param_groups[2]["lr"] == 3.0 and not optimizer.param_groups[2]["use_muon"]
-    asked = Muon(parameters((8, 8), (8,)), fused=True)  # of AdamW's kernel: Muon has none
+    asked = Muon(parameters((8, 8), (8,)), fused=True)  # AdamW's kernel; Muon has none
     assert [g["fused"] for g in asked.param_groups] == [None, True]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 1.0, 1.5]
@@ -249,7 +249,7 @@ def test_checkpoints_resume_bit_for_bit(state, tmp_path):
 
 @every
 def test_training_against_float32_momentum(state):
-    """What the codes cannot resolve is noise in every direction, and orthogonalizing lifts it: 4 bits cost most."""
+    """Rounding errors of codes are noise in every direction, which orthogonalization amplifies: 4 bits cost most."""
 
     def loss(format):
         model = Model()
@@ -263,7 +263,7 @@ def test_training_against_float32_momentum(state):
 
 
 def test_bfloat16_weights():
-    """Small updates are lost by plain rounding, kept by stochastic rounding and by the correction."""
+    """Rounding to nearest loses small updates; stochastic rounding and the correction keep them."""
 
     def moved(dtype, **options):
         p = nn.Parameter(torch.ones(64, 80, dtype=dtype))
@@ -338,7 +338,7 @@ def test_drop_in_names():
 
 
 def check_sharded(rank, world_size, folder):
-    """FSDP2 with rows that 2 doesn't divide, a rank without rows, and distributed checkpoints."""
+    """FSDP2 with an odd number of rows, a rank without rows, and distributed checkpoints."""
     mesh = init_device_mesh("cpu", (world_size,))
     for state in FORMATS:
         whole, model = ShardedModel(), shard(ShardedModel(), mesh)

@@ -30,7 +30,7 @@ options = st.fixed_dictionaries(
 
 
 def stored(values, old, found):
-    """`values` as they come back from a state like `old`, for what is encoded; else within the dtype's rounding."""
+    """`values` after encoding and decoding as in the state `old`; a plain state must be within its dtype's rounding."""
     if isinstance(old, states.CodebookTensor):
         return type(old).from_float(values, old.format, signed=old.signed).dequantize()
     assert torch.allclose(found.double(), values.double(), rtol=0.01, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The compiled step of int8 weights that are sharded: the same bits as of whole ones, however uneven the shards."""
+"""The compiled step of sharded int8 weights: the same bits as for whole ones, however uneven the shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.optim.test_fused_sharded import HOW
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
-SHAPES = [(33, 512), (101, 320), (1, 4096)]  # of the last, one of two ranks has nothing
+SHAPES = [(33, 512), (101, 320), (1, 4096)]  # one of two ranks has nothing of the last
 OPTIONS = {"8bit": {"state": "8bit"}, "bf16": {"state": "bf16", "skip_nonfinite": True}}
 
 
@@ -35,11 +35,11 @@ def model(dtype=torch.bfloat16):
     return made
 
 
-def trained(params, place, options):
+def trained(params, distribute, options):
     optimizer = optim.AdamW(params, lr=1e-2, fused=True, **options)
     for step in range(3):
         for i, p in enumerate(params):
-            p.grad = place(rand(*p.shape, seed=10 * step + i).to(p.dtype))
+            p.grad = distribute(rand(*p.shape, seed=10 * step + i).to(p.dtype))
         optimizer.step()
     return optimizer
 
@@ -76,7 +76,7 @@ def check_rows(rank, world_size, how, piece):
 
 
 def check_experts_sharded_within(rank, world_size, how):
-    """Runs of a shard whose elements follow each other in the whole: of the draws of bf16 states."""
+    """Shards of columns consist of runs, in which the random bits of bf16 states follow each other."""
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.MonkeyPatch.context() as patch:
         HOW[how](patch)

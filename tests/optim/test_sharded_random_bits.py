@@ -1,4 +1,4 @@
-"""Random draws, corrections and the gradients' norm do not depend on how parameters are sharded."""
+"""Random bits, corrections and the gradients' norm do not depend on how parameters are sharded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_columns(rank, world_size):
 
 
 def check_indices(rank, world_size):
-    """Every element's index, from the triple, is what sharding the indices themselves gives."""
+    """The triple gives every element the index that sharding a tensor of indices gives."""
     flat, square = init_device_mesh("cpu", (world_size,)), init_device_mesh("cpu", (world_size, 1))
     for mesh, placements in (
         (flat, [Shard(0)]), (flat, [Shard(1)]), (flat, [Shard(2)]), (flat, [Replicate()]),
@@ -124,7 +124,7 @@ def test_two_processes(check):
 
 @pytest.mark.parametrize("options", WEIGHTS, ids=["rounded", "corrected"])
 def test_four_shards_in_turn(options, monkeypatch):
-    """What four ranks would do with 1601 rows: 401, 401, 401 and 398."""
+    """Four ranks with 1601 rows: 401, 401, 401 and 398."""
     values, grads = bf16(1601, 320), [bf16(1601, 320, seed=i + 1) for i in range(2)]
 
     def trained(rows):
