@@ -35,7 +35,7 @@ class Item(NamedTuple):
     param: Tensor
     own: Tensor  # what the step writes to, see `states.memory`
     group: int  # index in param_groups
-    index: int  # among the parameters of the optimizer
+    param_index: int  # among the parameters of the optimizer
     grad: Tensor
     start: int = 0  # these rows of `rows`
     end: int = 1
@@ -103,7 +103,7 @@ class Launch:
         scratch = (len(pieces), fused_step.SCALARS_WORDS)
         made = cls(
             variant=variant,
-            indices=[item.index for item in items],
+            indices=[item.param_index for item in items],
             wrapped=any(item.own is not item.param for item in items),
             dtypes={item.own.dtype for item in items},
             addresses=cls._addresses_of([item.own for item in items]),
@@ -292,7 +292,7 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
     row[COLUMN["step"]] = state["step"].data_ptr()
     row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
     row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
-    row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.index
+    row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.param_index
     if is_random:
         base, run, stride = states.global_index(item.param)
         row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs
