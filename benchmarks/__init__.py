@@ -1,7 +1,7 @@
 """What lowbit's speed is, against what one would use without it and against what the memory allows.
 
     python -m benchmarks --list
-    python -m benchmarks dequantize_int4 --out benchmarks/results
+    python -m benchmarks dequantize --out benchmarks/results
     python -m benchmarks optimizer_step --only Llama --skip torchao
 
 A benchmark is one module here that registers a function with ``@benchmark``; see ``registry``. Everything is timed in

@@ -2,8 +2,8 @@
 
 A benchmark is a generator of problems; a problem is a list of candidates that do the same work, lowbit's first::
 
-    @benchmark("dequantize_int4", "packed int4 weights to bf16")
-    def dequantize_int4() -> Iterator[Problem]:
+    @benchmark("dequantize", "int4 and int8 weights to bf16")
+    def dequantize() -> Iterator[Problem]:
         yield Problem("4096 x 4096", [Candidate("lowbit", run, arguments, moved_bytes), ...])
 
 It should hold the candidates' results against each other before it yields them. Adding a benchmark is adding a

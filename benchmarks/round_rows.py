@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.round_rows import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.round_rows import CASES, Case, reference
+from lowbit_kernels.round_rows import reference
 
 
 def moved_bytes(case: Case) -> int:

@@ -8,12 +8,13 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.scaled_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import measure
 from lowbit_kernels import int8_mm_triton
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import CASES, Case, reference
+from lowbit_kernels.scaled_mm import reference
 
 LAYOUTS = {  # of x [M, K] by w: which operand the product sums over rows of
     "NT after quantize_rowcol": (False, False),
@@ -95,11 +96,11 @@ def _rowwise(a, b, a_scale, b_scale, bias, out_dtype) -> torch.Tensor:
 def _runs(case: Case) -> dict[str, Callable]:
     if case.a_dtype != torch.int8:
         return {
-            "lowbit, float8": torch.ops.lowbit.float8_scaled_mm,
+            "lowbit, float8": torch.ops.lowbit.scaled_mm,
             "torch._scaled_mm, float8 by rows": _rowwise,
         }
     return {
-        "lowbit, int8": torch.ops.lowbit.int8_scaled_mm,
+        "lowbit, int8": torch.ops.lowbit.scaled_mm,
         "lowbit in Triton, int8": int8_mm_triton.int8_mm,
         "torch._int_mm": lambda a, b, *rest: torch._int_mm(a, b.T),
         "torch._int_mm and scales": _int_mm,

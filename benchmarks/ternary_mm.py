@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.ternary_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.ternary_mm import CASES, Case, reference
+from lowbit_kernels.ternary_mm import reference
 
 
 def _ternary(case: Case) -> tuple:
@@ -40,7 +41,7 @@ def ternary_mm() -> Iterator[Problem]:
         # bits of a weight's element and of a's
         ways: dict[str, tuple[Callable, Callable[[Case], tuple], int, int]] = {
             "lowbit": (torch.ops.lowbit.ternary_mm, _ternary, 2, 8),
-            "lowbit, int8 weights": (torch.ops.lowbit.int8_scaled_mm, _int8, 8, 8),
+            "lowbit, int8 weights": (torch.ops.lowbit.scaled_mm, _int8, 8, 8),
             "bf16": (torch.nn.functional.linear, _bf16, 16, 16),
         }
         yield Problem(

@@ -32,14 +32,14 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(all_benchmarks())
-    assert {"dequantize_int4", "optimizer_step", "optimizer_step_cpu", "train_memory"} <= set(
+    assert {"dequantize", "optimizer_step", "optimizer_step_cpu", "train_memory"} <= set(
         all_benchmarks()
     )
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "dequantize_int4"],
+        [sys.executable, "-m", "benchmarks", "dequantize"],
         cwd=ROOT,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -55,7 +55,7 @@ def test_an_unknown_name_says_what_there_is(capsys: pytest.CaptureFixture) -> No
         main(["no_such_thing"])
     assert exit.value.code != 0
     error = capsys.readouterr().err
-    assert "no_such_thing" in error and "dequantize_int4" in error
+    assert "no_such_thing" in error and "dequantize" in error
 
 
 def test_a_name_is_registered_once() -> None:
@@ -176,8 +176,7 @@ def test_measures_on_the_gpu() -> None:
 @pytest.mark.gpu
 def test_runs_end_to_end(tmp_path: Path) -> None:
     assert (
-        main(["dequantize_int4", "--only", "attention", "--repeats", "3", "--out", str(tmp_path)])
-        == 0
+        main(["dequantize", "--only", "attention", "--repeats", "3", "--out", str(tmp_path)]) == 0
     )
     (page,) = tmp_path.iterdir()
     assert torch.cuda.get_device_name() in page.read_text()

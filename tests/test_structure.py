@@ -38,7 +38,7 @@ MAX_CUDA_LINES = 900
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "prototype"}
 OPTIONAL = [
     "triton",
-    "cuda.core",
+    "cuda.bindings",
     "safetensors",
     "tokenizers",
     "wandb",

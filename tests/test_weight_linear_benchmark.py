@@ -31,7 +31,7 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 
 def test_shapes_go_with_the_benchmark_that_takes_them(capsys: pytest.CaptureFixture) -> None:
-    for names in (["dequantize_int4"], []):
+    for names in (["dequantize"], []):
         with pytest.raises(SystemExit):
             main([*names, "--shapes", "linears.json"])
         assert "--shapes goes with the benchmark weight_linear" in capsys.readouterr().err

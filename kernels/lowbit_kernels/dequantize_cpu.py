@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_once
+from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compiled
 
 _FLOAT32 = torch.float32
 MOST_KEPT = 2**22  # elements of the memory that a thread keeps: 16 MB
@@ -151,7 +151,7 @@ def dequantizer(format: Format, *sizes: int) -> Dequantizer | None:
     try:
         return Dequantizer(format, *sizes)
     except RuntimeError as error:
-        warn_once(str(error).splitlines()[0])
+        warn_not_compiled(error)
         return None
 
 

@@ -17,15 +17,14 @@ import errno
 import hashlib
 import os
 import tempfile
-import warnings
 from pathlib import Path
 
 from lowbit_kernels import trusted_folder
+from lowbit_kernels.warned import warn_once
 
 # 64 MiB: kernels are under 2 MiB, and reading this much is faster than compiling one.
 LARGEST = 64 << 20
 DIGEST = 32  # bytes
-_WARNED: set[str] = set()
 
 
 def cache_folder() -> Path:
@@ -82,7 +81,7 @@ def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) ->
         if digest != _digest(name, code):
             raise trusted_folder.Untrusted(folder.path / name, "is damaged")
     except trusted_folder.Untrusted as error:
-        _warn(
+        warn_once(
             error.reason,
             f"a compiled kernel is not run: {error}. It is compiled anew, and the file replaced. If that recurs, "
             "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
@@ -93,25 +92,18 @@ def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) ->
 
 def _warn_of_folder(error: OSError) -> None:
     if isinstance(error, trusted_folder.Untrusted):
-        _warn(
+        warn_once(
             error.reason,
             f"compiled kernels are neither read from the disk nor kept there: {error}, and others could plant code. "
             "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above it "
             "must belong to you or to root, and nobody else may write to it (chmod go-w, if it is for you alone)",
         )
     else:
-        _warn(
+        warn_once(
             str(error.strerror),
             f"a compiled kernel cannot be kept on disk: {error}. Each process compiles its own. Set LOWBIT_CACHE_DIR "
             "to a folder that you can write to",
         )
-
-
-def _warn(reason: str, message: str) -> None:
-    """Once per reason: what is wrong with the file of one kernel is mostly wrong with all."""
-    if reason not in _WARNED:
-        _WARNED.add(reason)
-        warnings.warn(message, stacklevel=2)
 
 
 def _absolute(folder: str) -> Path:

@@ -40,7 +40,7 @@ from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.linear_table import Regime, choose
 from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
-from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
+from lowbit_kernels.scaled_mm import scaled_mm
 from lowbit_kernels.weight_linear import FLOATS, HALVES, calls
 from lowbit_kernels.weight_mm_few import E4M3
 
@@ -146,8 +146,8 @@ def _linear(
     if extra := -k % 16:  # as the codes of x are
         codes = F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype)
     q, t = codes_of(x, _format(codes), codes.dtype, tensorwise)
-    multiply = int8_scaled_mm if codes.dtype == torch.int8 else float8_scaled_mm
-    out = multiply(q, codes, t, scale.reshape(-1).float(), bias, x.dtype).view(shape)
+    by_column = scale.reshape(-1).float()
+    out = scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(shape)
     return out if residual is None else out.add_(residual)
 
 

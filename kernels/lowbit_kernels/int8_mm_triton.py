@@ -1,4 +1,4 @@
-"""The int8 product with scales in Triton: for GPUs other than those of ``int8_mm_hopper``, and for its interpreter."""
+"""The int8 product with scales in Triton: for GPUs other than those of ``int8_mm_sm90``, and for its interpreter."""
 
 from __future__ import annotations
 

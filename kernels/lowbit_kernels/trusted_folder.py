@@ -26,10 +26,11 @@ import os
 import secrets
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from lowbit_kernels.warned import warn_once
 
 HAS_OWNERS = hasattr(os, "geteuid") and os.open in os.supports_dir_fd
 # Absent on Windows, so read by name. O_PATH (Linux) opens a folder that one may pass through but not list.
@@ -39,7 +40,6 @@ _FILE = sum(getattr(os, n, 0) for n in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40  # as Linux
 TEMPORARY = ("/tmp", "/var/tmp")  # where the folder that $TMPDIR names is not to be trusted
-_WARNED: set[str] = set()
 
 
 class Untrusted(OSError):
@@ -146,10 +146,11 @@ def temporary() -> str:
     for folder in dict.fromkeys((chosen, *TEMPORARY)) if HAS_OWNERS else (chosen,):
         try:
             with opened(Path(folder).absolute(), shared=True):
-                if refused and refused[0] not in _WARNED:
-                    _WARNED.add(refused[0])
-                    message = f"{refused[0]}; temporary files go to {folder}. Set TMPDIR to a folder of your own"
-                    warnings.warn(message, stacklevel=2)
+                if refused:
+                    warn_once(
+                        refused[0],
+                        f"{refused[0]}; temporary files go to {folder}. Set TMPDIR to a folder of your own",
+                    )
                 return folder
         except OSError as error:
             refused.append(str(error))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_once
+from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compiled
 
 MOST_TOKENS = {4: 32, 8: 16}
 READ_AFTER = 15  # floats after the scales that the kernel may read
@@ -63,7 +63,7 @@ def _product(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> 
     try:
         return _Product(format, rows, columns, group)
     except RuntimeError as error:
-        warn_once(str(error).splitlines()[0])
+        warn_not_compiled(error)
         return None
 
 

@@ -13,13 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.dequantize_int4 import fill as fill_int4
-from lowbit_kernels.dequantize_int4 import fill_on_cpu as fill_int4_on_cpu
-from lowbit_kernels.dequantize_int4 import reference as int4_reference
-from lowbit_kernels.dequantize_int4 import rows_in_cache
-from lowbit_kernels.dequantize_int8 import fill as fill_int8
-from lowbit_kernels.dequantize_int8 import fill_on_cpu as fill_int8_on_cpu
-from lowbit_kernels.dequantize_int8 import reference as int8_reference
+from lowbit_kernels.dequantize import fill, fill_on_cpu, reference, rows_in_cache
 from lowbit_kernels.triton_runtime import runs_on
 
 BYTES_IN_L2 = 24_000_000
@@ -88,10 +82,8 @@ def _fill(
 ) -> None:
     """out [N, K] = the dequantized weight, wherever it is."""
     if runs_on(out.device) and out.is_cuda:
-        fill = fill_int4 if bits == 4 else fill_int8
         fill(out, codes, scale, zero_point, group_size)
     else:
-        reference = int4_reference if bits == 4 else int8_reference
         out.copy_(reference(codes, scale, zero_point, group_size, out.shape[1], out.dtype))
 
 
@@ -107,7 +99,6 @@ def _on_cpu(
 ) -> Tensor:
     (m, k), (n, groups) = x.shape, scale.shape
     dtype, padded = x.dtype, groups * group_size
-    fill = fill_int4_on_cpu if bits == 4 else fill_int8_on_cpu
     if dtype == torch.float16 or m <= MOST_TOKENS_IN_FLOAT32:
         x = x.float()
     out = x.new_empty((m, n), dtype=dtype)
@@ -121,7 +112,7 @@ def _on_cpu(
         if bits == 4 and padded % 2:
             _fill(weight[:, :k], codes[part], scale[part], zeros, bits, group_size)
         else:
-            fill(weight, codes[part], scale[part], zeros, group_size)
+            fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
         torch.mm(x, weight[:, :k].t(), out=to)
         if bias is not None:
             to.add_(bias[part])

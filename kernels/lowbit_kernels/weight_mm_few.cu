@@ -16,7 +16,7 @@
 //   WHOLE              whether a part is whole rows that have no gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
 //   BOX                chunks whose x comes to shared memory by one copy, a box of all tokens; 0: not so
-// and puts ptx.cuh and hopper.cuh before it.
+// and puts ptx.cuh and sm90.cuh before it.
 //
 // A cluster takes every n-th tile of the weight. One thread of a block has the TMA bring parts of tiles into a ring, no
 // more at a time than keeps memory busy: of more, later ones would delay earlier ones. The first is asked for, into the

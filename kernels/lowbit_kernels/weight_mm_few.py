@@ -353,7 +353,7 @@ def source(variant: Variant) -> str:
     ]
     files = (
         (folder / name).read_text(encoding="utf-8")
-        for name in ("ptx.cuh", "hopper.cuh", "weight_mm_few.cu")
+        for name in ("ptx.cuh", "sm90.cuh", "weight_mm_few.cu")
     )
     return "\n".join([*lines, *files])
 

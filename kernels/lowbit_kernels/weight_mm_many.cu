@@ -18,7 +18,7 @@
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
 //   CHUNK              of K, of a stage: 128, or 256, for groups of 128 only if there are evenly many in a row
 //   STAGES             chunks in the ring
-// and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
+// and puts before it ptx.cuh, sm90.cuh and `multiply`, the instruction.
 //
 // The tile computed is out's transpose: rows of the weight, which a thread unpacks in registers as the product's first
 // operand, by tokens, which the TMA copies to shared memory. In an instruction's 16 K a thread holds four of a row, two

@@ -330,7 +330,7 @@ def source(
     folder = Path(__file__).parent
     ptx, hopper, mm = (
         (folder / name).read_text(encoding="utf-8")
-        for name in ("ptx.cuh", "hopper.cuh", "weight_mm_many.cu")
+        for name in ("ptx.cuh", "sm90.cuh", "weight_mm_many.cu")
     )
     tokens, rows, groups, beside, split, rounded, chunk, stages = shape
     macros = {

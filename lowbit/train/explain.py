@@ -18,6 +18,8 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tracer import Note, Watch, watched
 from lowbit.train_scheme import PRODUCTS
 
+LOW_BIT_PRODUCTS = ("scaled_mm", "ternary_mm")
+
 
 @dataclass
 class Layer:
@@ -60,7 +62,7 @@ class Explanation:
 
     Attributes:
         layers: every module with a prepared weight and every other `nn.Linear`, by name.
-        calls: how often each low-bit op ran, as the ops themselves counted.
+        calls: how often each low-bit product ran, by its implementation ("scaled_mm int8 sm90").
     """
 
     layers: dict[str, Layer]
@@ -87,12 +89,12 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     Raises TypeError for what is no module.
     """
     check_module(model)
-    from lowbit_kernels.scaled_mm import calls  # imports Triton, which `import lowbit` must not
+    from lowbit_kernels import launches  # with the kernels, as everywhere: at the first use
 
     layers = {name: Layer(name) for name, module in model.named_modules() if _is_layer(module)}
-    before = calls.copy()
     stance = torch.compiler.set_stance("force_eager")
     with (
+        launches.counted() as counted,
         stance,
         _nothing_changed(model),
         watched() as watch,
@@ -111,7 +113,8 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
             prepared = _is_prepared(module)
             reason = "not reached by this input" if prepared else "not prepared"
             layers[name].why.append(reason)
-    return Explanation(layers, calls - before)
+    calls = {" ".join(ran): n for ran, n in counted.items() if ran[0] in LOW_BIT_PRODUCTS}
+    return Explanation(layers, Counter(calls))
 
 
 def _apart(x: Any) -> Any:

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 from lowbit import Float8MixedPrecision, Int8MixedPrecision, optim, train
 from lowbit.tensor import BitNetTensor, LowbitTensor, MixedPrecisionTensor, joined
 from lowbit.tensor.sharded_linear import make_shardable
-from lowbit_kernels.scaled_mm import calls
 from tests.distributed import test_bytes
 from tests.distributed.launch import launch
 from tests.distributed.test_bytes import device
+from tests.scaled_products import scaled_products
 from tests.tensor.cases import CASES, Case, named, same_bits, values
 
 WORLDS = (2, 4)
@@ -333,11 +333,11 @@ def check_replicas(rank, world_size, dtype):
 
 
 def check_low_bit_products_ran(rank, world_size):
-    for case, op in zip(MIXED, ("int8_scaled_mm", "float8_scaled_mm"), strict=True):
+    for case, format in zip(MIXED, ("int8", "float8"), strict=True):
         model = shard(Model(case, 64, torch.bfloat16, inputs=128), mesh_of("fsdp"))
-        calls.clear()
-        step_of(model, None, batch(0, 128, torch.bfloat16))
-        assert calls == {op: 5}, calls
+        with scaled_products() as calls:
+            step_of(model, None, batch(0, 128, torch.bfloat16))
+        assert calls == {format: 5}, calls
     return True
 
 

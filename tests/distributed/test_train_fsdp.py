@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
-from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
+from tests.scaled_products import scaled_products
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
@@ -89,9 +89,9 @@ def check_as_one_process(rank, world_size):
             for m in (reference, model, model, whole):
                 m.zero_grad()
                 x = batch_of(rank)
-                calls.clear()
-                y = m(x)
-                y.square().sum().backward()
+                with scaled_products() as calls:
+                    y = m(x)
+                    y.square().sum().backward()
                 assert sum(calls.values()) == 6, (name, rows)
                 results.append((y.detach(), x.grad))
             (y, x), *sharded, alone = results
@@ -158,10 +158,10 @@ def check_compiled(rank, world_size):
     shard(compiled)
     results = []
     for m in (expected, compiled):
-        calls.clear()
-        x = batch_of(rank)
-        m(x).square().sum().backward()
-        assert calls == {"int8_scaled_mm": 6}
+        with scaled_products() as calls:
+            x = batch_of(rank)
+            m(x).square().sum().backward()
+        assert calls == {"int8": 6}
         results.append([x.grad, *(p.grad.full_tensor() for p in m.parameters())])
     assert all(relative(a, b) < 1e-5 for a, b in zip(*results, strict=True))
     return True
@@ -191,7 +191,7 @@ def check_explained_and_refused(rank, world_size):
     model = shard(prepared(Model(64), SCHEMES["int8"]))
     model.first.bias.grad = torch.ones_like(model.first.bias)
     explanation = train.explain(model, batch_of(rank))
-    assert explanation.calls == {"int8_scaled_mm": 6}
+    assert explanation.calls == {"scaled_mm int8 torch": 6}
     assert set(explanation.layers) == {"first", "second"}
     assert explanation.layers["first"].low_bit == ["output", "grad_input", "grad_weight"]
     assert model.first.weight.grad is None and model.first.bias.grad is not None
@@ -222,9 +222,9 @@ def check_experts(rank, world_size):
                 outputs = []
                 for m in (whole, model):
                     m.zero_grad()
-                    calls.clear()
-                    y = m(values(count, 8, 64, seed=rank))
-                    y.square().sum().backward()
+                    with scaled_products() as calls:
+                        y = m(values(count, 8, 64, seed=rank))
+                        y.square().sum().backward()
                     assert sum(calls.values()) == 2 * (count if name == "bmm" else 2)
                     outputs.append(y.detach())
                 expected = summed(whole)["weight"]
@@ -274,10 +274,9 @@ def check_data_parallel(rank, world_size):
             assert torch.equal(model.first.weight.detach(), start) is (rank == 0)
             optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
             for step in range(2):
-                calls.clear()
-                replica(
-                    values(8, 100, seed=10 * step + rank, dtype=dtype)
-                ).square().mean().backward()
+                x = values(8, 100, seed=10 * step + rank, dtype=dtype)
+                with scaled_products() as calls:
+                    replica(x).square().mean().backward()
                 assert calls.total() == count, scheme
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""``weight_mm_few`` on a CPU, as ``hopper_emulator`` has ``weight_mm_many``."""
+"""``weight_mm_few`` on a CPU, as ``sm90_emulator`` has ``weight_mm_many``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 
 from lowbit_kernels import weight_mm_few
 from tests.kernels.compiled_on_cpu import library
-from tests.kernels.hopper_emulator import HEADER, _words, launches_on_cpu
+from tests.kernels.sm90_emulator import HEADER, _words, launches_on_cpu
 
 FOOTER = """
 static TensorMap described(const uint64 *m) {

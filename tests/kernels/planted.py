@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, host_compiler, trusted_folder
+from lowbit_kernels import disk_cache, host_compiler, warned
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 MARKER = "LOWBIT_TESTS_MARKER"  # the environment variable that names the file by which planted code tells that it ran
@@ -109,8 +109,7 @@ class Stage:
 def answer(stage: Stage) -> tuple[int, list[str]]:
     """What a fresh process of the victim computes, and the warnings about its files."""
     host_compiler.library.cache_clear()
-    disk_cache._WARNED.clear()
-    trusted_folder._WARNED.clear()
+    warned.forget()
     with as_user(stage.victim), bounded(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = host_compiler.library(SOURCE).answer()

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, trusted_folder
+from lowbit_kernels import disk_cache, trusted_folder, warned
 
 
 @pytest.fixture(autouse=True)
 def _nothing_told_yet():
-    disk_cache._WARNED.clear()
+    warned.forget()
     yield
-    disk_cache._WARNED.clear()
+    warned.forget()
 
 
 @pytest.fixture

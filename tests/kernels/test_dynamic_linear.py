@@ -9,10 +9,7 @@ import torch
 
 from lowbit_kernels import (
     dynamic_linear,
-    float8_linear,
-    int8_dynamic_linear,
     linear_table,
-    scaled_mm,
     weight_mm_few,
     weight_mm_many,
     weight_mm_triton,
@@ -22,10 +19,13 @@ from lowbit_kernels.dynamic_linear import (
     E4M3,
     MOST_NUMBERS,
     Case,
+    float8_linear,
+    int8_dynamic_linear,
     reference,
 )
 from lowbit_kernels.weight_linear import calls
 from tests.kernels.test_quantize_tokens import by_scheme
+from tests.scaled_products import scaled_products
 
 SMALL = [case for case in CASES if not case.large]
 INT8 = [case for case in SMALL if case.format == "int8"]
@@ -49,10 +49,10 @@ def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_cpu(case: Case) -> None:
     arguments = case.arguments()
-    product = "int8_scaled_mm" if case.format == "int8" else "float8_scaled_mm"
-    before = scaled_mm.calls[product]
-    assert_close(op_of(case)(*arguments), case, arguments, sums=1e-6)
-    assert scaled_mm.calls[product] == before + 1
+    with scaled_products() as products:
+        out = op_of(case)(*arguments)
+    assert_close(out, case, arguments, sums=1e-6)
+    assert products == {"int8" if case.format == "int8" else "float8": 1}
 
 
 @pytest.mark.parametrize("case", SMALL[:3] + SMALL[12:15], ids=lambda c: c.name)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import int4_grouped_linear
-from lowbit_kernels.grouped_linear import CASES, Case, reference
+from lowbit_kernels.grouped_linear import CASES, Case, int4_grouped_linear, reference
 from lowbit_kernels.weight_linear import calls
 from tests.kernels.interpreted import interpreted
 

@@ -16,7 +16,7 @@ import torch
 
 from lowbit import optim
 from lowbit.optim import kernel
-from lowbit_kernels import disk_cache, host_compiler
+from lowbit_kernels import disk_cache, host_compiler, warned
 from lowbit_kernels.fused_step import Variant
 from tests.optim.problems import parameters, run
 
@@ -31,7 +31,7 @@ def _fresh(monkeypatch, tmp_path):
         *(kernel.compile_obstacle, kernel.compiled),
     )
     kernel._WARNED.clear()
-    disk_cache._WARNED.clear()
+    warned.forget()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
     for function in remembered:
         function.cache_clear()

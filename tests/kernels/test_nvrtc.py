@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from lowbit_kernels import disk_cache, nvrtc, trusted_folder
+from lowbit_kernels import nvrtc, trusted_folder, warned
 
 
 def test_without_a_gpu_there_is_no_kernel(monkeypatch):
@@ -30,7 +30,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: b"compiled")
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
-    disk_cache._WARNED.clear()
+    warned.forget()
     return tmp_path / "cache"
 
 

@@ -11,23 +11,28 @@ import torch
 from torch import Tensor
 
 OPS = (
-    *(("dequantize_int4", "dequantize_int4"), ("dequantize_int8", "dequantize_int8")),
-    *(("ternary_mm", "ternary_mm"), ("weight_linear", "int4_linear")),
+    *(("dequantize", "dequantize"), ("ternary_mm", "ternary_mm"), ("weight_linear", "int4_linear")),
     *(("dynamic_linear", "int8_dynamic_linear"), ("grouped_linear", "int4_grouped_linear")),
 )
+
+
+def cases_of(module: str) -> list[Any]:
+    home = "lowbit_kernels" if module.endswith("_linear") else "benchmarks.cases"
+    return import_module(f"{home}.{module}").CASES
 
 
 def moved() -> Iterator[Any]:
     """Each op with each tensor but its first on another device."""
     for module, op in OPS:
-        arguments = import_module(f"lowbit_kernels.{module}").CASES[0].arguments()
+        import_module(f"lowbit_kernels.{module}")
+        arguments = cases_of(module)[0].arguments()
         for i, part in enumerate(arguments):
             if i and isinstance(part, Tensor):
                 wrong = (*arguments[:i], part.to("meta"), *arguments[i + 1 :])
                 yield pytest.param(op, wrong, id=f"{op}-{i}")
 
 
-@pytest.mark.parametrize(("op", "arguments"), moved())
+@pytest.mark.parametrize(("op", "arguments"), list(moved()))
 def test_tensors_of_two_devices_are_refused(op: str, arguments: tuple) -> None:
     with pytest.raises(ValueError, match=r"one device, got .*on cpu.* on meta.*move them"):
         getattr(torch.ops.lowbit, op)(*arguments)

@@ -10,14 +10,20 @@ import torch
 
 from lowbit_kernels import (
     host_compiler,
-    int4_linear,
-    int8_linear,
     weight_linear,
     weight_mm_cpu,
     weight_mm_dequantized,
     weight_mm_triton,
 )
-from lowbit_kernels.weight_linear import CASES, Case, _linear, calls, reference
+from lowbit_kernels.weight_linear import (
+    CASES,
+    Case,
+    _linear,
+    calls,
+    int4_linear,
+    int8_linear,
+    reference,
+)
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]

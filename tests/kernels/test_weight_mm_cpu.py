@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lowbit
 from lowbit.tensor import AffineTensor
-from lowbit_kernels import codes_cpu, host_compiler, int4_linear, int8_linear, weight_mm_cpu
-from lowbit_kernels.weight_linear import Case, _linear, calls
+from lowbit_kernels import codes_cpu, host_compiler, warned, weight_mm_cpu
+from lowbit_kernels.weight_linear import Case, _linear, calls, int4_linear, int8_linear
 from tests.kernels.test_weight_linear import error, limit, op_of
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -223,7 +223,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no C++ compiler was found")
 
     monkeypatch.setattr(host_compiler, "library", no_library)
-    caches = (weight_mm_cpu._product, weight_mm_cpu._function, codes_cpu.warn_once)
+    caches = (weight_mm_cpu._product, weight_mm_cpu._function)
+    warned.forget()
     for cache in caches:
         cache.cache_clear()
     try:

@@ -9,7 +9,7 @@ import torch
 
 from lowbit_kernels import weight_mm_many
 from lowbit_kernels.weight_mm_many import Plan, chunk_of, many_tokens_mm, stages
-from tests.kernels import hopper_emulator
+from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -210,7 +210,7 @@ def test_emulated(
     chosen: Plan, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
 ) -> None:
     """The kernels' arithmetic, of indices and barriers too, by fibers on the CPU."""
-    with hopper_emulator.emulated():
+    with sm90_emulator.emulated():
         kinds = {"device": "cpu"}
         if not chosen.rounded:
             kinds |= {"dtype": dtype, "scale": FP32, "zero": True, "pitch": 16}
@@ -238,14 +238,14 @@ def test_copies_may_come_late(
     chosen: Plan, n: int, k: int, bits: int, group: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMULATED_DELAY", f"400,{seed}")
-    with hopper_emulator.emulated():
+    with sm90_emulator.emulated():
         Operands(16, n, k, bits, group, dtype=FP16, device="cpu").check(chosen)
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 def test_the_last_groups_scale_may_be_infinite() -> None:
     """A chunk may go on beyond it, where x is zero."""
-    with hopper_emulator.emulated():
+    with sm90_emulator.emulated():
         operands = Operands(10, 129, 352, 4, 32, dtype=FP16, device="cpu")
         operands.scale[5, -1], operands.codes[5], operands.x = float("inf"), 0xCC, operands.x.abs()
         out = operands.product(planned(16, 128, 4, 1, 1, 2))

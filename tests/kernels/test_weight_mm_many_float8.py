@@ -7,7 +7,7 @@ import torch
 
 from lowbit_kernels import weight_mm_many
 from lowbit_kernels.weight_mm_many import Plan
-from tests.kernels import hopper_emulator
+from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_many import BF16, FP16, FP32, Operands, planned
 
@@ -56,7 +56,7 @@ def test_only_float16_holds_float8() -> None:
 )
 def test_emulated_float8(chosen: Plan, m: int, n: int, k: int, out: torch.dtype) -> None:
     """In float16, with results of another dtype; a row's end need not be a whole chunk's."""
-    with hopper_emulator.emulated():
+    with sm90_emulator.emulated():
         operands = Float8(m, n, k, out=out, pitch=32, device="cpu")
         operands.more().check(chosen)
         clean = operands.product(chosen)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lowbit import BitNet, BitNetTensor, Int8Weight, train
 from lowbit.tensor.bitnet import GatheredBitNet
 from lowbit.tensor.ternary import pack_ternary
-from lowbit_kernels.scaled_mm import calls
+from tests.scaled_products import scaled_products
 from tests.train.problems import SCHEMES, every_scheme, outcome, snr, values
 
 
@@ -56,8 +56,8 @@ def test_products(scheme, name):
     model = Experts(product, shape)
     low = prepared(model, scheme)
     x = values(3, 16, 64)
-    calls.clear()
-    found, expected = outcome(low, x), outcome(model, x)
+    with scaled_products() as calls:
+        found, expected = outcome(low, x), outcome(model, x)
     assert sum(calls.values()) == 3 * count
     for key, value in expected.items():
         assert found[key].shape == value.shape
@@ -80,11 +80,11 @@ def test_products_of_weights_in_low_bits(scheme, name):
     with torch.no_grad():
         exact.weight.copy_(low.weight.dequantize())
     x = values(3, 16, 64)
-    calls.clear()
-    found, expected = outcome(low, x), outcome(exact, x)
+    with scaled_products() as calls:
+        found, expected = outcome(low, x), outcome(exact, x)
     transposed = name.endswith("stored-transposed")  # where an int8 weight's scales are of columns
     ran = {"weight": 0, "weight-products": 0 if transposed else 3 * count, "bitnet": count}
-    assert calls["int8_scaled_mm"] == next(ran[key] for key in WEIGHTS if WEIGHTS[key] is scheme)
+    assert calls["int8"] == next(ran[key] for key in WEIGHTS if WEIGHTS[key] is scheme)
     for key, value in expected.items():
         assert found[key].shape == value.shape
         assert snr(found[key], value) > 30, key
@@ -155,9 +155,9 @@ def test_compiled(name):
     compiled = copy.deepcopy(low)
     compiled.compile(fullgraph=True, backend="aot_eager")
     x = values(3, 16, 64)
-    calls.clear()
-    found = outcome(compiled, x)
-    assert calls == {"int8_scaled_mm": 3 if name == "bitnet" else 9}
+    with scaled_products() as calls:
+        found = outcome(compiled, x)
+    assert calls == {"int8": 3 if name == "bitnet" else 9}
     for key, value in outcome(low, x).items():
         assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-5), key
 
@@ -167,8 +167,8 @@ def test_grouped_products_run_in_high_precision_and_explain_says_so():
     model = Experts(lambda x, w: torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)).bfloat16()
     low = prepared(model, SCHEMES["int8"])
     x = values(48, 64, dtype=torch.bfloat16)
-    calls.clear()
-    found, expected = outcome(low, x), outcome(model, x)
+    with scaled_products() as calls:
+        found, expected = outcome(low, x), outcome(model, x)
     assert not calls
     for key, value in expected.items():
         assert torch.equal(found[key], value), key

@@ -43,7 +43,7 @@ def test_explain(compiled):
     explanation = train.explain(model, values(16, 64))
     layers = explanation.layers
     assert set(layers) == {"block.gate", "block.up", "block.down", "head", "unused"}
-    assert explanation.calls == {"int8_scaled_mm": 3, "float8_scaled_mm": 2}
+    assert explanation.calls == {"scaled_mm int8 torch": 3, "scaled_mm float8 torch": 2}
     assert layers["block.up"].low_bit == ["output", "grad_input", "grad_weight"]
     assert layers["block.up"].sizes == [(16, 128, 64)]
     assert layers["block.down"].low_bit == ["output", "grad_input"]
@@ -80,7 +80,7 @@ def test_explain_with_checkpointing_and_without_gradients():
     assert explanation.layers["block.up"].ran["grad_input"] == {"int8": 1}
     low.requires_grad_(False)
     explanation = train.explain(low, values(16, 64))
-    assert explanation.calls == {"int8_scaled_mm": 3}
+    assert explanation.calls == {"scaled_mm int8 torch": 3}
 
 
 def test_attention_of_torch_runs_in_high_precision_and_the_report_says_so():

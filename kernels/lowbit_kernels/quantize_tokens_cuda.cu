@@ -5,7 +5,7 @@
 //   CODES      INT8 or E4M3
 //   OUT        what they are written as: CODES, or numbers of BF16 or FP16 (E4M3: of FP16)
 //   VECTORS    of eight elements, that a thread keeps of its row
-// and puts ptx.cuh and hopper.cuh before it.
+// and puts ptx.cuh and sm90.cuh before it.
 //
 // A block takes a row: each thread loads all its vectors at once, so that what is in flight hides the memory's latency,
 // and keeps them in registers, as they lie in memory, until the scale is known. Its beginning overlaps with the end of

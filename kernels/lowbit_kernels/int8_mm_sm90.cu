@@ -1,11 +1,11 @@
 // The product of two int8 matrices with scales, on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
 //
-// int8_mm_hopper.py compiles this once for each combination of
+// int8_mm_sm90.py compiles this once for each combination of
 //   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds up and scales
 //   BIAS               NONE, BF16, FP16 or FP32
 //   TILE_N             columns of a tile: 256; or 128 or 64 for few rows
 //   STAGES             of the ring
-// and puts before it ptx.cuh, hopper.cuh and `multiply`, the instruction.
+// and puts before it ptx.cuh, sm90.cuh and `multiply`, the instruction.
 //
 // A block stays on its multiprocessor and takes every n-th tile of the result, or of its slices where there are fewer
 // tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other, and each loads half of b's rows for

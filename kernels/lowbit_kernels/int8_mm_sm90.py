@@ -1,4 +1,4 @@
-"""Launches ``scaled_mm.cu``: the int8 product on GPUs of compute capability 9.0."""
+"""Launches ``int8_mm_sm90.cu``: the int8 product on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -76,11 +76,6 @@ def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
     return min((*plans, *(Plan(width, group(width), 1) for width in WIDTHS[1:])), key=cost)
 
 
-def is_available(device: torch.device) -> bool:
-    """Whether `int8_mm` runs on this device."""
-    return nvrtc.runs_on_hopper(device)
-
-
 def int8_mm(
     a: Tensor,
     b: Tensor,
@@ -142,7 +137,7 @@ def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -
     folder = Path(__file__).parent
     ptx, hopper, mm = (
         (folder / name).read_text(encoding="utf-8")
-        for name in ("ptx.cuh", "hopper.cuh", "scaled_mm.cu")
+        for name in ("ptx.cuh", "sm90.cuh", "int8_mm_sm90.cu")
     )
     macros = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE", "TILE_N": width}
     macros["STAGES"] = _ring(width)[0]

@@ -1,4 +1,4 @@
-"""``int8_mm_hopper`` on a CPU, as ``hopper_emulator`` has ``weight_mm_many``."""
+"""``int8_mm_sm90`` on a CPU, as ``sm90_emulator`` has ``weight_mm_many``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import int8_mm_hopper, nvrtc
+from lowbit_kernels import int8_mm_sm90, nvrtc
 from tests.kernels.compiled_on_cpu import library
-from tests.kernels.hopper_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
+from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
 
 MULTIPLY = """
 template <int SUMS> static inline void multiply(int (&sums)[SUMS], uint32 a, uint32 b, int add) {
@@ -39,9 +39,9 @@ extern "C" void emulated(unsigned grid, const uint64 *, const uint64 *a) {
 def _kernel(
     out: torch.dtype, bias: torch.dtype | None, width: int, footer: str
 ) -> Callable[..., None]:
-    code = int8_mm_hopper.source(out, bias, width)
-    folder = Path(int8_mm_hopper.__file__).parent
-    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "scaled_mm.cu"))
+    code = int8_mm_sm90.source(out, bias, width)
+    folder = Path(int8_mm_sm90.__file__).parent
+    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "int8_mm_sm90.cu"))
     defines = code[: code.index(ptx)]
     compiled = library(
         "\n".join([defines, HEADER.read_text(), MULTIPLY, kernel, DESCRIBED, footer])
@@ -57,18 +57,18 @@ def _kernel(
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Within it ``int8_mm_hopper.int8_mm`` takes tensors of the CPU, on a GPU of two multiprocessors."""
+    """Within it ``int8_mm_sm90.int8_mm`` takes tensors of the CPU, on a GPU of two multiprocessors."""
 
     def product(out: torch.dtype, bias: torch.dtype | None, width: int, device: int):
         return _kernel(out, bias, width, PRODUCT)
 
     def combine(out: torch.dtype, bias: torch.dtype | None, device: int):
-        return _kernel(out, bias, int8_mm_hopper.WIDTHS[0], COMBINE)
+        return _kernel(out, bias, int8_mm_sm90.WIDTHS[0], COMBINE)
 
     with (
-        launches_on_cpu(int8_mm_hopper),
-        mock.patch.object(int8_mm_hopper, "_product", product),
-        mock.patch.object(int8_mm_hopper, "_combine", combine),
+        launches_on_cpu(int8_mm_sm90),
+        mock.patch.object(int8_mm_sm90, "_product", product),
+        mock.patch.object(int8_mm_sm90, "_combine", combine),
         mock.patch.object(nvrtc, "multiprocessors", lambda device: 2),
     ):
         yield

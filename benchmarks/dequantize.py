@@ -1,4 +1,4 @@
-"""Packed int4 weights to bf16: the kernel, its formula in PyTorch ops, and that compiled by torch.compile."""
+"""int4 and int8 weights to bf16: the kernel, its formula in PyTorch ops, and the formula under torch.compile."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from functools import partial
 
 import torch
 
+import lowbit_kernels
+from benchmarks.cases.dequantize import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.dequantize_int4 import CASES, Case, reference
 
 
 def moved_bytes(case: Case) -> int:
     """Each argument read once, the result written once."""
     groups = case.rows * -(-case.size // case.group_size)
-    packed = groups * case.group_size // 2
+    codes = groups * case.group_size * case.bits // 8
     parameters = groups * (case.scale_dtype.itemsize + case.has_zero_point)
-    return packed + parameters + case.rows * case.size * case.dtype.itemsize
+    return codes + parameters + case.rows * case.size * case.dtype.itemsize
 
 
-@benchmark("dequantize_int4", "packed int4 weights, group scales, to bf16")
-def dequantize_int4() -> Iterator[Problem]:
+@benchmark("dequantize", "packed int4 weights and int8 weights, group scales, to bf16")
+def dequantize() -> Iterator[Problem]:
+    reference = lowbit_kernels.dequantize.reference
     for case in CASES:
-        torch.compiler.reset()  # one shape a compilation, however many there are
+        torch.compiler.reset()  # one compilation a shape, however many shapes there are
         if not case.large:
             continue
         runs: dict[str, Callable] = {
-            "lowbit": torch.ops.lowbit.dequantize_int4,
+            "lowbit": torch.ops.lowbit.dequantize,
             "torch.compile of the formula": torch.compile(reference, fullgraph=True, dynamic=False),
             "formula in PyTorch ops": reference,
         }

@@ -1,4 +1,4 @@
-"""``weight_mm_many`` on a CPU, compiled by the machine's C++ compiler; ``hopper_on_cpu.h`` stands in for the GPU."""
+"""``weight_mm_many`` on a CPU, compiled by the machine's C++ compiler; ``sm90_on_cpu.h`` stands in for the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lowbit_kernels import weight_mm_many
 from tests.kernels.compiled_on_cpu import library
 
-HEADER = Path(__file__).with_name("hopper_on_cpu.h")
+HEADER = Path(__file__).with_name("sm90_on_cpu.h")
 DESCRIBED = """
 static TensorMap described(const uint64 *a) {
     return {(const unsigned char *)a[0], (long)a[2], (long)a[3], (long)a[4], (int)a[1], (int)a[5], (int)a[6]};

@@ -1,5 +1,5 @@
-// Runs kernels written with hopper.cuh on a CPU, for tests: all threads of all blocks as fibers, which switch where they
-// wait. It stands in for ptx.cuh and hopper.cuh. Products are done where they are issued, and loads too unless
+// Runs kernels written with sm90.cuh on a CPU, for tests: all threads of all blocks as fibers, which switch where they
+// wait. It stands in for ptx.cuh and sm90.cuh. Products are done where they are issued, and loads too unless
 // EMULATED_DELAY=LATEST,SEED is set, by which they come in any order, one in 16 up to LATEST rounds of all fibers late;
 // stores by the TMA come as late as they may. So what it shows is the arithmetic of indices, swizzles, fragments and
 // barriers, shared memory written to before it is stored, and, where they are late, read before it is loaded.
