@@ -1,41 +1,43 @@
-// The product of two int8 matrices with scales, on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
+// The product of two int8 matrices with scales, on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] +
+// bias.
 //
-// int8_mm_sm90.py compiles this once for each combination of
-//   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds up and scales
+// int8_mm_sm90.py compiles this file once for each combination of
+//   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds and scales
 //   BIAS               NONE, BF16, FP16 or FP32
-//   TILE_N             columns of a tile: 256; or 128 or 64 for few rows
-//   STAGES             of the ring
-// and puts before it ptx.cuh, sm90.cuh and `multiply`, the instruction.
+//   TILE_N             columns of a tile: 256; 128 or 64 if a has few rows
+//   STAGES             stages of the ring
+// and puts ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, before it.
 //
-// A block stays on its multiprocessor and takes every n-th tile of the result, or of its slices where there are fewer
-// tiles than multiprocessors. Two blocks, a cluster, work on tiles under each other, and each loads half of b's rows for
-// both; or, where tiles are narrow, on tiles beside each other, and each loads half of a's. A block's third warpgroup is
-// the producer: one thread has the TMA copy tiles of 128 bytes of K, of a and b, into a ring in shared memory. Each of
-// the other two multiplies 64 rows of the tile, int32 sums in registers (half of those that a thread can have), scales
-// them, and stores them through shared memory by the TMA. The producer runs ahead into the next tile meanwhile.
+// Blocks are persistent: a block takes every n-th tile of the result (or of the slices of K, if there are fewer tiles
+// than multiprocessors). Two blocks form a cluster. Wide tiles of a cluster lie under each other, and each block loads
+// half of b's rows for both; narrow tiles lie beside each other, and each block loads half of a's rows. The third
+// warpgroup of a block is the producer: one of its threads lets the TMA copy tiles of a and b, 128 bytes along K, into
+// a ring in shared memory. Each of the other two warpgroups multiplies 64 rows of the tile, with int32 sums in
+// registers (half of those that a thread can have), scales the sums, and stores them through shared memory by the TMA.
+// Meanwhile the producer already loads the next tile.
 
 enum { NONE, BF16, FP16, FP32, INT32 };
 
 static constexpr int TILE_M = 128, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
 static constexpr int CLUSTER = 2;
-static constexpr int BESIDE = TILE_N < 256 ? CLUSTER : 1, UNDER = CLUSTER / BESIDE;  // blocks of a cluster
+static constexpr int BESIDE = TILE_N < 256 ? CLUSTER : 1, UNDER = CLUSTER / BESIDE;  // the cluster's shape in tiles
 static constexpr int GROUPS = 2;                  // warpgroups that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
 static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
-static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // of the result, stored at once
-static constexpr int BOXES = TILE_N / BOX_COLUMNS;                        // of a tile: an even number, or 1
-static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // of a thread
+static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // a box of the result is stored at once
+static constexpr int BOXES = TILE_N / BOX_COLUMNS;                        // boxes of a tile: an even number, or 1
+static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // per thread
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     unsigned char box[GROUPS][2][BOX_BYTES];
-    float scale[GROUPS][TILE_N];  // of the tile's columns
+    float scale[GROUPS][TILE_N];  // scales of the tile's columns
     uint64 full[STAGES], empty[STAGES];
 };
 
-// The product's shape, and how it is divided: `steps` of TILE_K along K, `slices` of them summed apart, and rows of
-// tiles (of clusters) that are worked through together, for the L2 cache.
+// The product's shape and its division: `steps` of TILE_K along K, `slices` of K with separate sums, and `group` rows
+// of clusters whose tiles follow each other, so that they share b in the L2 cache.
 struct Shape {
     int m, n, steps, group, slices;
 
@@ -43,16 +45,16 @@ struct Shape {
     MEMBER int columns() const { return (n + BESIDE * TILE_N - 1) / (BESIDE * TILE_N); }
 };
 
-// Which tiles a block works on: those of its cluster, in the order that keeps few rows of a and b in use.
+// The tiles of a block: those of its cluster, in an order that keeps few rows of a and b in use at a time.
 struct Schedule {
     const Shape shape;
     int next = blockIdx.x / CLUSTER;
-    int row, column, out_row;  // of the tile taken: its first, and where its row is in the result
-    int first, end;            // its steps
+    int row, column, out_row;  // first row and column of the tile taken, and its row in the result
+    int first, end;            // its steps along K
 
     MEMBER explicit Schedule(const Shape &shape) : shape(shape) {}
 
-    // The block's next tile; false after the last.
+    // Takes the block's next tile; false after the last.
     MEMBER bool take(uint32 rank) {
         const int rows = shape.rows(), columns = shape.columns(), slice = next / (rows * columns);
         if (slice >= shape.slices) return false;
@@ -76,8 +78,8 @@ struct Ring {
     }
 };
 
-// a comes in boxes of `a_rows`, those alone that have rows within it: the TMA takes longer for rows outside than for
-// others. Sums of rows that aren't there are of whatever the ring holds, and nobody reads them.
+// Loads a in boxes of `a_rows` rows, and only boxes that have rows inside the matrix, since the TMA is slower for rows
+// outside. The sums of missing rows are garbage and are never stored.
 DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Shape &shape, int a_rows, uint32 rank) {
     Schedule schedule(shape);
     Ring ring;
@@ -103,7 +105,7 @@ DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, cons
     }
 }
 
-// A warp has read all it needs of a slot: says so to every block that writes to it.
+// Tells every block that writes to a slot that this warp has read it.
 DEVICE void release(Shared &shared, int slot) {
     const uint32 lane = threadIdx.x % 32;
     if (lane < CLUSTER) barrier_arrive(shared_address(&shared.empty[slot]), lane);
@@ -115,7 +117,7 @@ DEVICE float bias_at(const void *bias, int column) {
     else return from_half(((const unsigned short *)bias)[column]);
 }
 
-// Two neighbouring sums to results; INT32: their bits.
+// Two neighbouring sums to results. For INT32 the results are the sums' bits.
 DEVICE void scaled(const int *sums, float row_scale, float2 column_scale, float2 bias, float &x, float &y) {
     if constexpr (OUT == INT32) {
         x = bits_float(sums[0]), y = bits_float(sums[1]);
@@ -131,12 +133,12 @@ DEVICE uint32 packed(float x, float y) {
     else return to_bf16x2(x, y);
 }
 
-// The 64 x BOX_COLUMNS results from column `first` of the tile on, to shared memory as the TMA reads them. A thread of
-// a warpgroup has of 8 neighbouring columns two in row lane / 4 of its warp's 16, and two in the row 8 below.
+// Writes 64 x BOX_COLUMNS results, from column `column` of the product on, to shared memory in the TMA's layout. For
+// each 8 neighbouring columns, a thread holds two in row lane / 4 of its warp's 16 rows and two in the row 8 below.
 DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const float *column_scale, const void *bias,
                      int column, int columns) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int matrix = lane / 8;  // of the four of a store: rows 0..7, 8..15, and both of the next eight columns
+    const int matrix = lane / 8;  // a store has four: rows 0..7 and 8..15 of eight columns, and of the next eight
     const uint32 row = warp * 16 + (matrix & 1) * 8 + lane % 8;
 #pragma unroll
     for (int j = 0; j < BOX_COLUMNS / 8; j += 2) {
@@ -155,7 +157,7 @@ DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const 
             scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
         }
         if constexpr (OUT_SIZE == 4) {
-            const uint32 own = warp * 16 + lane / 4;  // the row below has the same remainder by 8
+            const uint32 own = warp * 16 + lane / 4;  // own + 8 has the same remainder modulo 8
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32 chunk = (j + half) * 2 + lane % 4 / 2;
@@ -178,7 +180,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
     Ring ring;
     while (schedule.take(rank)) {
         const int column = schedule.column, row = schedule.row + group * 64, first = row + thread / 32 * 16 + lane / 4;
-        // Read now, used when the product is done.
+        // Loaded now, so that the values are there when the product is done.
         float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_scale[i] = first + i * 8 < shape.m ? a_scale[a_scales ? first + i * 8 : 0] : 0.0f;
@@ -199,14 +201,14 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 #pragma unroll
             for (int k = 0; k < TILE_K / 32; ++k) multiply(sums, a + 2 * k, b + 2 * k, step > 0 || k > 0);
             product_commit();
-            product_wait<1>();  // the step before is done
+            product_wait<1>();  // the previous step is done
             if (step > 0) release(shared, before);
             before = ring.slot;
         }
         product_wait<0>();
         release(shared, before);
-        // No such rows: of sums the place is not outside, and a box that is filled but not stored would be one that the
-        // last tile's store, for which nobody has waited, may still read.
+        // These rows do not exist. Sums of slices must not be stored: their rows lie inside the buffer. And a box must
+        // not be filled without being stored: the last tile's store, for which no thread has waited, may still read it.
         if (row >= shape.m) continue;
 
 #pragma unroll
@@ -217,7 +219,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         for (int i = 0; i < BOXES; ++i) {
             const uint32 box = shared_address(shared.box[group][i % 2]);
             if (thread == 0) store_wait<(BOXES > 1)>();
-            meet(1 + group, 128);  // the box is free, the scales are there
+            meet(1 + group, 128);  // the box is free, the scales are in shared memory
             fill_box(box, sums + i * (BOX_COLUMNS / 2), row_scale, shared.scale[group] + i * BOX_COLUMNS, bias,
                      column + i * BOX_COLUMNS, shape.n);
             fence_for_tma();
@@ -231,10 +233,10 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
     if (thread == 0) store_wait<0>();
 }
 
-// Grid: a multiple of CLUSTER blocks, at most as many as there are multiprocessors. a [m, k] and b [n, k] by boxes of
-// a_rows x 128 and TILE_N / UNDER x 128, out [m, n] by boxes of 64 x BOX_COLUMNS; INT32: [slices, m rounded up to whole
-// clusters, n]. `steps` is k / 128, rounded up, at least `slices`. There is one scale for all rows (columns) if a_scales
-// (b_scales) is 0.
+// Grid: a multiple of CLUSTER blocks, at most one per multiprocessor. The maps describe a [m, k] in boxes of a_rows x
+// 128, b [n, k] in boxes of TILE_N / UNDER x 128, and out [m, n] in boxes of 64 x BOX_COLUMNS; for INT32, out is
+// [slices, m rounded up to whole clusters, n]. `steps` is k / 128 rounded up, and at least `slices`. If a_scales
+// (b_scales) is 0, all rows (columns) share one scale.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
@@ -244,7 +246,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Shape shape = {m, n, steps, group, slices};
     const uint32 rank = cluster_rank();
     if (threadIdx.x == 0) {
-        if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle goes by addresses
+        if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle depends on address bits
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), GROUPS * 4 * CLUSTER);
@@ -265,12 +267,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         consume(shared, out, a_scale, b_scale, bias, a_scales, b_scales, shape, rank);
         __syncwarp();
     }
-    // The other block may still write to this one's barriers.
+    // The other block of the cluster may still write to this block's barriers.
     cluster_meet();
 }
 
-// The sums of `slices` products, `step` elements apart, added up and scaled: a thread four columns of a row. Rows of sums
-// are `width` apart, rows of out out_width, multiples of 16 bytes both. Not for OUT INT32.
+// Adds the sums of `slices` products, `step` elements apart, and scales them; a thread computes four columns of a row.
+// Rows of sums are `width` elements apart, rows of out `out_width`; both are multiples of 16 bytes. Not for OUT INT32.
 extern "C" __global__ void __launch_bounds__(256)
     combine(const int *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
@@ -288,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(256)
     float result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int own = min(column + i, n - 1);  // what lies beyond is cut off
+        const int own = min(column + i, n - 1);  // columns beyond n are cut off later
         result[i] = (float)sum[i] * row_scale * b_scale[b_scales ? own : 0];
         if constexpr (BIAS != NONE) result[i] += bias_at(bias, own);
     }

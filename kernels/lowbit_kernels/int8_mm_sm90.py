@@ -1,4 +1,4 @@
-"""Launches ``int8_mm_sm90.cu``: the int8 product on GPUs of compute capability 9.0."""
+"""Launches ``int8_mm_sm90.cu``, the int8 product on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ DTYPES = {
     torch.int32: "INT32",
 }
 TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
-WIDTHS = (256, 128, 64)  # of a tile
+WIDTHS = (256, 128, 64)  # columns of a tile
 SHARED_LIMIT = 227 * 1024
 MAX_SLICES, MAX_STAGES = 16, 10
 
 
 class Plan(NamedTuple):
-    """How a product is divided: columns of a tile, rows of tiles that are worked through together, slices of K that are
-    summed apart (1 unless tiles are 256 wide)."""
+    """The division of a product.
+
+    Attributes:
+        width: columns of a tile.
+        group: rows of clusters whose tiles follow each other, so that they share b in the L2 cache.
+        slices: slices of K with separate sums; 1 unless tiles are 256 wide.
+    """
 
     width: int
     group: int
@@ -34,7 +39,7 @@ class Plan(NamedTuple):
 
     @property
     def under(self) -> int:
-        """Tiles of a cluster under each other; narrow ones are beside each other."""
+        """Tiles of a cluster that lie under each other; narrow tiles lie beside each other."""
         return CLUSTER if self.width == WIDTHS[0] else 1
 
     @property
@@ -42,7 +47,7 @@ class Plan(NamedTuple):
         return CLUSTER // self.under
 
     def a_rows(self, m: int) -> int:
-        """Rows of a that are copied at once: few outside of it, and eight lie together in shared memory."""
+        """Rows of a copied at once: a multiple of the 8 rows of a swizzle group, with few rows outside of a."""
         if m <= TILE_M:
             return -(-m // (8 * self.beside)) * 8
         return TILE_M if self.under > 1 else 64 if -m % 64 < 16 else 32
@@ -54,10 +59,10 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
-    """The division for which the longest-working cluster is expected to be done first.
+    """The division with the lowest estimated time of the busiest cluster.
 
-    In microseconds, as an H200 was measured to: the steps of 128 along K of a cluster's tiles; what storing one takes;
-    and for slices, where tiles are few, a second launch, and writing and reading their sums.
+    The estimate is in microseconds, fitted to an H200: the steps of 128 along K of the cluster's tiles, the store of
+    each tile, and for slices a second launch that writes and reads their sums.
     """
     steps = -(-k // TILE_K)
 
@@ -84,14 +89,14 @@ def int8_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The operands of ``lowbit::int8_scaled_mm``, checked, of a GPU for which `is_available` holds; M, N, K > 0."""
+    """``lowbit::scaled_mm`` of int8 on a GPU of compute capability 9.0. The operands are checked; M, N, K > 0."""
     (m, k), n = a.shape, b.shape[0]
     a, b = (
         x if _is_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b)
     )
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    # The TMA stores rows that begin at multiples of 16 bytes: others are cut off wider ones.
+    # The TMA stores rows that begin at multiples of 16 bytes. Other widths are cut from a wider result.
     pitch = -(-n * out_dtype.itemsize // 16) * 16 // out_dtype.itemsize
     out = a.new_empty((m, pitch), dtype=out_dtype)
     with torch.cuda.device_of(a):
@@ -133,20 +138,20 @@ def int8_mm(
 
 
 def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -> str:
-    """The CUDA C++ to compile; `out` int32: for slices."""
+    """The CUDA C++ to compile; `out` is int32 for slices."""
     folder = Path(__file__).parent
-    ptx, hopper, mm = (
+    ptx, sm90, mm = (
         (folder / name).read_text(encoding="utf-8")
         for name in ("ptx.cuh", "sm90.cuh", "int8_mm_sm90.cu")
     )
     macros = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE", "TILE_N": width}
     macros["STAGES"] = _ring(width)[0]
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return "\n".join([defines, ptx, hopper, _multiply(width), mm])
+    return "\n".join([defines, ptx, sm90, _multiply(width), mm])
 
 
 def _ring(width: int) -> tuple[int, int]:
-    """Stages of the ring, and bytes of shared memory with it."""
+    """Stages of the ring, and bytes of shared memory of a block."""
     stage = (TILE_M + width) * TILE_K
     fixed = 4 * 64 * 128 + 2 * 4 * width + 2 * 8 * MAX_STAGES
     stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES)
@@ -154,8 +159,10 @@ def _ring(width: int) -> tuple[int, int]:
 
 
 def _multiply(width: int) -> str:
-    """The instruction that adds the product of 64 x 32 bytes of a and `width` x 32 of b to a warpgroup's sums: too many
-    operands to write by hand."""
+    """The wgmma instruction that adds the product of 64 x 32 bytes of a and `width` x 32 of b to a warpgroup's sums.
+
+    It is generated because it has an operand for each sum.
+    """
     sums = width // 2
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
@@ -194,11 +201,11 @@ def _combine(out: torch.dtype, bias: torch.dtype | None, device: int) -> nvrtc.K
 
 
 def _is_readable(x: Tensor) -> bool:
-    """By the TMA: rows without gaps that don't overlap, each beginning at a multiple of 16 bytes."""
+    """Whether the TMA can read x: contiguous rows that do not overlap, each beginning at a multiple of 16 bytes."""
     apart = takes_rows(_row_stride(x), x.shape[1])
     return apart and x.stride(1) == 1 and x.data_ptr() % 16 == 0
 
 
 def _row_stride(x: Tensor) -> int:
-    """That of a single row may be any number, of which the TMA would want a multiple of 16 bytes."""
+    """The row stride of x. A single row may have any stride, but the TMA needs a multiple of 16 bytes."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]

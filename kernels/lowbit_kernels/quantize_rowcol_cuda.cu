@@ -1,22 +1,22 @@
-// A matrix quantized along its rows, and transposed along its columns, for sm_90.
+// Quantizes a matrix along its rows and, transposed, along its columns, for sm_90.
 //
-// quantize_rowcol_cuda.py compiles this once for each combination of
+// quantize_rowcol_cuda.py compiles this file once for each combination of
 //   INPUT              BF16, FP16 or FP32
 //   FORMAT             INT8, E4M3 or E5M2
 //   ROWS, COLUMNS      which copies are written
-//   TENSORWISE         one scale for all
-//   STOCHASTIC         rounding by chance
+//   TENSORWISE         one scale for the matrix
+//   STOCHASTIC         stochastic rounding
 //   ALIGNED            rows begin at multiples of 16 bytes
-//   STEPS              of 2048 elements that a block keeps of a row (kernel `rows`; 0: not compiled)
+//   STEPS              how many times 2048 elements of a row a block keeps (kernel `rows`; 0: `rows` is not compiled)
 // and puts ptx.cuh and draws.h before it.
 //
-// A scale depends on a whole row or column, so the matrix is looked at twice: once for the largest magnitudes, once to
-// quantize. `absmax` and `quantize` do it in two launches, the second from the end backwards, where the L2 cache still
-// has some of what the first one read. `rows` is for the rows alone: a block has its row in registers.
+// A scale depends on a whole row or column, so the matrix is read twice: once for the largest magnitudes, once to
+// quantize. `absmax` and `quantize` do so in two launches. The second runs backwards from the end, where the L2 cache
+// still holds data of the first. `rows` quantizes rows only: a block keeps its row in registers.
 //
-// A tile is 128 x 128, a warp's part of it 16 rows, a lane's four neighbouring columns of those; so a lane has the 16
-// codes of a column that are neighbours in the transposed copy. They pass through shared memory, so that a warp writes
-// 128 bytes of each of four rows of it.
+// A tile is 128 x 128. A warp has 16 of its rows, a lane four neighbouring columns of those rows. So a lane has 16
+// codes of a column, which are neighbours in the transposed copy. The codes pass through shared memory, so that a warp
+// writes 128 bytes to each of four rows of the transposed copy.
 
 enum { BF16, FP16, FP32 };
 enum { INT8, E4M3, E5M2 };
@@ -26,8 +26,8 @@ static constexpr int SIZE = INPUT == FP32 ? 4 : 2;  // bytes of an element
 static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.0f : 57344.0f;
 static constexpr uint32 INFINITE = 0x7f800000;
 
-// The matrix x, m x k with rows `stride` elements apart, and what becomes of it. `row_max` and `column_max` hold the
-// bits of the largest magnitudes as float32, zero before the first look.
+// The matrix x, m x k with rows `stride` elements apart, and the results. `row_max` and `column_max` hold the float32
+// bits of the largest magnitudes; they are zero before the first pass.
 struct Job {
     const unsigned char *x;
     long long stride;
@@ -46,7 +46,7 @@ struct Job {
 
 // ---- elements --------------------------------------------------------------------------------------------------------
 
-// N neighbouring elements as they lie in memory.
+// N neighbouring elements, as in memory.
 template <int N>
 struct Raw {
     static constexpr int WORDS = N * SIZE / 4;
@@ -73,7 +73,7 @@ DEVICE void load_aligned(const unsigned char *from, Raw<N> &raw) {
     }
 }
 
-// The elements from (row, column) on; zeros outside of the matrix.
+// Loads the elements from (row, column) on; zeros outside the matrix.
 template <int N>
 DEVICE void load(const Job &job, long long row, long long column, Raw<N> &raw) {
     const unsigned char *from = job.x + (row * job.stride + column) * SIZE;
@@ -92,12 +92,12 @@ DEVICE void load(const Job &job, long long row, long long column, Raw<N> &raw) {
     }
 }
 
-// Magnitudes as integers, in whose order they are, NaN last: two in a word for 16 bits.
+// Masks signs off. The bits of magnitudes are ordered like the magnitudes, with NaN last; a word has two of 16 bits.
 static constexpr uint32 MAGNITUDE = SIZE == 4 ? 0x7fffffff : 0x7fff7fff;
 
 DEVICE uint32 larger(uint32 a, uint32 b) { return SIZE == 4 ? max(a, b) : larger_halves(a, b); }
 
-// The largest in a word, and as the bits of a float32.
+// The larger magnitude of a word, and a magnitude as float32 bits.
 DEVICE uint32 largest_of(uint32 word) { return SIZE == 4 ? word : max(word & 0xffff, word >> 16); }
 DEVICE uint32 widened(uint32 magnitude) {
     if constexpr (INPUT == FP32) return magnitude;
@@ -108,7 +108,7 @@ DEVICE uint32 widened(uint32 magnitude) {
 // ---- codes -----------------------------------------------------------------------------------------------------------
 
 struct Scale {
-    float negative, inverse;  // of it; inverse 0: a NaN or an infinity is among the numbers, whose codes are 0
+    float negative, inverse;  // -scale and 1 / scale; inverse is 0 if a number is NaN or infinite, then codes are 0
 };
 
 DEVICE Scale scale_of(uint32 largest) {
@@ -119,13 +119,14 @@ DEVICE Scale scale_of(uint32 largest) {
 }
 DEVICE float shown(Scale scale) { return scale.inverse == 0.0f ? bits_float(0x7fc00000) : -scale.negative; }
 
-// x / scale, rounded to nearest even: the product with the inverse, and what it misses.
+// x / scale, rounded to nearest even: the product with the inverse, corrected by its residual.
 DEVICE float quotient_of(float x, Scale scale) {
     const float near = multiply_exactly(x, scale.inverse);
     return fma_exactly(fma_exactly(near, scale.negative, x), scale.inverse, near);
 }
 
-// What decides on the rounding of eight neighbouring elements of a row: see quantize_rowcol.py.
+// The draws for stochastic rounding, of which eight neighbouring elements of a row share one hash: see
+// quantize_rowcol.py.
 struct Draws {
     uint32 keys[2];
 
@@ -137,12 +138,12 @@ struct Draws {
     }
 };
 
-// A quotient to a number of the float8 format, up or down by chance.
-DEVICE float rounded_by_chance(float x, uint32 draw) {
+// Rounds a quotient stochastically to a number of the float8 format.
+DEVICE float rounded_stochastically(float x, uint32 draw) {
     constexpr int DROPPED = FORMAT == E4M3 ? 20 : 21;  // bits of a float32 that the format lacks
     constexpr float NORMAL = FORMAT == E4M3 ? 0x1p-6f : 0x1p-14f;
     const float magnitude = fabsf(x);
-    // Below NORMAL the format's numbers are as far apart as those from NORMAL to twice that.
+    // Below NORMAL, the format's numbers are as far apart as between NORMAL and 2 * NORMAL.
     const float shift = magnitude < NORMAL ? NORMAL : 0.0f;
     const uint32 bits = float_bits(magnitude + shift) + (draw >> 32 - DROPPED);
     return copysignf(bits_float(bits & ~0u << DROPPED) - shift, x);
@@ -154,7 +155,7 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
         uint32 code[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // An integer in the lowest bits of a float: its unit is 1 beside 1.5 * 2**23.
+            // Adding 1.5 * 2**23, whose unit in the last place is 1, puts the integer in the lowest bits.
             if constexpr (STOCHASTIC)
                 code[i] = (uint32)((int)(float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) - 0x4b400000u +
                                          (draws[i] >> 17)) >>
@@ -165,7 +166,7 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
     } else {
         float y[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) y[i] = STOCHASTIC ? rounded_by_chance(x[i], draws[i]) : x[i];
+        for (int i = 0; i < 4; ++i) y[i] = STOCHASTIC ? rounded_stochastically(x[i], draws[i]) : x[i];
         if constexpr (FORMAT == E4M3) return to_e4m3x2(y[0], y[1]) | to_e4m3x2(y[2], y[3]) << 16;
         else return to_e5m2x2(y[0], y[1]) | to_e5m2x2(y[2], y[3]) << 16;
     }
@@ -173,14 +174,14 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
 
-// What a lane has of a tile: four columns of 16 rows.
+// A lane's part of a tile: four columns of 16 rows.
 struct Part {
     Raw<4> row[HEIGHT];
 };
 
 struct Shared {
     union {
-        uint4 transposed[TILE][WARPS];  // of each column 16 codes a warp
+        uint4 transposed[TILE][WARPS];  // for each column, 16 codes a warp
         uint32 column_max[WARPS][TILE];
     };
     Scale row[TILE], column[TILE];
@@ -206,7 +207,7 @@ DEVICE void fetch(const Job &job, long long tile, Part &part) {
     }
 }
 
-// The first look at a tile.
+// The first pass over a tile: the largest magnitudes.
 DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
     constexpr int WORDS = Raw<4>::WORDS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -253,8 +254,8 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
     }
 }
 
-// The scales of a tile, to shared memory, and by the tiles of the first column and row to where they are returned.
-// Whether there is a NaN or infinity.
+// Computes the scales of a tile into shared memory; tiles of the first column and row also write them to the results.
+// Returns whether the tile's rows or columns hold a NaN or an infinity.
 DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
     const int i = threadIdx.x % TILE;
     const bool for_rows = threadIdx.x < TILE;
@@ -270,7 +271,7 @@ DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
     return __syncthreads_or(scale.inverse == 0.0f);
 }
 
-// Zeros for NaN and infinities.
+// Replaces NaN and infinities by zeros.
 DEVICE Raw<4> finite(Raw<4> raw) {
 #pragma unroll
     for (int j = 0; j < Raw<4>::WORDS; ++j) {
@@ -285,8 +286,8 @@ DEVICE Raw<4> finite(Raw<4> raw) {
     return raw;
 }
 
-// Chunk w of a column lies at w ^ (column / 4 % 8), so that neither the writes of lanes four columns apart nor the reads
-// of whole columns meet in a bank.
+// Chunk w of a column lies at w ^ (column / 4 % 8). So neither writes by lanes four columns apart nor reads of whole
+// columns have bank conflicts.
 DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at, const uint32 (&codes_t)[4][HEIGHT / 4]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -303,11 +304,11 @@ DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at,
     }
 }
 
-// The second look at a tile.
+// The second pass over a tile: the codes.
 DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Position at(job, tile);
-    if (find_scales(job, shared, at)) {  // so that they, too, get code 0
+    if (find_scales(job, shared, at)) {  // they get code 0 too
 #pragma unroll
         for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
     }
@@ -363,7 +364,7 @@ DYNAMIC_SHARED(memory);
     const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, m, k }
 
 #if STEPS == 0
-// A block a tile.
+// One block per tile.
 extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS) {
     JOB;
     Part part;
@@ -401,7 +402,7 @@ DEVICE void store_row(const Job &job, long long row, long long column, const Raw
     stream_store((uint2 *)(job.codes + row * job.k16() + column), make_uint2(word[0], word[1]));
 }
 
-// A block a row.
+// One block per row.
 extern "C" __global__ void __launch_bounds__(THREADS) rows(PARAMETERS) {
     JOB;
     constexpr int WORDS = Raw<8>::WORDS, STEP = THREADS * 8;

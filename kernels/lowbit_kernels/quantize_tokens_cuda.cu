@@ -1,33 +1,33 @@
-// Rows quantized to int8 or e4m3, each with a scale of its own, for sm_90.
+// Quantizes rows to int8 or e4m3, each with its own scale, for sm_90.
 //
-// quantize_tokens_cuda.py compiles this once for each combination of
+// quantize_tokens_cuda.py compiles this file once for each combination of
 //   X          BF16 or FP16
 //   CODES      INT8 or E4M3
-//   OUT        what they are written as: CODES, or numbers of BF16 or FP16 (E4M3: of FP16)
-//   VECTORS    of eight elements, that a thread keeps of its row
+//   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16 (E4M3: FP16 only)
+//   VECTORS    vectors of eight elements that a thread keeps
 // and puts ptx.cuh and sm90.cuh before it.
 //
-// A block takes a row: each thread loads all its vectors at once, so that what is in flight hides the memory's latency,
-// and keeps them in registers, as they lie in memory, until the scale is known. Its beginning overlaps with the end of
-// the launch before, and the next one's, where that asks for it, with all of it.
+// One block per row. Each thread issues all its loads at once to hide the latency of memory, and keeps the loaded words
+// in registers until the scale is known. The start of this launch overlaps with the end of the previous one; the next
+// launch, if it allows overlap, may start at any time.
 
 enum { BF16, FP16, INT8, E4M3 };
 
 static constexpr int MAX_WARPS = 32;
-static constexpr int BYTES = OUT == CODES ? 1 : 2;       // of a code
-static constexpr int ENDS = CODES == E4M3 ? 1 : 2;  // of the range, that the scale depends on
+static constexpr int BYTES = OUT == CODES ? 1 : 2;  // of a code
+static constexpr int ENDS = CODES == E4M3 ? 1 : 2;  // extremes that the scale depends on: |x|, or max and -min
 static_assert(CODES != E4M3 || OUT == E4M3 || OUT == FP16, "");
-static constexpr float SMALLEST = 1.1754943508222875e-38f, INTEGERS = 12582912.0f;  // 1.5 * 2**23: its unit is 1
+static constexpr float SMALLEST = 1.1754943508222875e-38f, INTEGERS = 12582912.0f;  // 1.5 * 2**23: its ulp is 1
 static constexpr uint32 INFINITE = 0x7f800000;
 
 DEVICE float low_half(uint32 pair) { return X == BF16 ? bits_float(pair << 16) : from_half(pair & 0xffff); }
 DEVICE float high_half(uint32 pair) { return X == BF16 ? bits_float(pair & 0xffff0000u) : from_half(pair >> 16); }
 
-// The larger of two magnitudes, as bits of a float32, among which NaN is largest.
+// The larger of two magnitudes as float32 bits, in whose order NaN is largest.
 DEVICE uint32 larger_half(uint32 pair) { return max(float_bits(low_half(pair)), float_bits(high_half(pair))); }
 
-// Codes of two neighbours: bytes in the lower half of the word, numbers in all of it. The product is rounded before the
-// sum.
+// The codes of two neighbours: as bytes in the lower half of the word, or as numbers in all of it. The product is
+// rounded before the sum (no FMA).
 DEVICE uint32 coded(uint32 pair, float inverse) {
     const float low = multiply_exactly(low_half(pair), inverse), high = multiply_exactly(high_half(pair), inverse);
     if constexpr (CODES == E4M3) return OUT == FP16 ? from_e4m3x2(to_e4m3x2(low, high)) : to_e4m3x2(low, high);
@@ -43,8 +43,8 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     else ((uint4 *)row)[i] = make_uint4(a, b, c, d);
 }
 
-// Grid: a block a row of `vectors` vectors, `stride` elements apart; blocks of whole warps, that hold them all. codes
-// [m, 8 * vectors], scale [m].
+// Grid: one block per row. Rows of x have `vectors` vectors and are `stride` elements apart; a block is whole warps and
+// holds a whole row. codes [m, 8 * vectors], scale [m].
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     quantize_tokens(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
     __shared__ uint32 found[ENDS][MAX_WARPS];
@@ -60,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
         const int i = threadIdx.x + j * blockDim.x;
         kept[j] = i < vectors ? from[i] : make_uint4(0, 0, 0, 0);
     }
-    // Of positive numbers the bits are in their order, and all of negative ones below: of 16 bits as of 32.
+    // As signed integers, the bits of positive numbers are ordered like the numbers, and negative numbers are below
+    // them.
     uint32 low = 0, high = 0;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {

@@ -1,10 +1,12 @@
-// Instructions of sm_90a beyond those of ptx.cuh: barriers in shared memory, tiles copied by the tensor memory
-// accelerator (TMA), products of warpgroups (four warps), clusters of blocks. Addresses are of shared memory, in bytes.
+// Instructions of sm_90a in addition to ptx.cuh: barriers in shared memory, tile copies by the tensor memory
+// accelerator (TMA), products of warpgroups (four warps), clusters of blocks. Addresses are byte addresses in shared
+// memory.
 
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
 
-// What cuTensorMapEncodeTiled of the driver writes: a matrix in memory, and the boxes that are copied of it.
+// Written by the driver's cuTensorMapEncodeTiled: describes a matrix in global memory and the boxes in which it is
+// copied.
 struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
@@ -17,10 +19,10 @@ DEVICE void barrier_init(uint32 barrier, uint32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the other blocks of the cluster, and to the TMA.
+// Makes initialised barriers visible to the other blocks of the cluster and to the TMA.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// One arrival; the phase also waits for as many bytes.
+// Arrives once, and adds `bytes` to what the phase waits for.
 DEVICE void barrier_expect(uint32 barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -29,8 +31,8 @@ DEVICE void barrier_arrive(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival at the barrier that lies at the same address in block `rank` of the cluster. It orders nothing but what
-// the TMA and products do to shared memory: with the scope of a cluster the compiler would flush all memory here.
+// Arrives once at the barrier with the same address in block `rank` of the cluster. It orders only the accesses of the
+// TMA and of products to shared memory. With cluster scope, the compiler would flush all memory here.
 DEVICE void barrier_arrive(uint32 barrier, uint32 rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
@@ -40,7 +42,7 @@ DEVICE void barrier_arrive(uint32 barrier, uint32 rank) {
         : "memory");
 }
 
-// Until the phase of that parity is over. Of a new barrier the one before the first, of parity 1, is.
+// Waits until the phase of this parity is over. A new barrier counts as having finished a phase of parity 1.
 DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
     uint32 over;
     do {
@@ -54,7 +56,8 @@ DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
     } while (!over);
 }
 
-// The same where what other blocks of the cluster sent to this one's shared memory is read after the wait.
+// The same with acquire at cluster scope: for reading what other blocks of the cluster sent to this block's shared
+// memory.
 DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
     uint32 over;
     do {
@@ -68,10 +71,10 @@ DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
     } while (!over);
 }
 
-// Meeting of `threads` of a block, whole warps, at barrier 1..15.
+// Named barrier 1..15: waits for `threads` threads of the block, which are whole warps.
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// The same, without waiting for the others.
+// Arrives at the named barrier without waiting.
 DEVICE void come(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- clusters --------------------------------------------------------------------------------------------------------
@@ -82,17 +85,17 @@ DEVICE uint32 cluster_rank() {
     return rank;
 }
 
-// Meeting of all threads of the cluster.
+// Waits for all threads of the cluster.
 DEVICE void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same in two steps: all have come before a thread's wait is over. What was written before isn't ordered by it, but for
-// barriers and barrier_init_fence.
+// The same in two steps: every thread has called cluster_come before a cluster_await returns. The relaxed arrival
+// orders no earlier writes, except those to barriers that barrier_init_fence covers.
 DEVICE void cluster_come() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// 16 bytes to the same address in block `rank` of the cluster, which count for the barrier that lies at `barrier` there.
+// Sends 16 bytes to the same address in block `rank` of the cluster. They count for the barrier at `barrier` there.
 DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
     asm volatile(
         "{\n.reg .b32 to, at;\n"
@@ -105,11 +108,11 @@ DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
 
 // ---- launches that overlap -------------------------------------------------------------------------------------------
 
-// Until all that was launched before on the stream is done and seen, where the launch did not wait for that itself.
+// Waits until all earlier launches on the stream are done and their writes visible, if the launch itself did not wait.
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The next launch that asks for it may take multiprocessors as they get free. Only after wait_for_previous: what comes
-// next may read what was written two launches before.
+// Lets the next launch, if it allows overlap, take multiprocessors as they become free. Call it only after
+// wait_for_previous: the next launch may read what the launch before this one wrote.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- TMA -------------------------------------------------------------------------------------------------------------
@@ -118,7 +121,8 @@ DEVICE void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// `bytes` of global memory to shared, a multiple of 16 between addresses that are; they count for `barrier`.
+// Copies `bytes` from global to shared memory; both addresses and `bytes` are multiples of 16. They count for
+// `barrier`.
 DEVICE void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -126,8 +130,8 @@ DEVICE void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier)
         : "memory");
 }
 
-// The box of `map` that begins at column x, row y, to shared memory; its bytes count for `barrier`. What lies outside
-// of the matrix is zero, and counts.
+// Copies the box of `map` that begins at column x, row y to shared memory; its bytes count for `barrier`. Elements
+// outside the matrix are written as zeros and count too.
 DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
@@ -136,12 +140,12 @@ DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barri
         : "memory");
 }
 
-// That box into the L2.
+// Prefetches that box into the L2 cache.
 DEVICE void prefetch_box(const TensorMap &map, int x, int y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
 }
 
-// A box to every block of the cluster that has a bit in `blocks`, at the same addresses.
+// Copies a box to every block of the cluster whose bit is set in `blocks`, at the same addresses.
 DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier, unsigned short blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -150,7 +154,7 @@ DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barri
         : "memory");
 }
 
-// Shared memory to the box of `map` at column x, row y; what lies outside of the matrix isn't written.
+// Copies shared memory to the box of `map` at column x, row y; elements outside the matrix are not written.
 DEVICE void store_box(const TensorMap &map, int x, int y, uint32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
                  "r"(x), "r"(y), "r"(from)
@@ -158,33 +162,34 @@ DEVICE void store_box(const TensorMap &map, int x, int y, uint32 from) {
 }
 DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all but the last `PENDING` committed stores of this thread have read their shared memory.
+// Waits until all but the last `PENDING` committed stores of this thread have read their shared memory.
 template <int PENDING>
 DEVICE void store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Between this thread's writes to shared memory and the TMA's reading of them.
+// Orders this thread's writes to shared memory before reads by the TMA.
 DEVICE void fence_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- products of warpgroups --------------------------------------------------------------------------------------------
 
-// Rows of 128 bytes, in groups of eight 1024 bytes apart, the 16-byte chunks of a row permuted as the TMA's 128-byte
-// swizzle does (chunk ^ row % 8): the lower half of a product's operand, and the upper. 32 bytes further along K: + 2.
+// The matrix descriptor of an operand in shared memory: rows of 128 bytes in groups of eight, 1024 bytes apart, with
+// the 16-byte chunks of a row permuted as by the TMA's 128-byte swizzle (chunk ^ row % 8). `operand` gives the lower
+// half, OPERAND_HIGH is the upper. 32 bytes further along K: + 2.
 DEVICE uint32 operand(uint32 address) { return (address >> 4 & 0x3fff) | 1 << 16; }
 static constexpr uint32 OPERAND_HIGH = 1 << 30 | 1024 >> 4;
 
-// Before the first product that adds to registers which were read or written since.
+// Call before the first product that adds to registers which have been read or written since the last product.
 DEVICE void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until all but the last `PENDING` committed groups of products are done.
+// Waits until all but the last `PENDING` committed groups of products are done.
 template <int PENDING>
 DEVICE void product_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// A register that products, which the compiler doesn't follow, read or write until here.
+// Tells the compiler that asynchronous products may read or write this register until here.
 DEVICE void in_use(float &x) { asm volatile("" : "+f"(x)::"memory"); }
 DEVICE void in_use(uint32 &x) { asm volatile("" : "+r"(x)::"memory"); }
 
@@ -197,15 +202,15 @@ DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Four 8x8 matrices of 16-bit elements, a lane's two of each in one word, to shared memory: lane i gives the address of
-// row i % 8 of matrix i / 8.
+// Stores four 8x8 matrices of 16-bit elements to shared memory. A lane holds two elements of each matrix in one word;
+// lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
 }
 
-// The same, each matrix transposed; and back from there.
+// Stores, and loads, the same with each matrix transposed.
 DEVICE void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])

@@ -1,20 +1,21 @@
-"""Product of int8 rows and a ternary matrix stored at 2 bits an element, scaled back.
+"""The product of int8 rows and a ternary matrix stored at 2 bits an element, scaled back.
 
     out[m, n] = (sum_k a[m, k] * (code[n, k] - 2)) * a_scale[m] * b_scale + bias[n]
 
-    a          int8 [M, Ka], Ka at least K; what lies beyond K is zero (`lowbit_kernels.quantize_rowcol` pads so)
-    packed     uint8 [N, ceil(K / 4)]: codes 1, 2, 3 (of -1, 0, 1), four a byte, the first in the lowest bits
+    a          int8 [M, Ka], Ka at least K; columns beyond K are zero (as `lowbit_kernels.quantize_rowcol` pads)
+    packed     uint8 [N, ceil(K / 4)]: codes 1, 2, 3 for -1, 0, 1; four in a byte, the first in the lowest bits
     a_scale    float32 [M]
     b_scale    float32 [1]
     bias       float32, bfloat16 or float16 [N], or None
     out        float32, bfloat16 or float16 [M, N]
 
-The sum is exact in int32; the rest is as in `lowbit_kernels.scaled_mm`, and equals it to the bit but for the bias,
-which either may add without a rounding before it.
+The sum is exact in int32. The other steps are those of `lowbit_kernels.scaled_mm`; the result equals that of scaled_mm
+to the bit, except that either op may fuse the addition of the bias with the product before it.
 
-A Triton kernel reads the 2 bits where a product with few rows is bound by them (`MOST_ROWS`); it needs no elements of
-a byte next to each other: lane j of every byte is a matrix of its own, multiplied by every fourth column of a, which a
-is reordered for. Any other product unpacks the codes, in a kernel of its own, and takes `int8_scaled_mm`.
+For up to `MOST_ROWS` rows, where loading the weight bounds the time, a Triton kernel reads the 2-bit codes. The kernel
+does not interleave the four elements of a byte: bits 2 j, 2 j + 1 of all bytes form one matrix, which is multiplied by
+every fourth column of a. The launcher reorders a for that. Any other product unpacks the codes, in a kernel of its own,
+and calls `scaled_mm`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def reference(
 
 
 def _unpacked(packed: Tensor, columns: int) -> Tensor:
-    """int8 [N, columns]; zeros beyond what is packed."""
+    """int8 [N, columns]; zeros beyond the packed columns."""
     lanes = torch.stack([(packed >> 2 * j) & 3 for j in range(4)], dim=-1)
     codes = lanes.flatten(1).view(torch.int8) - 2
     return F.pad(codes[:, :columns], (0, max(columns - codes.shape[1], 0)))
@@ -76,7 +77,7 @@ def _unpacking(
     width,
     columns,
     packed_stride,
-    BLOCK: tl.constexpr,  # bytes of a row that a program has
+    BLOCK: tl.constexpr,  # bytes of a row per program
 ):
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +89,7 @@ def _unpacking(
 
 
 def _unpack_on_gpu(packed: Tensor, columns: int) -> Tensor:
-    """As `_unpacked`."""
+    """The same as `_unpacked`, by a Triton kernel."""
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=torch.int8)
     block = min(1024, triton.next_power_of_2(triton.cdiv(columns, 4)))
@@ -127,7 +128,7 @@ def _kernel(
         inside = column_inside[:, None] & (byte < width)[None, :]
         codes = tl.load(packed_rows + byte[None, :], mask=inside, other=0)
         for lane in tl.static_range(4):
-            # what is no code, beyond the last element, meets a zero of a
+            # Beyond the last element, bits that are no code are multiplied by a zero of a.
             x_inside = row_inside[:, None] & (byte < width)[None, :]
             x = tl.load(a_rows + lane * m * width + byte[None, :], mask=x_inside, other=0)
             weight = ((codes >> (2 * lane)) & 3).to(tl.int8) - 2
@@ -164,7 +165,7 @@ def _launch(
     ran("ternary_mm", "triton")
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
     width = packed.shape[1]
-    a = F.pad(a, (0, 4 * width - a.shape[1]))  # cut, where it is longer
+    a = F.pad(a, (0, 4 * width - a.shape[1]))  # cuts a where it is longer
     a = a.reshape(m, width, 4).permute(2, 0, 1).contiguous()
     out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
     block_m, block_n = max(16, triton.next_power_of_2(m)), 32

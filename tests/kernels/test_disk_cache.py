@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and what is taken of what lies there."""
+"""Where compiled kernels are kept, and which files of that folder are used."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_more_than_is_read_is_not_kept_in_vain(monkeypatch, folder):
     monkeypatch.setattr(disk_cache, "LARGEST", 100)
     assert disk_cache.keep(bytes(100 - disk_cache.DIGEST), ".so", "source")
     assert disk_cache.find(".so", "source") == bytes(100 - disk_cache.DIGEST)
-    with pytest.warns(UserWarning, match="would have 101 bytes, and at most 100 are read"):
+    with pytest.warns(UserWarning, match="would have 101 bytes, and at most 100 can be read"):
         assert not disk_cache.keep(bytes(101 - disk_cache.DIGEST), ".so", "source")
     assert disk_cache.find(".so", "source") == bytes(100 - disk_cache.DIGEST)
 

@@ -162,10 +162,10 @@ def test_the_compilers_own_files_are_private(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_a_compiler_that_is_not_there_is_told(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/g++ -O1")
     host_compiler.compiler.cache_clear()
-    with pytest.warns(UserWarning, match=r"\$CXX is '/nonexistent/g\+\+ -O1'.*is taken"):
+    with pytest.warns(UserWarning, match=r"\$CXX is '/nonexistent/g\+\+ -O1'.*lowbit uses"):
         assert host_compiler.library(SOURCE).answer() == 42
 
 

@@ -171,13 +171,13 @@ def link_to_an_own_file(stage, folder):
 def fifo(stage, folder):
     os.mkfifo(folder / stage.name)
     own(folder / stage.name, stage.victim)
-    return "no regular file"
+    return "not a regular file"
 
 
 def folder_of_that_name(stage, folder):
     (folder / stage.name).mkdir()
     own(folder / stage.name, stage.victim)
-    return "no regular file"
+    return "not a regular file"
 
 
 def device(stage, folder):
@@ -186,7 +186,7 @@ def device(stage, folder):
     except PermissionError:
         pytest.skip("making a device takes root")
     own(folder / stage.name, stage.victim)
-    return "no regular file"
+    return "not a regular file"
 
 
 def socket_of_that_name(stage, folder):
