@@ -1,4 +1,4 @@
-"""The benchmark runner: found, refused without a GPU, rotated past the cache, and rendered as ratios."""
+"""The benchmark runner: registration, the refusal without a GPU, sets of arguments, and the report."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_report_gives_ratios_to_peer_and_floor() -> None:
         assert fact in page
 
 
-def test_selecting_keeps_what_ratios_refer_to() -> None:
+def test_selecting_keeps_the_reference_of_ratios() -> None:
     candidates = [Candidate(name, tuple, tuple, 1) for name in ("lowbit", "torch", "torchao")]
     problem = Problem("a shape", candidates, reference="torch")
 
@@ -120,7 +120,7 @@ def test_selecting_keeps_what_ratios_refer_to() -> None:
     assert names(["another shape"], []) == []
 
 
-def test_what_cannot_run_is_a_line_and_a_failure_a_status(
+def test_a_candidate_that_cannot_run_has_a_row_and_a_failure_sets_the_status(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     raised = {"missing": ImportError("No module named 'peer'"), "large": torch.OutOfMemoryError()}
@@ -168,7 +168,7 @@ def test_measures_on_the_gpu() -> None:
     bandwidth = copy_bandwidth(repeats=5)
     for graph in (True, False):
         candidate = Candidate(add.name, add.run, add.arguments, add.moved_bytes, graph)
-        # the best of some, since other tests may keep the GPU busy meanwhile
+        # The best of several, since other tests may keep the GPU busy.
         best = min(measure(candidate, 5).median for _ in range(5))
         assert 0.5 < best / (add.moved_bytes / bandwidth) < 5
 

@@ -1,4 +1,4 @@
-"""``int8_mm_sm90`` on a CPU, as ``sm90_emulator`` has ``weight_mm_many``."""
+"""``int8_mm_sm90`` on a CPU, emulated as ``sm90_emulator`` emulates ``weight_mm_many``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _kernel(
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Within it ``int8_mm_sm90.int8_mm`` takes tensors of the CPU, on a GPU of two multiprocessors."""
+    """Inside, ``int8_mm_sm90.int8_mm`` takes CPU tensors, as on a GPU of two multiprocessors."""
 
     def product(out: torch.dtype, bias: torch.dtype | None, width: int, device: int):
         return _kernel(out, bias, width, PRODUCT)

@@ -1,4 +1,4 @@
-"""``weight_mm_many`` on a CPU, compiled by the machine's C++ compiler; ``sm90_on_cpu.h`` stands in for the GPU."""
+"""``weight_mm_many`` on a CPU, compiled by the machine's C++ compiler; ``sm90_on_cpu.h`` emulates the GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 
 @contextlib.contextmanager
 def launches_on_cpu(module: ModuleType) -> Iterator[None]:
-    """Within it `module` describes matrices to the emulation, and needs no GPU."""
+    """Inside, `module` describes matrices to the emulation and needs no GPU."""
     with (
         mock.patch.object(module, "tensor_map", lambda *a: _Map(a)),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
@@ -75,6 +75,6 @@ def launches_on_cpu(module: ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Within it ``weight_mm_many._planned`` takes tensors of the CPU."""
+    """Inside, ``weight_mm_many._planned`` takes CPU tensors."""
     with launches_on_cpu(weight_mm_many), mock.patch.object(weight_mm_many, "_kernel", _kernel):
         yield

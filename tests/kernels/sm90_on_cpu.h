@@ -1,8 +1,9 @@
-// Runs kernels written with sm90.cuh on a CPU, for tests: all threads of all blocks as fibers, which switch where they
-// wait. It stands in for ptx.cuh and sm90.cuh. Products are done where they are issued, and loads too unless
-// EMULATED_DELAY=LATEST,SEED is set, by which they come in any order, one in 16 up to LATEST rounds of all fibers late;
-// stores by the TMA come as late as they may. So what it shows is the arithmetic of indices, swizzles, fragments and
-// barriers, shared memory written to before it is stored, and, where they are late, read before it is loaded.
+// Runs kernels that use sm90.cuh on a CPU, for tests. It replaces ptx.cuh and sm90.cuh. All threads of all blocks are
+// fibers, which switch where they wait. Products complete where they are issued. Loads do too, unless
+// EMULATED_DELAY=LATEST,SEED is set: then they complete in any order, one in 16 of them up to LATEST rounds of all
+// fibers late. Stores by the TMA complete as late as allowed. So the emulation tests the arithmetic of indices,
+// swizzles, fragments and barriers. It finds shared memory that is overwritten before it is stored and, with delays,
+// shared memory that is read before it is loaded.
 
 #include <math.h>
 #include <stdint.h>
@@ -48,10 +49,10 @@ struct Store {
 };
 struct Fiber {
     ucontext_t context;
-    std::vector<Store> stores;  // that are not done
+    std::vector<Store> stores;  // not yet done
     std::unique_ptr<char[]> stack;
     bool done = false;
-    long meetings[2] = {};  // those of its warp and of its cluster
+    long meetings[2] = {};  // of its warp, and of its cluster
     uint32 given[6], address;
 };
 struct Barrier {
@@ -61,7 +62,7 @@ struct Barrier {
 };
 struct Meeting {
     int come = 0;
-    long count = 0;  // of those that took place
+    long count = 0;  // of the barriers passed
 };
 struct Block {
     unsigned char *memory;
@@ -77,7 +78,7 @@ struct Load {
     long due;
     std::function<void()> copy;
 };
-static std::vector<Load> loads;  // under way
+static std::vector<Load> loads;  // not yet done
 static long now, latest;
 static uint64 chance;
 
@@ -114,7 +115,7 @@ static void enter() {
     yield();
 }
 
-// Until all unfinished fibers of `count` from a multiple of it on have come to their next meeting of that kind.
+// Waits until all unfinished fibers of this fiber's group of `count` have come to their next meeting of that kind.
 static void meet(int kind, unsigned int count) {
     const unsigned int first = current / count * count;
     const long meeting = ++fibers[current].meetings[kind];
@@ -140,7 +141,7 @@ static void launch(unsigned int grid, unsigned int block_threads, unsigned int c
     blocks = std::vector<Block>(grid);
     for (Block &one : blocks) {
         one.memory = (unsigned char *)aligned_alloc(1024, MEMORY);
-        memset(one.memory, 0xff, MEMORY);  // NaN where nothing is written
+        memset(one.memory, 0xff, MEMORY);  // unwritten memory reads as NaN
     }
     for (Fiber &fiber : fibers) {
         fiber.stack = std::make_unique<char[]>(STACK);
@@ -261,7 +262,7 @@ static inline void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 b
     });
 }
 
-// The swizzle of 64 (128) bytes: bits 4 and 5 (to 6) of an address are or-ed exclusively with bits 7 and 8 (to 9).
+// The swizzle of 64 (128) bytes: bits 4 to 5 (to 6) of an address are XORed with bits 7 to 8 (to 9).
 static inline uint32 swizzled(uint32 at, uint32 width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }
 
 static inline void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block &block, uint32 barrier) {
@@ -299,7 +300,7 @@ static inline void store_box(const TensorMap &map, int x, int y, uint32 from) {
         }
     }});
 }
-// The kernels commit each store on its own.
+// The kernels commit each store separately.
 static inline void store_commit() { emulation::fibers[emulation::current].stores.back().committed = true; }
 template <int PENDING> static inline void store_wait() {
     auto &stores = emulation::fibers[emulation::current].stores;
@@ -320,8 +321,8 @@ static inline uint4 shared_vector(uint32 at) {
     return x;
 }
 
-// Four matrices of 8 x 8, turned: of each a lane has two neighbouring elements of row lane / 4, which are in memory in
-// column lane / 4; lane i gives the address of row i % 8 of matrix i / 8.
+// Four transposed 8 x 8 matrices. A lane holds two neighbouring elements of row lane / 4 of each, which lie in column
+// lane / 4 in memory; lane i gives the address of row i % 8 of matrix i / 8.
 template <typename F>
 static inline void turned(uint32 address, F move) {
     const unsigned int me = emulation::current, lane = me % 32;
@@ -421,8 +422,8 @@ template <int PENDING> static inline void product_wait() {}
 template <int REGISTERS> static inline void give_registers() {}
 template <int REGISTERS> static inline void take_registers() {}
 
-// A warp's 16 rows of the 64: a's registers hold two neighbouring elements of rows lane / 4 and 8 below, at 2 (lane % 4)
-// and 8 further on; b's rows of 128 bytes lie in shared memory, swizzled.
+// A warp's 16 of the 64 rows. The registers of a hold two neighbouring elements of rows lane / 4 and lane / 4 + 8, at
+// columns 2 (lane % 4) and 2 (lane % 4) + 8. b lies in shared memory in swizzled rows of 128 bytes.
 template <bool HALF, int SUMS>
 static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint32 b, bool add) {
     const unsigned int me = emulation::current, lane = me % 32;
@@ -447,7 +448,7 @@ static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint
     emulation::meet_warp();
 }
 
-// 64 rows of 32 int8 and SUMS * 2 columns, both in shared memory in rows of 128 bytes, swizzled.
+// 64 rows of 32 int8 by SUMS * 2 columns; both operands lie in shared memory in swizzled rows of 128 bytes.
 template <int SUMS>
 static inline void multiply_bytes(int (&sums)[SUMS], uint32 a, uint32 b, bool add) {
     const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -469,7 +470,7 @@ static inline float half_of(uint32 word, int i, bool half) {
     return half ? from_half(bits) : from_bf16(bits);
 }
 
-// mma.m16n8k16; ptx.cuh says which lane has what.
+// mma.m16n8k16; ptx.cuh describes what each lane holds.
 static inline void warp_multiply(float (&sums)[4], const uint32 (&own)[6], bool half) {
     const unsigned int me = emulation::current, lane = me % 32;
     memcpy(emulation::fibers[me].given, own, 24);

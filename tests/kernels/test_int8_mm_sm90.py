@@ -63,7 +63,7 @@ def test_a_single_row_has_a_stride_that_the_tma_takes() -> None:
     assert not int8_mm_sm90._is_readable(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32))
 
 
-def test_rows_that_overlap_are_not_for_the_tma() -> None:
+def test_the_tma_does_not_read_rows_that_overlap() -> None:
     codes = torch.zeros(4, 64, dtype=torch.int8)
     assert int8_mm_sm90._is_readable(codes) and int8_mm_sm90._is_readable(codes[0].expand(1, 64))
     assert not int8_mm_sm90._is_readable(codes[0].expand(4, 64))

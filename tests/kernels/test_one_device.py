@@ -1,4 +1,4 @@
-"""Kernels take addresses: tensors of two devices are refused before any is read."""
+"""Kernels take addresses, so ops refuse tensors of two devices before they read any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cases_of(module: str) -> list[Any]:
 
 
 def moved() -> Iterator[Any]:
-    """Each op with each tensor but its first on another device."""
+    """Each op, with each tensor except the first on another device."""
     for module, op in OPS:
         import_module(f"lowbit_kernels.{module}")
         arguments = cases_of(module)[0].arguments()

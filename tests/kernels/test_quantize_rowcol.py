@@ -1,4 +1,4 @@
-"""Quantization along rows and columns: the reference against numpy, every path against the reference."""
+"""Quantization along rows and columns: the reference against numpy, every implementation against the reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same(out: tuple, expected: tuple) -> None:
 
 
 def by_formula(x: torch.Tensor, format: str, tensorwise: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The quotients in float64 and the scales, of rows."""
+    """The quotients of rows in float64, and the scales."""
     values = x.double().numpy()
     largest = np.abs(values).max(axis=None if tensorwise else 1, initial=0)
     scale = (np.atleast_1d(largest).astype(np.float32) / np.float32(FORMATS[format][1])).astype(
@@ -67,7 +67,7 @@ def test_reference_is_the_formula(case) -> None:
         np.testing.assert_allclose(got_scale.numpy(), expected_scale, rtol=1e-6)
         got = got.float().double().numpy()
         assert not got[:, k:].any()
-        # Half a step: 1 of int8; of float8 the distance of its numbers, at least that of the smallest.
+        # The error is at most half a step: 1 for int8, the distance between neighbouring numbers for float8.
         bits, smallest = {"int8": (None, 1), "e4m3": (4, 2.0**-9), "e5m2": (3, 2.0**-16)}[format]
         step = 1.0
         if bits is not None:
@@ -161,7 +161,7 @@ EMULATED = {
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
 def test_emulated_cuda(case) -> None:
-    """The CUDA source, by this machine's C++ compiler."""
+    """The CUDA source, compiled by this machine's C++ compiler."""
     x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
     out = allocate(x, format, rows, columns, tensorwise)
     for part in out:
@@ -284,7 +284,7 @@ def test_cuda_triton(case) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_cuda_extreme_values(format: str) -> None:
     x = extreme().cuda()
-    x[[20, 22]] = 0  # subnormal numbers: a GPU's division in PyTorch ops may round them otherwise
+    x[[20, 22]] = 0  # PyTorch's division on a GPU may round subnormal numbers differently
     for rows, columns in ((True, True), (True, False)):
         assert_same(OP(x, format, rows, columns), reference(x, format, rows, columns))
 

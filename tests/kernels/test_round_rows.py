@@ -1,4 +1,4 @@
-"""round_rows: every path gives the same codes, without bias, parts those of the whole."""
+"""round_rows: every implementation gives the same unbiased codes; parts of rows get the codes of the whole."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_cpu_and_opcheck(case: Case) -> None:
         not codes[~good].any() and (scale[values.eq(0).all(1)] == 1).all()
     ) or largest is not None
     finite = [a.nan_to_num(1.0, 1.0) if isinstance(a, torch.Tensor) else a for a in arguments]
-    torch.library.opcheck(torch.ops.lowbit.round_rows, tuple(finite))  # takes no NaN for equal
+    torch.library.opcheck(torch.ops.lowbit.round_rows, tuple(finite))  # opcheck holds no NaN equal
 
 
-def test_parts_of_rows_are_those_of_the_whole() -> None:
+def test_parts_of_rows_get_the_codes_of_the_whole() -> None:
     values, old, _, first, _ = Case("", 5, 100).arguments()
     codes, scale = round_rows(values, old, None, first)
     largest = values.abs().amax(1)
@@ -48,7 +48,7 @@ def test_parts_of_rows_are_those_of_the_whole() -> None:
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
-    """The mean of n roundings of a row lies within 5 standard errors; where the rows begin is no multiple of 8."""
+    """The mean of n roundings of a row lies within 5 standard errors; first indices are not multiples of 8."""
     n, columns = 4096, 21
     row = torch.cat([torch.linspace(-126.4, 126.7, columns - 1), torch.tensor([127.0])])
     first = torch.arange(n) * columns - 2**62 + 5
@@ -81,7 +81,7 @@ def test_gpu(case: Case) -> None:
     assert same(round_rows(*arguments), reference(*arguments))
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments() -> None:
     values, old, _, first, _ = CASES[0].arguments()
     for arguments, error, message in (
         ((values.double(),), TypeError, "float32, got torch.float64"),

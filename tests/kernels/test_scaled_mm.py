@@ -1,4 +1,4 @@
-"""The products of quantized matrices: each path against sums that are exact, or in float64."""
+"""scaled_mm: every implementation against exact sums, or sums in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def exact(a, b, a_scale, b_scale, bias=None, out_dtype=None) -> torch.Tensor:
 
 
 def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 0.0) -> None:
-    """Within two roundings to the output's dtype, and an error of `sums` of the sums'; of norms."""
+    """In norm, within two roundings to the output dtype and a relative error `sums` of the sums."""
     expected = exact(*arguments)
     assert out.shape == expected.shape and out.dtype == case.out_dtype and out.is_contiguous()
     error = (out.cpu().double() - expected).norm()
@@ -96,7 +96,7 @@ def test_operator_is_registered_well(case: Case) -> None:
 @settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(-20, 20), st.data())
 def test_sums_are_exact_and_scales_factor_out(m, n, k16, exponent, data) -> None:
-    """With powers of two for scales nothing is rounded but the sums, which are below 2**24."""
+    """If scales are powers of two, nothing is rounded: the sums are below 2**24."""
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     a, b = (
         torch.from_numpy(generator.integers(-128, 128, (rows, 16 * k16), dtype=np.int8))
@@ -179,7 +179,7 @@ def test_wrong_arguments(change: dict, error: type[Exception], message: str) -> 
         scaled_mm(**{**arguments, **change})
 
 
-def test_refuses_what_no_unit_multiplies() -> None:
+def test_refuses_operands_that_no_gpu_multiplies() -> None:
     codes, scale = torch.zeros(4, 24, dtype=torch.int8), torch.ones(1)
     with pytest.raises(ValueError, match="multiple of 16, got 24; pad"):
         scaled_mm(codes, codes, scale, scale)
@@ -192,7 +192,7 @@ def test_refuses_what_no_unit_multiplies() -> None:
 
 @pytest.mark.parametrize("k", [1, 16, 33])
 @pytest.mark.parametrize(("m", "n"), [(1, 5), (5, 1), (1, 1), (17, 3)])
-def test_sums_of_single_rows_whatever_their_strides(m: int, n: int, k: int) -> None:
+def test_sums_do_not_depend_on_the_stride_of_a_single_row(m: int, n: int, k: int) -> None:
     a, b = (torch.randint(-128, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
     expected = a.int() @ b.int().T
     for stride in (0, 1, 7, k):
@@ -201,7 +201,7 @@ def test_sums_of_single_rows_whatever_their_strides(m: int, n: int, k: int) -> N
 
 
 def accepting(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
-    """What ``torch._scaled_mm`` takes on a GPU, multiplied exactly."""
+    """``torch._scaled_mm`` with a GPU's checks of its arguments, multiplied exactly."""
     (m, k), n = a.shape, b.shape[1]
     assert {a.dtype, b.dtype} <= {E4M3, E5M2} and a.stride(1) == b.stride(0) == 1
     assert k % 16 == 0 and n % 16 == 0

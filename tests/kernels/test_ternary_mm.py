@@ -1,4 +1,4 @@
-"""ternary_mm: the reference against the formula, every path against the reference."""
+"""ternary_mm: the reference against the formula, every implementation against the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ every_case = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To the last bit of the dtype: only the bias may be added without a rounding before it."""
+    """Equal to the last bit of the dtype: only the addition of the bias may be fused."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     error = (found.double() - expected.double()).abs()
@@ -82,7 +82,7 @@ def test_gpu(case: Case) -> None:
     assert calls["ternary_mm", "triton"] == launches_kernel(case)
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments() -> None:
     a, packed, a_scale, b_scale, bias, _ = CASES[0].arguments()
     for arguments, error, message in (
         (
