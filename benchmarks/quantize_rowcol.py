@@ -55,9 +55,10 @@ TABLE = Table(
     columns=("time", "middle half", "once", "of the copy's speed", "with two reads", "lowbit is"),
     measure=measure,
     cells=_cells,
-    legend="Medians; *middle half*: between the quartiles. *once*: the bytes if x is read once, codes and scales written. "
-    "*of the copy's speed*: with those bytes. *with two reads*: with x counted twice, since no scale of a column is known "
-    "before all of x is read; rows alone take one read. *lowbit is*: how many times faster lowbit is than this peer.",
+    legend="Medians; *middle half*: between the quartiles. *once*: the bytes if x is read once, codes and scales "
+    "written. *of the copy's speed*: with those bytes. *with two reads*: with x counted twice, since no scale of a "
+    "column is known before all of x is read; rows alone take one read. *lowbit is*: how many times faster lowbit is "
+    "than this peer.",
 )
 
 

@@ -128,6 +128,6 @@ KERNEL_TABLE = Table(
     columns=("time", "middle half", "moves", "TB/s", "time / floor", "lowbit is"),
     measure=measure,
     cells=_kernel_cells,
-    legend="Medians; *middle half*: between the quartiles. *floor*: the time to move the necessary bytes at the speed of "
-    "the copy. *lowbit is*: how many times faster lowbit is than this peer.",
+    legend="Medians; *middle half*: between the quartiles. *floor*: the time to move the necessary bytes at the speed "
+    "of the copy. *lowbit is*: how many times faster lowbit is than this peer.",
 )
