@@ -82,7 +82,7 @@ def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) ->
     except trusted_folder.Untrusted as error:
         warn_once(
             error.reason,
-            f"a compiled kernel is not run: {error}. lowbit compiles it anew and replaces the file. If this recurs, "
+            f"a compiled kernel is not run: {error}. lowbit compiles it again and replaces the file. If this recurs, "
             "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
         )
         return None

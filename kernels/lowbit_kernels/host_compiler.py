@@ -148,11 +148,11 @@ def _version() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What decides which instructions the compiler uses. Machines that share a cache folder may differ in it."""
+    """A description of the processor, on which the machine code depends: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    told = ("flags", "Features", "model name", "CPU part")
-    found = dict.fromkeys(line for line in lines if line.startswith(told))
+    wanted = ("flags", "Features", "model name", "CPU part")
+    found = dict.fromkeys(line for line in lines if line.startswith(wanted))
     return "\n".join(found) or f"{platform.machine()} {platform.processor()} {platform.node()}"

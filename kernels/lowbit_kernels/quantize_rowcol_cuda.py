@@ -20,7 +20,7 @@ SHARED = 16384 + 2 * TILE * 8
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for; the head of ``quantize_rowcol_cuda.cu`` explains each field."""
+    """The options of a compiled kernel; the head of ``quantize_rowcol_cuda.cu`` explains each field."""
 
     input: str
     format: str

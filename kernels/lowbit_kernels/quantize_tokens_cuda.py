@@ -24,7 +24,7 @@ MAX_VECTORS = 8  # of a thread; more do not fit its registers
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for; the head of ``quantize_tokens_cuda.cu`` explains each field."""
+    """The options of a compiled kernel; the head of ``quantize_tokens_cuda.cu`` explains each field."""
 
     x: str
     codes: str

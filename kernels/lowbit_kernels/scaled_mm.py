@@ -134,8 +134,8 @@ def _int8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [N, K].T of int8, in int32 [M, N]; no size is 0.
 
-    On CPUs, torch._int_mm takes the stride of a dimension of size 1 for the distance between its rows, whatever that
-    stride is (0 from Inductor, 1 for a column transposed into a row), and reads out of bounds (pytorch issue 195066).
+    On CPUs, torch._int_mm uses the stride of a dimension of size 1 as a row distance. That stride may be anything (0
+    from Inductor, 1 for a column transposed into a row), and the op then reads out of bounds (pytorch issue 195066).
     So this function pads dimensions of size 1.
     """
     (m, k), n = a.shape, b.shape[0]
@@ -160,7 +160,7 @@ def _float8_by_cublas(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    # A single row counts as contiguous whatever its stride is; cuBLAS wants the stride of a row.
+    # A single row is contiguous with any stride, but cuBLAS needs the stride of a full row.
     a, b = (x.contiguous().view(-1).view(x.shape) for x in (a, b))
     n = b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns

@@ -43,7 +43,7 @@ def ternary_mm(
 ) -> Tensor:
     """The product above; shapes, dtypes and the formula are in the module's docstring.
 
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """
     return torch.ops.lowbit.ternary_mm(a, packed, a_scale, b_scale, bias, out_dtype)
 

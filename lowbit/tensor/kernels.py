@@ -50,9 +50,11 @@ def round_rows(values: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 def weight_linear(op: str, x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
     """`lowbit_kernels.int4_linear` and its siblings, by name: x [..., K] by codes [N, K] and what belongs to them."""
-    from lowbit_kernels import dynamic_linear, weight_linear
+    from lowbit_kernels import dynamic_linear, grouped_linear, weight_linear
 
-    module = weight_linear if hasattr(weight_linear, op) else dynamic_linear
+    module = weight_linear if op in ("int4_linear", "int8_linear") else dynamic_linear
+    if "grouped" in op:
+        module = grouped_linear
     return getattr(module, op)(x, *tensors, **options)
 
 

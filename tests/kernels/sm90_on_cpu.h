@@ -324,7 +324,7 @@ static inline uint4 shared_vector(uint32 at) {
 // Four transposed 8 x 8 matrices. A lane holds two neighbouring elements of row lane / 4 of each, which lie in column
 // lane / 4 in memory; lane i gives the address of row i % 8 of matrix i / 8.
 template <typename F>
-static inline void turned(uint32 address, F move) {
+static inline void transposed_matrices(uint32 address, F move) {
     const unsigned int me = emulation::current, lane = me % 32;
     emulation::fibers[me].address = address;
     emulation::meet_warp();
@@ -345,11 +345,11 @@ static inline void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, 
     emulation::meet_warp();
 }
 static inline void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
-    turned(address, [&](unsigned short *p, int matrix, int i) { *p = x[matrix] >> 16 * i; });
+    transposed_matrices(address, [&](unsigned short *p, int matrix, int i) { *p = x[matrix] >> 16 * i; });
 }
 static inline void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
     for (uint32 &one : x) one = 0;
-    turned(address, [&](unsigned short *p, int matrix, int i) { x[matrix] |= (uint32)*p << 16 * i; });
+    transposed_matrices(address, [&](unsigned short *p, int matrix, int i) { x[matrix] |= (uint32)*p << 16 * i; });
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Every op is found alike: a module, its function and torch op of one name, a row of the README, cases, a reference."""
+"""Every op has the same parts: a module, a function and a torch op of one name, a README row, cases, a reference."""
 
 from __future__ import annotations
 

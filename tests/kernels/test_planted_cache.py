@@ -1,4 +1,4 @@
-"""Planted cache entries of other users do not run: the kernel is compiled anew, and a warning says why."""
+"""Planted cache entries of other users do not run: the kernel is compiled again, and a warning says why."""
 
 from __future__ import annotations
 
