@@ -1,8 +1,8 @@
 """Schemes: what is quantized, to which number format, at which granularity.
 
 A `Spec` describes one quantized tensor: format + granularity + mapping. A `Scheme` is a weight's `Spec` and, where
-activations are quantized too, theirs. The same Scheme drives `quantize_`, `qat.prepare_`, calibration and
-checkpoints, so nothing is configured twice. `Spec` also carries out what it describes (`quantize`, `dequantize`,
+activations are quantized too, theirs. The same Scheme drives `quantize_`, `qat.prepare_` and checkpoints, so nothing
+is configured twice. `Spec` also carries out what it describes (`quantize`, `dequantize`,
 `fake_quantize`), through `lowbit.affine`, so that every flow gives the same bits.
 
 `lowbit.presets` has the usual ones (`Int4WeightOnly(group_size=128)`, …), functions that return a `Scheme`.

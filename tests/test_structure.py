@@ -38,7 +38,7 @@ MAX_CUDA_LINES = 900
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "prototype"}
 OPTIONAL = [
     "triton",
-    "cuda.core",
+    "cuda.bindings",
     "safetensors",
     "tokenizers",
     "wandb",
@@ -46,7 +46,6 @@ OPTIONAL = [
     "peft",
     "accelerate",
     "lightning",
-    "torchtitan",
     "matplotlib",
     "tqdm",
 ]
