@@ -252,7 +252,7 @@ def test_a_float8_range_ends_at_numbers_of_it(dtype: torch.dtype) -> None:
         x = torch.tensor([-INF, low, high, INF, NAN], requires_grad=True)
         codes = quantize_affine(x, (5,), torch.ones(()), None, dtype, low, high).float()
         assert codes[:4].tolist() == [low, low, high, high] and codes[4].isnan()
-        with pytest.raises(ValueError, match=r"quant_max=.* is no torch\.float8"):
+        with pytest.raises(ValueError, match=r"quant_max=.* is not a torch\.float8"):
             quantize_affine(x, (5,), torch.ones(()), None, dtype, low, high - (high - low) / 4)
         if high > 0 and above != INF:
             near = torch.tensor([high + (above - high) * 0.49, high + (above - high) * 0.51])
