@@ -2,7 +2,7 @@
 
 The description has an entry for each tensor under "stored" (`lowbit.digests`). The digest of the description lies
 beside it under "lowbit_sha256": in the metadata of a *.safetensors file, in the dictionary of a *.pt file. Files of
-earlier versions have no digests and load unverified. Earlier versions skip the digests, so the format version is the same.
+earlier versions have no digests and load unverified. Those versions skip digests, so the format version is the same.
 """
 
 from __future__ import annotations

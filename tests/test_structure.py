@@ -238,7 +238,7 @@ print(",".join(sorted((new & {{o.split(".")[0] for o in {OPTIONAL!r}}}) | set(tr
 
 @pytest.mark.parametrize("path", OURS, ids=ids(OURS))
 def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
-    """In lowbit, only inside a function: the import at the top of a file would be everyone's."""
+    """lowbit imports optional packages only inside functions: an import at the top of a file affects every user."""
     if path.is_relative_to(PACKAGES["lowbit"]):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:

@@ -1,5 +1,7 @@
-"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights.
-And under DistributedDataParallel, where replicas stay equal."""
+"""Two processes under FSDP2: weights travel quantized, and training equals that of one process with such weights.
+
+Under DistributedDataParallel, replicas stay equal.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ def shard(model, dtype=None):
 
 
 def as_gathered(model):
-    """A copy whose weights are as FSDP2 gathers them, each rank's rows quantized by themselves; the gradients of
-    these are those of the weights that they stand for."""
+    """A copy with the weights as FSDP2 gathers them: each rank quantizes its own rows. Their gradients are the
+    gradients of the high-precision weights."""
     model = copy.deepcopy(model)
     for layer in (model.first, model.second):
         parts = [w._wire() for w in layer.weight.detach().chunk(dist.get_world_size())]
@@ -78,7 +80,7 @@ def summed(model):
 
 
 def check_as_one_process(rank, world_size):
-    """Outputs and gradients to the bit, with the weights that each rank's rows are quantized to; and near to those
+    """Outputs and gradients equal, to the bit, those of one process with the gathered weights, and are close to those
     of one process that never shards."""
     for name, scheme in SCHEMES.items():
         for rows in ROWS:
@@ -106,7 +108,7 @@ def check_as_one_process(rank, world_size):
 
 
 def check_bytes_on_the_wire(rank, world_size):
-    """One byte an element and a scale a row; everything where a product needs the weight itself."""
+    """One byte an element and a scale a row travel; the whole weight does where a product needs it."""
     for scheme, limit in ((SCHEMES["int8"], 1.2), (SCHEMES["float8-tensorwise"], 1.2)):
         for rows in (64, 33):
             model = shard(prepared(Model(rows), scheme))
@@ -149,7 +151,7 @@ def check_training(rank, world_size):
 
 
 def check_compiled(rank, world_size):
-    """Each layer compiled, as for large models; the counter tells that low-bit products ran."""
+    """Each layer is compiled, as in large models; counted calls show that low-bit products ran."""
     torch._dynamo.reset()
     model = prepared(Model(64), SCHEMES["int8"])
     expected, compiled = shard(copy.deepcopy(model)), copy.deepcopy(model)
@@ -234,7 +236,7 @@ def check_experts(rank, world_size):
 
 
 def check_tied_embedding(rank, world_size):
-    """Rows are looked up in what was gathered, and gradients of both uses reach the shards."""
+    """The embedding looks rows up in the gathered weight, and gradients of both uses reach the shards."""
     for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
         model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
         model[0].weight = model[1].weight = nn.Parameter(values(50, 64))
@@ -255,7 +257,8 @@ def check_tied_embedding(rank, world_size):
 
 
 def check_data_parallel(rank, world_size):
-    """DistributedDataParallel: rank 0's start for all, and replicas that stay equal to the bit, draws included."""
+    """Under DistributedDataParallel all ranks start from rank 0's weights, and replicas stay equal to the bit, random
+    bits included."""
     products = {
         train.Int8MixedPrecision(always=True, stochastic_rounding=True): 5,
         Int8Weight(): 0,
@@ -290,7 +293,7 @@ def check_data_parallel(rank, world_size):
 
 
 def check_data_parallel_of_one_weight(rank, world_size):
-    """What is laid end to end is it alone."""
+    """The concatenation consists of nothing else."""
     for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
         model = prepared(linear(16, 64, bias=False), scheme)
         with torch.no_grad():
