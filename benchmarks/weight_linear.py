@@ -135,9 +135,10 @@ def _candidates(m: int, n: int, k: int) -> Iterator[Linear]:
 
 
 def shapes_of(file: Path) -> list[tuple[int, int, int]]:
-    """M, N, K of the linears in a file of ``lowbit.inference.trace_linears``, each once."""
-    linears = json.loads(file.read_text(encoding="utf-8"))["linears"]
-    return sorted({(line["m"], line["n"], line["k"]) for line in linears}, key=lambda s: s[::-1])
+    """M, N, K of the forward products that ran, in a file that ``lowbit.trace`` wrote; each once."""
+    products = json.loads(file.read_text(encoding="utf-8"))["products"]
+    ran = [p for p in products if p["product"] == "output" and p["calls"]]
+    return sorted({(p["m"], p["n"], p["k"]) for p in ran}, key=lambda s: s[::-1])
 
 
 @benchmark(

@@ -122,7 +122,8 @@ OURS = [p for p in SOURCES if module_name(p)]
 ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels"},
     "maths": {"maths"},
-    "tracer": {"tensor", "maths", "kernels", "convert"},
+    "traced": set(),
+    "tracer": {"traced", "maths", "kernels"},
     "products": {"tensor", "maths", "kernels", "tracer"},
     "tensor": {"tensor", "products", "tracer", "maths", "kernels"},
     "replaced": {"tensor"},
@@ -136,7 +137,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
     "surface": {
-        *("maths", "tensor", "products", "convert", "tracer", "checkpoint", "dequantize"),
+        *("maths", "tensor", "products", "convert", "traced", "tracer", "checkpoint", "dequantize"),
         *FLOWS,
     },
     "recipes": {

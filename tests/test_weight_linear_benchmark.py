@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import lowbit
 from benchmarks.__main__ import main
 from benchmarks.weight_linear import Linear, _measure, shapes_of
 from benchmarks.write_linear_table import thresholds, written
@@ -16,9 +16,16 @@ from lowbit_kernels import linear_table
 
 
 def test_shapes_of_a_trace(tmp_path: Path) -> None:
-    lines = [{"m": 1, "n": 8, "k": 4}, {"m": 1, "n": 8, "k": 4}, {"m": 2, "n": 4, "k": 4}]
-    file = tmp_path / "linears.json"
-    file.write_text(json.dumps({"linears": [{"name": "a", "calls": 1, **line} for line in lines]}))
+    how = ("float32", "float32", "torch")
+    products = [
+        lowbit.TracedProduct("a", "output", 1, 8, 4, *how, calls=1, why=""),
+        lowbit.TracedProduct("b", "output", 1, 8, 4, *how, calls=2, why=""),
+        lowbit.TracedProduct("b", "grad_weight", 3, 8, 4, *how, calls=1, why=""),
+        lowbit.TracedProduct("c", "output", 2, 4, 4, *how, calls=1, why=""),
+        lowbit.TracedProduct("d", "output", 0, 9, 9, *how, calls=0, why="not reached"),
+    ]
+    file = tmp_path / "shapes.json"
+    lowbit.Trace(tuple(products)).write(file)
     assert shapes_of(file) == [(2, 4, 4), (1, 8, 4)]
 
 
@@ -33,7 +40,7 @@ def test_a_wrong_result_is_not_timed() -> None:
 def test_shapes_go_with_the_benchmark_that_takes_them(capsys: pytest.CaptureFixture) -> None:
     for names in (["dequantize_int4"], []):
         with pytest.raises(SystemExit):
-            main([*names, "--shapes", "linears.json"])
+            main([*names, "--shapes", "shapes.json"])
         assert "--shapes goes with the benchmark weight_linear" in capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.inference.weight_only import group_size_of, is_served
 from lowbit.products import check_residual, quantized_linear
 from lowbit.tensor import kernels
@@ -53,11 +54,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     _check_grouped(x, weight, offsets)
     op = _grouped_op(x, weight)
     if op is not None and isinstance(weight, AffineTensor):
-        return kernels.weight_linear(
-            op,
-            *(x, weight.codes, weight.scale, weight.zero_point, offsets),
-            group_size=group_size_of(weight),
-        )
+        with tracer.running(x, weight, op):
+            return kernels.weight_linear(
+                op,
+                *(x, weight.codes, weight.scale, weight.zero_point, offsets),
+                group_size=group_size_of(weight),
+            )
     ends = offsets.tolist()
     bounds = list(zip([0, *ends], [*ends, x.shape[0]], strict=True))
     if any(not 0 <= start <= end <= x.shape[0] for start, end in bounds):

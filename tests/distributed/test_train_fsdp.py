@@ -27,6 +27,7 @@ from lowbit.tensor.mixed_precision import GatheredMixedPrecision
 from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
+from tests.traced import low_bit
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
@@ -189,13 +190,14 @@ def check_state_dicts(rank, world_size):
     return True
 
 
-def check_explained_and_refused(rank, world_size):
+def check_traced_and_refused(rank, world_size):
     model = shard(prepared(Model(64), SCHEMES["int8"]))
     model.first.bias.grad = torch.ones_like(model.first.bias)
-    explanation = train.explain(model, batch_of(rank))
-    assert explanation.calls == {"int8_scaled_mm": 6}
-    assert set(explanation.layers) == {"first", "second"}
-    assert explanation.layers["first"].low_bit == ["output", "grad_input", "grad_weight"]
+    found = lowbit.trace(model, batch_of(rank))
+    assert {p.layer for p in found.products} == {"first", "second"}
+    for layer in ("first", "second"):
+        assert low_bit(found, layer) == ["output", "grad_input", "grad_weight"]
+    assert sum(p.calls for p in found.products) == 6
     assert model.first.weight.grad is None and model.first.bias.grad is not None
     for call, match in (
         (lambda: train.restore_(model), "is sharded: gather the state dict"),
@@ -315,7 +317,7 @@ CHECKS = [
     check_training,
     check_compiled,
     check_state_dicts,
-    check_explained_and_refused,
+    check_traced_and_refused,
     check_experts,
     check_data_parallel,
     check_data_parallel_of_one_weight,

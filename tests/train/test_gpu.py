@@ -12,6 +12,7 @@ import lowbit
 from lowbit import train
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
 from lowbit_kernels.scaled_mm import calls
+from tests.traced import reasons
 from tests.train.problems import linear, outcome, prepared, snr, values
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +63,7 @@ def test_too_few_rows_run_in_high_precision():
     low, x = prepared(layer, Int8MixedPrecision()), values(16, 2048, dtype=torch.bfloat16).cuda()
     calls.clear()
     assert torch.equal(low(x), layer(x)) and not calls
-    assert "too few rows" in train.explain(low, x).layers[""].why[0]
+    assert "too few rows" in reasons(lowbit.trace(low, x)).pop()
 
 
 @every_scheme
