@@ -393,11 +393,12 @@ class _Products(TorchFunctionMode):
     def _note(self, x: Tensor, n: int, k: int, weight: Tensor, why: str) -> Note:
         return self.watch.note(_local(x).shape[:-1].numel(), n, k, weight, why)
 
-    def _lookup(self, indices: Tensor, table: Tensor, rows: Tensor) -> None:
+    def _lookup(self, indices: Tensor, table: Tensor, found: Tensor) -> None:
         local = _local(table)
         if _is_low_bit(local):
-            made = self.watch.note(indices.numel(), *local.shape, table, LOOKED_UP)
-            record(made, "embedding", rows.dtype)
+            rows, columns = local.shape
+            made = self.watch.note(indices.numel(), rows, columns, table, LOOKED_UP)
+            record(made, "embedding", found.dtype)
 
     def _attention(self, notes: list[Note], args: Any, kwargs: Any, result: Tensor) -> None:
         """The products of nn.MultiheadAttention with its inputs, and with the attended values."""
@@ -418,7 +419,8 @@ class _Products(TorchFunctionMode):
             noted = self._note(x, n, columns, weight, IN_ATTENTION)
             self._follow([noted], x.requires_grad, weight.requires_grad, result)
         attended = any(t.requires_grad for part in parts for t in part[:2])
-        notes = notes or [self._note(query, *out.shape, out, IN_ATTENTION)]
+        n, k = out.shape
+        notes = notes or [self._note(query, n, k, out, IN_ATTENTION)]
         self._follow(notes, attended, out.requires_grad, result)
 
     def _follow(
