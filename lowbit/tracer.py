@@ -39,11 +39,14 @@ from lowbit.traced import LOW_BITS, Trace, TracedProduct
 from lowbit.train_scheme import IN_ATTENTION, LOOKED_UP, PRODUCTS, BitNet, Int8Weight
 
 NOT_REACHED = "not reached by these inputs"
-PLAIN_WEIGHT = "not prepared: a plain weight"
+PLAIN_WEIGHT = "a plain weight"
 BY_SCHEME = "its scheme keeps this product in high precision"
 DEQUANTIZED = "the weight is dequantized"
 WEIGHT_ONLY = "its scheme quantizes the weight only"
 ROUNDED = "rounded values, multiplied in high precision"
+LEFT_ALONE = "_lowbit_left"
+"""Attribute of the modules of a prepared model: the reason by name for each weight that `lowbit.train.prepare_` left
+alone. It shows that a model was prepared even if no weight was. It is no part of the state dict."""
 
 
 # ---- what products call ---------------------------------------------------------------------------------------
@@ -162,6 +165,11 @@ class Watch:
         self.parameters = sorted(
             (*_memory(p), _layer(*_split(name))) for name, p in model.named_parameters()
         )
+        self.left_alone = {
+            _layer(_plain_name(name), attribute): reason
+            for name, module in model.named_modules()
+            for attribute, reason in getattr(module, LEFT_ALONE, {}).items()
+        }
 
     def note(self, m: int, n: int, k: int, weight: Tensor | None, why: str | None) -> Note:
         layer = None if weight is None else self.find(weight)
@@ -388,7 +396,14 @@ class _Products(TorchFunctionMode):
         if is_plain and func is not F.linear and self.watch.find(weight) is None:
             return []  # a product of two activations
         n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
-        return [self._note(x, n, k, weight, PLAIN_WEIGHT if is_plain else _why_plain(local))]
+        made = self._note(x, n, k, weight, PLAIN_WEIGHT)
+        if not is_plain:
+            made.why = (
+                ROUNDED if isinstance(getattr(local, "scheme", None), Scheme) else DEQUANTIZED
+            )
+        elif made.layer in self.watch.left_alone:
+            made.why = f"left alone: {self.watch.left_alone[made.layer]}"
+        return [made]
 
     def _note(self, x: Tensor, n: int, k: int, weight: Tensor, why: str) -> Note:
         return self.watch.note(_local(x).shape[:-1].numel(), n, k, weight, why)
@@ -443,10 +458,6 @@ class _Products(TorchFunctionMode):
                 record(made, "output", result_dtype)
         if notes and needed and node is not None:
             node.register_prehook(backward)
-
-
-def _why_plain(weight: Any) -> str:
-    return ROUNDED if isinstance(getattr(weight, "scheme", None), Scheme) else DEQUANTIZED
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------
