@@ -197,9 +197,12 @@ def test_quantizing_more_of_a_model_later() -> None:
     lb.quantize_(model, {"head": INT8})
     weight = model.head.weight
     report = lb.quantize_(model, INT4)
-    assert report.left["head.weight"] == "already a AffineTensor" and model.head.weight is weight
+    assert report.left["head.weight"] == "already in low bits (AffineTensor)"
+    assert model.head.weight is weight
     assert len(report.converted) == 4
-    with pytest.raises(ValueError, match=r"nothing to convert.*already a AffineTensor"):
+    with pytest.raises(
+        ValueError, match=r"nothing to convert.*already in low bits \(AffineTensor\)"
+    ):
         lb.quantize_(model, INT4)
 
 

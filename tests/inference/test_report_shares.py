@@ -49,10 +49,10 @@ def test_all_that_was_left_is_reported_with_its_share() -> None:
     report = lb.quantize_(model, INT8)
     own = "filter_fn can select it, the default takes nn.Linear only"
     assert report.left == {
-        "position": f"of a Mixed: {own}",
+        "position": f"a parameter of a Mixed: {own}",
         "conv.weight": "no low-bit product for Conv2d",
-        "c_attn.weight": f"of a Conv1D: {own}",
-        "experts.up": f"of a Experts: {own}",
+        "c_attn.weight": f"a parameter of a Conv1D: {own}",
+        "experts.up": f"a parameter of a Experts: {own}",
         "embedding.weight": "not selected by the filter",
     }
     total = sum(
@@ -81,7 +81,7 @@ def test_the_share_counts_what_was_converted_before() -> None:
     lb.quantize_(model, {"head": INT8})
     report = lb.quantize_(model, {"layers.0.up": INT4})
     assert report.low_bits == 20 * 16 + 24 * 16
-    assert report.left["head.weight"] == "already a AffineTensor"
+    assert report.left["head.weight"] == "already in low bits (AffineTensor)"
 
 
 @pytest.mark.parametrize(
