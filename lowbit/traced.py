@@ -11,6 +11,11 @@ import os
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from lowbit.granularity import PerBlock, PerGroup
+from lowbit.scheme import Int, Scheme, Spec
+from lowbit.train_scheme import BitNet, Int8Weight
 
 LOW_BITS = frozenset({"int8", "e4m3", "e5m2"})
 """Formats of the operands of a product that runs in low bits."""
@@ -116,3 +121,37 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def weight_format(weight: Any) -> str:
+    """How a local weight is stored, and its activation quantized, in a word or two."""
+    scheme, spec = getattr(weight, "scheme", None), getattr(weight, "spec", None)
+    if isinstance(scheme, Scheme):
+        return "QAT " + _specs_name(scheme.weight, scheme.activation)
+    if isinstance(scheme, Int8Weight):
+        return "int8 weight"
+    if isinstance(scheme, BitNet):
+        return "BitNet"
+    if isinstance(spec, Spec):
+        return _specs_name(spec, weight.activation)
+    return str(weight.dtype).removeprefix("torch.")
+
+
+def _specs_name(weight: Spec, activation: Spec | None) -> str:
+    return _spec_name(weight) + ("" if activation is None else f"-{_spec_name(activation)}")
+
+
+def _spec_name(spec: Spec) -> str:
+    fmt, granularity = spec.format, spec.granularity
+    name = (
+        f"{'' if fmt.signed else 'u'}int{fmt.bits}"
+        if isinstance(fmt, Int)
+        else str(fmt.dtype).removeprefix("torch.")
+    )
+    if isinstance(granularity, PerGroup):
+        name += f"-g{granularity.group_size}"
+    elif isinstance(granularity, PerBlock):
+        name += "-block" + "x".join(map(str, granularity.shape))
+    else:
+        name += "-" + type(granularity).__name__.removeprefix("Per").lower()
+    return name if spec.mapping.startswith("symmetric") else f"{name}-{spec.mapping}"

@@ -12,7 +12,8 @@ Products are noted as they run:
 - Where PyTorch computes the backward products, a hook on the output's autograd node notes them.
 - Kernels report which variant runs (`lowbit_kernels.launches`); the report belongs to the product that runs then.
 
-While nobody traces, a product pays one test: whether `active` is None.
+While nobody traces, a product pays one test: whether `active` is None. Of plain weights, only the functions in
+`_OPERANDS` are seen, with the weight as second operand; an einsum, for example, is not.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.granularity import PerBlock, PerGroup
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.traced import LOW_BITS, Trace, TracedProduct
-from lowbit.train_scheme import IN_ATTENTION, LOOKED_UP, PRODUCTS, BitNet, Int8Weight
+from lowbit.scheme import Scheme
+from lowbit.traced import LOW_BITS, Trace, TracedProduct, weight_format
+from lowbit.train_scheme import IN_ATTENTION, LOOKED_UP, PRODUCTS
 
 NOT_REACHED = "not reached by these inputs"
 PLAIN_WEIGHT = "a plain weight"
@@ -109,9 +109,8 @@ def record(
 
 def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[None]:
     """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]."""
-    if (
-        active is None or not active.here.modules
-    ):  # without a module: in backward, which `_follow` notes
+    # in backward no module runs, and `_follow` notes the product
+    if active is None or not active.here.modules:
         return _OFF
     return _running(active, x, weight, implementation)
 
@@ -175,7 +174,7 @@ class Watch:
         layer = None if weight is None else self.find(weight)
         if layer is None:
             layer = self.here.modules[-1][0] if self.here.modules else ""
-        form = "" if weight is None else weight_format(weight)
+        form = "" if weight is None else weight_format(_local(weight))
         self.notes.append(Note(layer, m, n, k, form, why))
         return self.notes[-1]
 
@@ -287,7 +286,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _is_low_bit(weight: Any) -> bool:
-    """Whether a local tensor is a LowbitTensor, whose class this module, which that imports, can't import."""
+    """Whether a local tensor is a LowbitTensor. Its module imports this one, so the class isn't there to ask."""
     return hasattr(weight, "inner_tensors")
 
 
@@ -299,50 +298,15 @@ def _memory(weight: Tensor) -> tuple[int, int]:
     first = next(iter(local.inner_tensors().values())) if _is_low_bit(local) else local
     if first.is_meta or first.numel() == 0:
         return 0, 0
-    start = first.data_ptr()
-    return start, start + first.nbytes
+    try:
+        start = first.data_ptr()
+    except RuntimeError:  # a tensor subclass of others, without memory of its own
+        return 0, 0
+    return (start, start + first.nbytes) if start else (0, 0)
 
 
 def _covers(memory: tuple[int, int], address: int) -> bool:
     return memory[0] <= address < memory[1]
-
-
-# ---- how weights are called -----------------------------------------------------------------------------------
-
-
-def weight_format(weight: Tensor) -> str:
-    """How a weight is stored, and its activation quantized, in a word or two."""
-    local: Any = _local(weight)
-    scheme, spec = getattr(local, "scheme", None), getattr(local, "spec", None)
-    if isinstance(scheme, Scheme):
-        return "QAT " + _specs_name(scheme.weight, scheme.activation)
-    if isinstance(scheme, Int8Weight):
-        return "int8 weight"
-    if isinstance(scheme, BitNet):
-        return "BitNet"
-    if isinstance(spec, Spec):
-        return _specs_name(spec, local.activation)
-    return str(weight.dtype).removeprefix("torch.")
-
-
-def _specs_name(weight: Spec, activation: Spec | None) -> str:
-    return _spec_name(weight) + ("" if activation is None else f"-{_spec_name(activation)}")
-
-
-def _spec_name(spec: Spec) -> str:
-    fmt, granularity = spec.format, spec.granularity
-    name = (
-        f"{'' if fmt.signed else 'u'}int{fmt.bits}"
-        if isinstance(fmt, Int)
-        else str(fmt.dtype).removeprefix("torch.")
-    )
-    if isinstance(granularity, PerGroup):
-        name += f"-g{granularity.group_size}"
-    elif isinstance(granularity, PerBlock):
-        name += "-block" + "x".join(map(str, granularity.shape))
-    else:
-        name += "-" + type(granularity).__name__.removeprefix("Per").lower()
-    return name if spec.mapping.startswith("symmetric") else f"{name}-{spec.mapping}"
 
 
 # ---- products that don't note themselves ----------------------------------------------------------------------
@@ -398,9 +362,8 @@ class _Products(TorchFunctionMode):
         n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
         made = self._note(x, n, k, weight, PLAIN_WEIGHT)
         if not is_plain:
-            made.why = (
-                ROUNDED if isinstance(getattr(local, "scheme", None), Scheme) else DEQUANTIZED
-            )
+            is_qat = isinstance(getattr(local, "scheme", None), Scheme)
+            made.why = ROUNDED if is_qat else DEQUANTIZED
         elif made.layer in self.watch.left_alone:
             made.why = f"left alone: {self.watch.left_alone[made.layer]}"
         return [made]
@@ -467,7 +430,7 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     """Run `model(*args, **kwargs)` once and say of every product of every layer what it ran in, and why.
 
     Args:
-        backward: also run a backward pass, from the sum of the outputs. By default, if the model is in training mode
+        backward: also run a backward pass, from the sum of the outputs. By default, if the model is in training mode,
             and a parameter or an argument requires a gradient. Without it, the model runs without gradients.
 
     A compiled model runs eagerly here. Shapes, dtypes, devices and schemes decide what runs in what, so the compiled
@@ -477,26 +440,26 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
 
     Raises:
         TypeError: the model is no module.
-        ValueError: `backward=True`, and no output requires a gradient.
+        ValueError: `backward=True`, but no output requires a gradient.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     args, kwargs = _apart(args, kwargs)
-    if backward is None:
-        tensors = (*model.parameters(), *tree_leaves((args, kwargs)))
-        learns = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-        backward = model.training and learns
+    with_grad = model.training and _learns(model, args, kwargs) if backward is None else backward
     with (
         torch.compiler.set_stance("force_eager"),
         _nothing_changed(model),
         watched(model) as watch,
-        torch.set_grad_enabled(backward),
+        torch.set_grad_enabled(with_grad),
     ):
-        outputs = model(*args, **kwargs)
-        if backward:
-            _run_backward(outputs)
-    found = tuple(watch.products())
-    return Trace((*found, *_not_reached(model, {p.layer for p in found})), watch.launches)
+        outputs = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, Tensor)]
+        summed = [t.float().sum() for t in outputs if t.requires_grad and with_grad]
+        if backward and not summed:
+            raise ValueError("backward=True, but no output of the model requires a gradient")
+        if summed:
+            torch.autograd.backward(summed)
+    ran = tuple(watch.products())
+    return Trace((*ran, *_not_reached(model, {p.layer for p in ran})), watch.launches)
 
 
 def _apart(args: Any, kwargs: Any) -> Any:
@@ -513,13 +476,10 @@ def _apart(args: Any, kwargs: Any) -> Any:
     return tree_map(apart, (args, kwargs))
 
 
-def _run_backward(outputs: Any) -> None:
-    found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-    if not found:
-        raise ValueError(
-            "no output requires a gradient, so there is no backward pass to trace; pass backward=False"
-        )
-    torch.autograd.backward([t.float().sum() for t in found])
+def _learns(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a parameter or an argument requires a gradient."""
+    tensors = (*model.parameters(), *tree_leaves((args, kwargs)))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]:
@@ -527,15 +487,13 @@ def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]
     for name, module in model.named_modules():
         is_linear, is_lookup = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
         for attribute, p in module._parameters.items():
-            is_weight = p is not None and (
-                _is_low_bit(_local(p)) or (is_linear and attribute == "weight")
-            )
-            layer = _layer(_plain_name(name), attribute)
-            if p is None or not is_weight or layer in reached:
+            if p is None or not (_is_low_bit(_local(p)) or (is_linear and attribute == "weight")):
                 continue
-            product = "embedding" if is_lookup else "output"
-            n, k = p.shape[-2:]
-            yield TracedProduct(layer, product, 0, n, k, weight_format(p), "", "", 0, NOT_REACHED)
+            layer = _layer(_plain_name(name), attribute)
+            if layer not in reached:
+                product, form = "embedding" if is_lookup else "output", weight_format(_local(p))
+                sizes = (0, p.shape[-2], p.shape[-1])
+                yield TracedProduct(layer, product, *sizes, form, "", "", 0, NOT_REACHED)
 
 
 @contextmanager

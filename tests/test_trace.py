@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit as lb
 from lowbit import LowbitTensor, MixedPrecisionTensor, TracedProduct, trace, tracer
 from lowbit.inference import linear as linear_with_residual
+from lowbit.traced import weight_format
 from lowbit_kernels import launches
 from tests.inference.weight_ops import counted
 from tests.schemes import SCHEMES as INFERENCE_SCHEMES
@@ -127,7 +128,7 @@ def test_ternary_weights() -> None:
 
 def test_names_of_weight_formats() -> None:
     names = {
-        key: tracer.weight_format(lb.AffineTensor.from_float(torch.randn(8, 32), s))
+        key: weight_format(lb.AffineTensor.from_float(torch.randn(8, 32), s))
         for key, s in INFERENCE_SCHEMES.items()
     }
     assert names["int4-g32-asymmetric"] == "int4-g32-asymmetric"
@@ -257,8 +258,53 @@ def test_backward_runs_in_training_mode_where_something_learns() -> None:
     with torch.no_grad():
         assert "grad_input" in ran_in(trace(model, x), "up")
     assert seen == [True, False, False, True, False, True, True]
-    with pytest.raises(ValueError, match="no output requires a gradient"):
+    with pytest.raises(ValueError, match="no output of the model requires a gradient"):
         trace(model, values(16, 64), backward=True)
+
+
+def test_a_forward_without_gradients_has_no_backward() -> None:
+    class Generates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = linear(8, 64)
+
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x)
+
+    assert set(ran_in(trace(Generates(), values(4, 64)), "up")) == {"output"}
+    with torch.inference_mode():
+        assert set(ran_in(trace(nn.Sequential(linear(8, 64)), values(4, 64)), "0")) == {"output"}
+
+
+def test_weights_of_other_libraries_have_the_name_of_the_module() -> None:
+    class Foreign(Tensor):
+        """Without memory of its own."""
+
+        @staticmethod
+        def __new__(cls, values: Tensor) -> Any:
+            return Tensor._make_wrapper_subclass(cls, values.shape)
+
+        def __init__(self, values: Tensor) -> None:
+            self.values = values
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is F.linear:
+                return F.linear(args[0], args[1].values)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return cls(args[0].values)  # detach
+
+    model = nn.Sequential(nn.Linear(64, 8, bias=False))
+    model[0].weight = nn.Parameter(Foreign(values(8, 64)))
+    assert set(ran_in(trace(model, values(4, 64), backward=False), "0")) == {"output"}
 
 
 class Residual(nn.Module):
