@@ -81,7 +81,7 @@ def test_products_of_weights_in_training(name: str) -> None:
     if isinstance(scheme, lb.BitNet):
         scheme = replace(scheme, grad_input=False, grad_weight=True)
     model = nn.Sequential(linear(48, 96))
-    # what CPUs gain nothing by is left alone; made by hand, as a checkpoint of a GPU's training is
+    # prepare_ leaves layers alone that gain nothing on a CPU, so this one is made by hand
     if name == "int8-on-cpu":
         model[0].weight = nn.Parameter(MixedPrecisionTensor(model[0].weight, scheme))
     else:
@@ -138,7 +138,7 @@ def test_names_of_weight_formats() -> None:
     assert len(set(names.values())) == len(names)
 
 
-def test_an_implementation_of_a_users_own() -> None:
+def test_an_implementation_that_a_user_registers() -> None:
     model = nn.Sequential(nn.Linear(64, 96))
     lb.quantize_(model, lb.Int8WeightOnly())
 
@@ -171,7 +171,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", ["", "in place", "wrapped"])
-def test_a_training_step_is_told_and_leaves_everything_as_it_was(compiled: str) -> None:
+def test_tracing_a_training_step_leaves_everything_as_it_was(compiled: str) -> None:
     torch._dynamo.reset()
     model = Mixed()
     float8 = lb.Float8MixedPrecision(always=True, backward="e5m2", grad_weight=False)
@@ -195,7 +195,7 @@ def test_a_training_step_is_told_and_leaves_everything_as_it_was(compiled: str) 
     assert ran_in(found, "head") == PLAIN
     assert reasons(found, "unused") == {tracer.NOT_REACHED} and not ran_in(found, "unused")
     assert str(found).startswith("2 of 5 layers ran products in low bits\nlayer")
-    # no trace of it
+    # nothing is left behind
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
     assert model.block.up.weight.grad is None
     assert torch.equal(torch.get_rng_state(), state)
@@ -428,7 +428,7 @@ def test_attention_of_torch() -> None:
     low, x = prepared(layer, INT8), values(2, 16, 64)
     found, expected = outcome(low, x), outcome(layer, x)
     for name, value in expected.items():
-        # the gradient of the keys' bias is zero but for rounding
+        # the gradient of the keys' bias is zero, up to rounding errors
         assert name == "self_attn.in_proj_bias" or snr(found[name], value) > 20, name
     traced = trace(low, x.requires_grad_())
     assert low_bit(traced, "linear1") == low_bit(traced, "linear2") == list(ALL)
@@ -482,7 +482,9 @@ def test_several_models_share_nothing() -> None:
     other = copy.deepcopy(model)
     model.forward = lambda x: other(x)  # type: ignore[method-assign]
     found = trace(model, values(16, 64), backward=False)
-    assert {p.layer for p in found.products if p.calls} == {""}, "of modules that are none of its"
+    assert {p.layer for p in found.products if p.calls} == {""}, (
+        "products of a module outside of the model belong to the module that calls it"
+    )
     assert {p.layer for p in found.products if not p.calls} == {"gate", "up", "down"}
 
 
@@ -492,7 +494,7 @@ def test_several_models_share_nothing() -> None:
 def compiled_launches(
     model: nn.Module, *args: Tensor, backward: bool
 ) -> dict[tuple[str, str], int]:
-    """Those of a compiled model that runs as usual."""
+    """The launches of a compiled model that runs as usual."""
     torch._dynamo.reset()
     compiled = copy.deepcopy(model)
     compiled.compile(fullgraph=True, backend="aot_eager")
@@ -567,7 +569,7 @@ def test_the_file_holds_every_product(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", [None, INT8, lb.Int8Weight()], ids=["plain", "int8", "weight"])
-def test_no_optimizer_that_waits_in_a_hook_runs(scheme: Any) -> None:
+def test_an_optimizer_step_in_a_gradient_hook_does_not_run(scheme: Any) -> None:
     model, x = Block(), values(16, 64)
     if scheme is not None:
         lb.train.prepare_(model, scheme)
@@ -591,7 +593,7 @@ def test_no_optimizer_that_waits_in_a_hook_runs(scheme: Any) -> None:
         trace(model, values(16, 65))
     model(x).sum().backward()
     count = len(before)
-    assert len(ran) == count + 1, "afterwards they do"
+    assert len(ran) == count + 1, "the hooks run afterwards"
     handle.remove()
     model(x).sum().backward()
     assert len(ran) == 2 * count + 1
@@ -607,7 +609,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
 
 
 class Counting(nn.Module):
-    """Puts other tensors in the place of its buffers."""
+    """Replaces its buffers in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -621,7 +623,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_inputs_and_replaced_buffers_are_as_they_were(backward: bool) -> None:
+def test_inputs_and_replaced_buffers_stay_as_they_were(backward: bool) -> None:
     model, x = prepared(Counting(), INT8), values(16, 64).requires_grad_()
     buffer, before = model.count, values(16, 64)
     x.grad = before.clone()
@@ -631,7 +633,9 @@ def test_inputs_and_replaced_buffers_are_as_they_were(backward: bool) -> None:
     computed = (x * 2).requires_grad_()
     trace(model, computed, backward=backward)
     computed.sum().backward()
-    assert torch.equal(x.grad, before + 2), "its own graph is there still, and has not run"
+    assert torch.equal(x.grad, before + 2), (
+        "the graph behind the argument still exists and has not run"
+    )
 
 
 def test_a_compiled_model_works_afterwards_without_compiling_anew() -> None:
@@ -648,8 +652,8 @@ def test_a_compiled_model_works_afterwards_without_compiling_anew() -> None:
     torch._dynamo.reset()
 
 
-def test_without_a_tracer_nothing_is_made() -> None:
-    """A product then pays one test of `tracer.active`."""
+def test_without_a_tracer_products_note_nothing() -> None:
+    """A product then costs one test of `tracer.active`."""
     assert tracer.active is None and tracer.note(1, 1, 1, None) is None
     x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
     assert tracer.running(x, weight, "a") is tracer.running(x, weight, "b")
