@@ -1,4 +1,4 @@
-"""The benchmark of low-bit linears: the shapes that it reads, and the table that is written from its times."""
+"""The benchmark of low-bit linears: the shapes that it reads, and the table that its times give."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_shapes_go_with_the_benchmark_that_takes_them(capsys: pytest.CaptureFixt
 
 
 def test_thresholds_are_the_ends_of_runs() -> None:
-    fastest = {1: "few", 8: "few", 16: "many", 32: "many", 64: "dequantize"}
-    assert thresholds(fastest) == ((8, "few"), (32, "many"))
-    assert thresholds({**fastest, 128: "many"}) == (
-        (8, "few"),
-        (32, "many"),
+    fastest = {1: "decode", 8: "decode", 16: "large_batch", 32: "large_batch", 64: "dequantize"}
+    assert thresholds(fastest) == ((8, "decode"), (32, "large_batch"))
+    assert thresholds({**fastest, 128: "large_batch"}) == (
+        (8, "decode"),
+        (32, "large_batch"),
         (64, "dequantize"),
-        (128, "many"),
+        (128, "large_batch"),
     )
     assert thresholds({1: "dequantize"}) == ()
 
@@ -60,8 +60,8 @@ def test_the_table_is_replaced_and_nothing_else() -> None:
     source = Path(linear_table.__file__).read_text(encoding="utf-8")
     assert written(source, linear_table.REGIMES).split() == source.split()
     table = {
-        (4, 128, 1, 2): ((8, "few"), (32, "many")),
-        (8, 0, 1, 2): ((1, "few"),),
+        (4, 128, 1, 2): ((8, "decode"), (32, "large_batch")),
+        (8, 0, 1, 2): ((1, "decode"),),
         (8, 1, 1, 1): (),
     }
     tree = ast.parse(written(source, table))

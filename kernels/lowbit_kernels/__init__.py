@@ -12,25 +12,16 @@ from __future__ import annotations
 
 from lowbit_kernels.dequantize_int4 import dequantize_int4
 from lowbit_kernels.dequantize_int8 import dequantize_int8
-from lowbit_kernels.dynamic_linear import float8_linear, int8_dynamic_linear
-from lowbit_kernels.grouped_linear import int4_grouped_linear, int8_grouped_linear
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.quantize_tokens import quantize_tokens
 from lowbit_kernels.round_rows import round_rows
 from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
 from lowbit_kernels.ternary_mm import ternary_mm
-from lowbit_kernels.weight_linear import int4_linear, int8_linear
 
 __all__ = [
     "dequantize_int4",
     "dequantize_int8",
-    "float8_linear",
     "float8_scaled_mm",
-    "int4_grouped_linear",
-    "int4_linear",
-    "int8_dynamic_linear",
-    "int8_grouped_linear",
-    "int8_linear",
     "int8_scaled_mm",
     "quantize_rowcol",
     "quantize_tokens",

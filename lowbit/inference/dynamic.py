@@ -11,7 +11,7 @@ from lowbit.products import register_linear
 from lowbit.scheme import Float8, Int
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.kernels import int8_sums, weight_linear
+from lowbit.tensor.kernels import dynamic_linear, int8_sums
 
 _MOST_K = (2**31 - 1) // 2**14  # codes reach −128 · −128, and the sum is an int32
 
@@ -76,7 +76,7 @@ def int8_dynamic_kernel(
 ) -> Tensor:
     """The same with the tokens' quantization, scales, bias and residual fused: [..., N] in x's dtype."""
     tracer.multiplies_in("int8")
-    return weight_linear("int8_dynamic_linear", x, weight.codes, weight.scale, bias, residual)
+    return dynamic_linear(x, weight.codes, weight.scale, bias, residual)
 
 
 def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
@@ -96,4 +96,4 @@ def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
 def float8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) -> Tensor:
     """float8 × float8 with float32 sums and both scales in the product: [..., N] in bfloat16."""
     tracer.multiplies_in("e4m3")
-    return weight_linear("float8_linear", x, weight.codes, weight.scale, bias)
+    return dynamic_linear(x, weight.codes, weight.scale, bias)

@@ -52,11 +52,9 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ValueError: shapes or dtypes that do not fit; offsets that fall, or pass M (where the host reads them).
     """
     _check_grouped(x, weight, offsets)
-    op = _grouped_op(x, weight)
-    if op is not None and isinstance(weight, AffineTensor):
-        with tracer.running(x, weight, op):
-            return kernels.weight_linear(
-                op,
+    if isinstance(weight, AffineTensor) and _has_grouped_kernel(x, weight):
+        with tracer.running(x, weight, "grouped_linear"):
+            return kernels.grouped_linear(
                 *(x, weight.codes, weight.scale, weight.zero_point, offsets),
                 group_size=group_size_of(weight),
             )
@@ -71,17 +69,11 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([*parts, rest])
 
 
-def _grouped_op(x: Tensor, weight: Tensor) -> str | None:
-    """The kernel that serves, or None."""
+def _has_grouped_kernel(x: Tensor, weight: AffineTensor) -> bool:
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if not isinstance(weight, AffineTensor) or weight.activation is not None:
-        return None
-    if not x.is_cuda or needs_grad:
-        return None
-    for bits in (4, 8):
-        if is_served(weight, x.dtype, bits):
-            return f"int{bits}_grouped_linear"
-    return None
+    if weight.activation is not None or not x.is_cuda or needs_grad:
+        return False
+    return any(is_served(weight, x.dtype, bits) for bits in (4, 8))
 
 
 def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:

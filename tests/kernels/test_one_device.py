@@ -12,15 +12,16 @@ from torch import Tensor
 
 OPS = (
     *(("dequantize_int4", "dequantize_int4"), ("dequantize_int8", "dequantize_int8")),
-    *(("ternary_mm", "ternary_mm"), ("weight_linear", "int4_linear")),
-    *(("dynamic_linear", "int8_dynamic_linear"), ("grouped_linear", "int4_grouped_linear")),
+    *(("ternary_mm", "ternary_mm"), ("weight_linear", "weight_linear")),
+    *(("dynamic_linear", "dynamic_linear"), ("grouped_linear", "grouped_linear")),
 )
 
 
 def moved() -> Iterator[Any]:
     """Each op with each tensor but its first on another device."""
     for module, op in OPS:
-        arguments = import_module(f"lowbit_kernels.{module}").CASES[0].arguments()
+        folder = "benchmarks.cases" if module.endswith("_linear") else "lowbit_kernels"
+        arguments = import_module(f"{folder}.{module}").CASES[0].arguments()
         for i, part in enumerate(arguments):
             if i and isinstance(part, Tensor):
                 wrong = (*arguments[:i], part.to("meta"), *arguments[i + 1 :])

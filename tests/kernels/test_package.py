@@ -1,4 +1,4 @@
-"""Every op is found alike: a function of the package, a torch op, a row of the README, cases and a reference."""
+"""Every op has the same parts: a function in its module, a torch op, a row of the README, cases and a reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,21 +14,39 @@ import torch
 import lowbit_kernels
 
 FOLDER = Path(lowbit_kernels.__file__).parent
+MODULES = sorted(p.stem for p in FOLDER.glob("*.py") if "LIBRARY.define(" in p.read_text())
+
+
+def ops_of(module: ModuleType) -> list[str]:
+    """The public functions of a module that are also torch ops."""
+    return [
+        name
+        for name, member in vars(module).items()
+        if inspect.isfunction(member)
+        and member.__module__ == module.__name__
+        and not name.startswith("_")
+        and hasattr(torch.ops.lowbit, name)
+    ]
+
+
+OPS = [
+    (stem, op)
+    for stem in MODULES
+    for op in ops_of(importlib.import_module(f"lowbit_kernels.{stem}"))
+]
 
 
 def test_the_readme_lists_every_op() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", (FOLDER.parent / "README.md").read_text(), re.M)
-    assert sorted(rows) == lowbit_kernels.__all__
-    modules = {p.stem for p in FOLDER.glob("*.py") if "LIBRARY.define(" in p.read_text()}
-    functions = [getattr(lowbit_kernels, name) for name in lowbit_kernels.__all__]
-    assert {f.__module__ for f in functions} == {f"lowbit_kernels.{stem}" for stem in modules}
+    assert sorted(rows) == sorted(op for _, op in OPS)
+    assert {stem for stem, _ in OPS} == set(MODULES)
 
 
-@pytest.mark.parametrize("name", lowbit_kernels.__all__)
-def test_an_op_and_its_module(name: str) -> None:
-    function = getattr(lowbit_kernels, name)
-    assert inspect.isfunction(function) and function.__name__ == name and function.__doc__
-    assert hasattr(torch.ops.lowbit, name)
-    module = importlib.import_module(function.__module__)
-    assert getattr(module, name) is function
-    assert module.CASES and inspect.isfunction(module.reference)
+@pytest.mark.parametrize(("stem", "op"), OPS, ids=[op for _, op in OPS])
+def test_an_op_and_its_module(stem: str, op: str) -> None:
+    module = importlib.import_module(f"lowbit_kernels.{stem}")
+    assert getattr(module, op).__doc__ and inspect.isfunction(module.reference)
+    cases = (
+        module if hasattr(module, "CASES") else importlib.import_module(f"benchmarks.cases.{stem}")
+    )
+    assert cases.CASES

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits times few tokens, on a CPU: ``few_emulator`` runs the kernel's source."""
+"""The decode kernel on a CPU: ``decode_emulator`` runs its source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import weight_mm_few
-from lowbit_kernels.weight_mm_few import neighbours, plan
-from tests.kernels import few_emulator
+from lowbit_kernels.weight_mm_decode_sm90 import neighbours, plan
+from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
-from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, float8_operands, operands
+from tests.kernels.test_weight_mm_decode_sm90_gpu import (
+    BOUND,
+    exact,
+    float8_operands,
+    operands,
+    run_planned,
+)
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
@@ -29,12 +34,8 @@ def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1, **changed:
     )
     assert chosen is not None and chosen.split == split
     chosen = replace(chosen, **changed)
-    named = ("bits", "group_size", "dtype")
-    values = [value for name, value in case.items() if name not in named]
-    with few_emulator.emulated():
-        return weight_mm_few._launch(
-            tuple(values), group, chosen, case.get("dtype", case["x"].dtype)
-        )
+    with decode_emulator.emulated():
+        return run_planned(case, chosen)
 
 
 def check(case: dict, **divided: int) -> None:

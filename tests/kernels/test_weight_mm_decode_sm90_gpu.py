@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits times few tokens against float64, on a GPU of compute capability 9.0."""
+"""The decode kernel against float64, on a GPU of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import nvrtc, weight_mm_few
-from lowbit_kernels.weight_mm_few import plan
+from lowbit_kernels import nvrtc, weight_mm_decode_sm90
+from lowbit_kernels.weight_mm_decode_sm90 import DecodeProduct, Plan, plan
+from lowbit_kernels.weight_operands import WeightOperands
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of norms, against float64
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
@@ -27,7 +28,7 @@ def operands(
     extras: bool = False,
     device: str = "cuda",
 ) -> dict:
-    """For `few_tokens_mm`; group 0: one scale a row. What lies beyond k, up to a whole group, is anything."""
+    """A random product; group 0: one scale a row. The padding of k to whole groups holds random codes."""
     generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
     step = group or 32
     padded = -(-k // step) * step
@@ -90,13 +91,28 @@ def exact(
     return out
 
 
+def tensors_of(case: dict) -> tuple:
+    named = ("x", "codes", "scale", "zero_point", "bias", "residual", "token_scale")
+    return tuple(case[name] for name in named)
+
+
+def operands_of(case: dict) -> WeightOperands:
+    return WeightOperands.of(
+        *tensors_of(case), group_size=case["group_size"], out=case.get("dtype")
+    )
+
+
+def run_planned(case: dict, chosen: Plan) -> Tensor:
+    return DecodeProduct(operands_of(case), chosen)(*tensors_of(case))
+
+
 def run(case: dict) -> Tensor:
-    available = {name: case[name] for name in ("x", "codes", "scale", "bits", "group_size")}
+    product = weight_mm_decode_sm90.product(operands_of(case))
     if torch.cuda.get_device_capability() != (9, 0):
-        assert not weight_mm_few.is_available(**available)
+        assert product is None
         pytest.skip(f"compute capability 9.0, got {torch.cuda.get_device_capability()}")
-    assert weight_mm_few.is_available(**available)
-    return weight_mm_few.few_tokens_mm(**case)
+    assert product is not None
+    return product(*tensors_of(case))
 
 
 def check(case: dict) -> None:
@@ -175,8 +191,7 @@ def test_divisions(bits: int, height: int, split: int) -> None:
     if chosen is None:
         assert bits == 8 and split < 4 and height == 2  # too much for the shared memory
         return
-    arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
-    out = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
+    out = run_planned(case, chosen)
     expected = exact(**case)
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
 
@@ -190,12 +205,11 @@ def test_stages_where_x_was(m: int, split: int) -> None:
     run(case)
     chosen = plan(m, 14_336, 4096, 4, 132, scale_bytes=64, splits=(split,), heights=(1,))
     assert chosen is not None and chosen.box > 0
-    arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
-    expected = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
+    expected = run_planned(case, chosen)
     for stages in range(1, chosen.stages + 1):
         for apart in range(1, min(stages, chosen.apart) + 1):
             changed = replace(chosen, stages=stages, apart=apart)
-            out = weight_mm_few._launch(tuple(arguments), 128, changed, torch.bfloat16)
+            out = run_planned(case, changed)
             assert torch.equal(out, expected), (stages, apart)
 
 

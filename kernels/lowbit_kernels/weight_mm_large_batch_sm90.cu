@@ -2,7 +2,7 @@
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero[n, k / GROUP]) * scale[n, k / GROUP]
 //               + bias[n] + residual[m, n]
 //
-// weight_mm_many.py compiles this once for each combination of
+// weight_mm_large_batch_sm90.py compiles this once for each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual, out
 //   CODES              INT4 (nibble = code + 8, even k in the low one), INT8; or E4M3, of which DTYPE is FP16, that holds
 //                      them, GROUP 0, and ZERO 0

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits times few tokens: how a product is divided and its operands are ordered."""
+"""The decode kernel: how a product is divided, and the order of its operands."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels import weight_mm_few
-from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, neighbours, plan, source
+from lowbit_kernels import weight_mm_decode_sm90
+from lowbit_kernels.weight_mm_decode_sm90 import (
+    CHUNK_BYTES,
+    Variant,
+    neighbours,
+    plan,
+    source,
+    takes,
+)
+from lowbit_kernels.weight_operands import WeightOperands
 
-KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+KERNEL = Path(weight_mm_decode_sm90.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = Variant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True, True, 4)
 
@@ -53,7 +61,10 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     assert chosen.tokens >= m and chosen.grid % chosen.split == 0
     assert chosen.grid <= processors or chosen.split > 1
-    assert chosen.shared <= weight_mm_few.SHARED_LIMIT and chosen.stages <= weight_mm_few.MAX_STAGES
+    assert (
+        chosen.shared <= weight_mm_decode_sm90.SHARED_LIMIT
+        and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
+    )
     for start, end in itertools.pairwise(
         chunks * r // chosen.split for r in range(chosen.split + 1)
     ):
@@ -61,7 +72,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         for part, (first, last) in enumerate(
             itertools.pairwise(parts)
         ):  # as the kernel divides them
-            assert (last - first) * CHUNK_BYTES <= chosen.pitch <= weight_mm_few.BOX_BYTES
+            assert (last - first) * CHUNK_BYTES <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
             more = part * 16 // chosen.parts
             shares = [((last - first) * warp + more) // 16 for warp in range(17)]
             assert shares[0] == 0 and shares[-1] == last - first
@@ -69,7 +80,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
             assert all(0 <= count <= chosen.chunks for count in counts)
     # As the kernel lays it out: x in registers; the warps' sums twice, the ring, what a cluster's sums and x take.
     sets = -(-chosen.parts * chosen.chunks // max(8 // chosen.tokens, 1))
-    assert sets * max(chosen.tokens // 8, 1) * 64 // bits <= weight_mm_few.X_REGISTERS
+    assert sets * max(chosen.tokens // 8, 1) * 64 // bits <= weight_mm_decode_sm90.X_REGISTERS
     rows, pieces = 16 * chosen.height, chosen.height * -(-chosen.tokens // 8)
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
     kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
@@ -81,7 +92,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     if chosen.box > 0:
         assert bits == 4 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
         boxes = -(-slice_ // chosen.box)
-        assert boxes <= 16 and chosen.box * 256 <= weight_mm_few.X_BYTES
+        assert boxes <= 16 and chosen.box * 256 <= weight_mm_decode_sm90.X_BYTES
         x = boxes * chosen.box * 256 * chosen.tokens
         assert 512 + 2 * 16 * pieces * 512 + chosen.apart * stage + kept + x <= chosen.shared
     assert chosen.stages >= min(2, rounds * chosen.parts)
@@ -199,10 +210,10 @@ def test_source_defines_what_the_kernel_asks_for() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("MAX_STAGES", weight_mm_few.MAX_STAGES),
-        ("ROWS", weight_mm_few.ROWS),
-        ("WARPS", weight_mm_few.WARPS),
-        ("CHUNK_BYTES", weight_mm_few.CHUNK_BYTES),
+        ("MAX_STAGES", weight_mm_decode_sm90.MAX_STAGES),
+        ("ROWS", weight_mm_decode_sm90.ROWS),
+        ("WARPS", weight_mm_decode_sm90.WARPS),
+        ("CHUNK_BYTES", weight_mm_decode_sm90.CHUNK_BYTES),
     ],
 )
 def test_launcher_and_kernel_agree(name: str, value: int) -> None:
@@ -210,7 +221,7 @@ def test_launcher_and_kernel_agree(name: str, value: int) -> None:
 
 
 def test_launcher_passes_every_argument() -> None:
-    signature = re.search(r"few_tokens_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
+    signature = re.search(r"decode_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
     assert len(signature[1].split(",")) == 19
 
@@ -266,8 +277,9 @@ def test_only_float16_holds_float8() -> None:
         (torch.float16, 60, False),
     ):
         x = torch.zeros(2, k, dtype=dtype)
-        assert weight_mm_few._fits(x, codes, scale, 8, 64) == fits
-        assert weight_mm_few._fits(x, codes.view(torch.int8), scale, 8, 64)
+        int8 = codes.view(torch.int8)
+        assert takes(WeightOperands.of(x, codes, scale, group_size=64)) == fits
+        assert takes(WeightOperands.of(x, int8, scale, group_size=64))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,15 +1,15 @@
-"""float8 weights times many tokens, as float16: the kernel emulated on a CPU, and on a GPU."""
+"""The large-batch kernel on float8 weights, as float16: emulated on a CPU, and on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import Plan
+from lowbit_kernels.weight_mm_large_batch_sm90 import Plan, takes
+from lowbit_kernels.weight_operands import WeightOperands
 from tests.kernels import hopper_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
-from tests.kernels.test_weight_mm_many import BF16, FP16, FP32, Operands, planned
+from tests.kernels.test_weight_mm_large_batch_sm90 import BF16, FP16, FP32, Operands, planned
 
 
 class Float8(Operands):
@@ -38,9 +38,9 @@ def test_only_float16_holds_float8() -> None:
         (FP16, 64, 2, False),
     ):
         x, scale = torch.zeros(20, k, dtype=dtype), torch.ones(16, groups)
-        kinds = {"bits": 8, "group_size": 64 // groups}
-        assert weight_mm_many._is_supported(x, codes, scale, **kinds) == fits
-        assert weight_mm_many._is_supported(x, codes.view(torch.int8), scale, **kinds)
+        group, int8 = 64 // groups, codes.view(torch.int8)
+        assert takes(WeightOperands.of(x, codes, scale, group_size=group)) == fits
+        assert takes(WeightOperands.of(x, int8, scale, group_size=group))
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")

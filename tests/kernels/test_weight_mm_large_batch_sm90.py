@@ -1,4 +1,4 @@
-"""int4 and int8 weights times many tokens: operands, the kernel emulated on a CPU, and on a GPU every result."""
+"""The large-batch kernel: its operands, its source emulated on a CPU, and its results on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import itertools
 import pytest
 import torch
 
-from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import Plan, chunk_of, many_tokens_mm, stages
+from lowbit_kernels import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_mm_large_batch_sm90 import (
+    LargeBatchProduct,
+    Plan,
+    chunk_of,
+    is_readable,
+    readable,
+    stages,
+)
+from lowbit_kernels.weight_operands import WeightOperands, layout
 from tests.kernels import hopper_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
@@ -37,7 +45,7 @@ def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> 
 
 def test_source_has_the_macros() -> None:
     shape = (64, 128, 4, 1, 2, False, 128, 5)
-    code = weight_mm_many.source(FP16, BF16, FP32, torch.int8, True, 64, shape)
+    code = weight_mm_large_batch_sm90.source(FP16, BF16, FP32, torch.int8, True, 64, shape)
     for macro in (
         "DTYPE FP16",
         "OUT BF16",
@@ -66,7 +74,8 @@ def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
         k = codes.shape[1] * 2
         x = torch.zeros(3, k, dtype=BF16) if x is None else x
         scale = torch.zeros(len(codes), max(k // group, 1), dtype=BF16)
-        return weight_mm_many._is_supported(x, codes, scale, bits=4, group_size=group)
+        operands = WeightOperands.of(x, codes, scale, group_size=group)
+        return weight_mm_large_batch_sm90.takes(operands)
 
     codes = torch.zeros(8, 64, dtype=torch.uint8)
     assert takes(codes) and takes(codes, 128) and takes(codes[::2]) and takes(codes[:, :32])
@@ -80,12 +89,12 @@ def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
 def test_tokens_that_the_tma_cannot_read_are_copied() -> None:
     x = torch.randn(6, 128).to(BF16)
     for fine in (x, x[::2], x[:, :40], x[:1], x[0].expand(1, 128)):
-        assert weight_mm_many._readable(fine) is fine
+        assert is_readable(layout(fine))
     for other in (x[0].expand(6, 128), x.view(-1).unfold(0, 64, 8), x[:, 1:], x[:, :41].clone()):
-        copy = weight_mm_many._readable(other)
-        assert (
-            torch.equal(copy, other) and copy.stride(0) % 8 == 0 <= copy.stride(0) - other.shape[1]
-        )
+        assert not is_readable(layout(other))
+        copy = readable(other)
+        assert torch.equal(copy, other) and is_readable(layout(copy))
+        assert copy.stride(0) % 8 == 0 <= copy.stride(0) - other.shape[1]
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -145,16 +154,13 @@ class Operands:
         return (self.x, self.codes, self.scale, self.zero, *extra)
 
     def product(self, chosen: Plan | None = None) -> torch.Tensor:
-        kinds = {"bits": self.bits, "group_size": self.group}
-        if self.x.is_cuda and not weight_mm_many.is_available(
-            self.x, self.codes, self.scale, **kinds
-        ):
+        operands = WeightOperands.of(*self.arguments(), group_size=self.group, out=self.out)
+        if chosen is not None:
+            return LargeBatchProduct(operands, chosen)(*self.arguments())
+        product = weight_mm_large_batch_sm90.product(operands)
+        if product is None:
             pytest.skip("needs a GPU of compute capability 9.0")
-        if chosen is None:
-            return many_tokens_mm(*self.arguments(), **kinds, dtype=self.out)
-        group = 0 if self.scale.shape[1] == 1 else self.group
-        kinds = {"bits": self.bits, "group": group, "dtype": self.out}
-        return weight_mm_many._planned(chosen, *self.arguments(), **kinds)
+        return product(*self.arguments())
 
     def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
@@ -166,7 +172,7 @@ class Operands:
 
 def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
     beside, split, clusters = rest
-    depth = max(3, 2 * weight_mm_many.Tile(tokens, rows, groups).turns)
+    depth = max(3, 2 * weight_mm_large_batch_sm90.Tile(tokens, rows, groups).turns)
     return Plan(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
@@ -221,8 +227,20 @@ def test_emulated(
 
 
 LATE = [  # rings that several warpgroups share, of which more chunks pass than it has slots, evenly many and not
-    (weight_mm_many.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1), 448, 1792, 8, 0),
-    (weight_mm_many.plan(16, 28672, 8192, 4, 128, 132)._replace(clusters=1), 448, 3584, 4, 128),
+    (
+        weight_mm_large_batch_sm90.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1),
+        448,
+        1792,
+        8,
+        0,
+    ),
+    (
+        weight_mm_large_batch_sm90.plan(16, 28672, 8192, 4, 128, 132)._replace(clusters=1),
+        448,
+        3584,
+        4,
+        128,
+    ),
     (planned(16, 224, 4, 2, 1, 1), 900, 640, 4, 128),
     (planned(16, 128, 4, 1, 1, 1), 300, 640, 4, 128),
     (planned(32, 64, 4, 1, 1, 1), 150, 1400, 4, 64),
@@ -282,7 +300,7 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
 
 def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
     beside, split, clusters = rest
-    chunk = chunk_of(weight_mm_many.Tile(tokens, rows, groups), 4, group, 2048)
+    chunk = chunk_of(weight_mm_large_batch_sm90.Tile(tokens, rows, groups), 4, group, 2048)
     depth = stages(tokens, rows, groups, split, 4, chunk)
     return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
@@ -291,10 +309,10 @@ def forced() -> list[tuple[int, Plan]]:
     """Plans of every shape of tile and cluster, of many tiles a cluster and of one, and their group."""
     found = []
     for tile, groups in [
-        *((t, (0, 32, 64, 128)) for t in weight_mm_many.SMALL),
-        *((t, (0, 32, 64, 128)) for t in weight_mm_many.PAIRED),
-        *((t, (0, 32, 64, 128)) for t in weight_mm_many.MIDDLE),
-        *((t, (0,)) for t in weight_mm_many.LARGE),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.SMALL),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.PAIRED),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.MIDDLE),
+        *((t, (0,)) for t in weight_mm_large_batch_sm90.LARGE),
     ]:
         for beside, split, clusters in (
             (1, 1, 2),
@@ -323,8 +341,8 @@ def test_every_division(group: int, chosen: Plan) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [128, 256])
 @pytest.mark.parametrize("beside", [1, 2])
-@pytest.mark.parametrize("tile", weight_mm_many.LARGE, ids=str)
-def test_rounded_weights(tile: weight_mm_many.Tile, beside: int, group: int) -> None:
+@pytest.mark.parametrize("tile", weight_mm_large_batch_sm90.LARGE, ids=str)
+def test_rounded_weights(tile: weight_mm_large_batch_sm90.Tile, beside: int, group: int) -> None:
     """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
     chosen = planned_deep(*tile, beside, 1, 4, rounded=True)
     operands = Operands(700, 520, 2048, 4, group, zero=True)

@@ -2,7 +2,7 @@
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k / group]) * scale[n, k / group]
 //               + bias[n] + residual[m, n]
 //
-// weight_mm_few.py compiles this once for each combination of
+// weight_mm_decode_sm90.py compiles this once for each combination of
 //   CODES              INT4: two codes + 8 in a byte, that of the even k in its low half; INT8; or E4M3
 //   GROUP              codes along k that share a scale, a multiple of 32; 0: all of a row
 //   X, OUT, SCALE      BF16, FP16; the scale also FP32. E4M3 is exact in FP16 alone, which X has to be for it; OUT is the
@@ -626,7 +626,7 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
 // past them, all boxes; with SPLIT > 1 512 bytes for each of a cluster's pieces of sums, its tiles a multiple of SPLIT;
 // what Slice takes for m tokens if COPIES_X.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    few_tokens_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
+    decode_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
                   const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
                   const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
                   const float *token_scale, unsigned short *out, long long x_stride, int m, int n, int k, int chunks,
