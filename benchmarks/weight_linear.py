@@ -1,4 +1,4 @@
-"""Linears of low-bit weights at the shapes of Llama 3 layers, for 1 to 4,096 tokens, beside bf16 and torch's own."""
+"""Linears of low-bit weights at the shapes of Llama 3 layers, 1 to 4,096 tokens, against bf16 and PyTorch's own."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class Case:
     scale_dtype: torch.dtype = torch.float32
     bias: bool = False
     residual: bool = False
-    tensorwise: bool = False  # of x
-    one_scale: bool = False  # for the weight
+    tensorwise: bool = False  # one scale for all of x
+    one_scale: bool = False  # one scale for the whole weight
     leading: tuple[int, ...] = ()  # dimensions before M
     large: bool = False  # the shape of a real layer: for GPUs and benchmarks
 

@@ -22,7 +22,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     scale_dtype: torch.dtype = torch.bfloat16
     zero_point: bool = False
-    beyond: int = 0  # tokens after the last expert's
+    beyond: int = 0  # tokens that belong to no expert
     large: bool = False  # the shape of a real layer: for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:

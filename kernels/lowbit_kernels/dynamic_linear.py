@@ -53,6 +53,7 @@ from lowbit_kernels.weight_operands import (
     Layout,
     Product,
     WeightOperands,
+    check_addends,
     described,
     layout_of,
 )
@@ -182,7 +183,8 @@ def _run(
     if plan.product is not None:
         by_row, t = scale.reshape(-1, 1).expand(n, 1), t.expand(m).contiguous()
         residual = None if residual is None else residual.reshape(m, n).contiguous()
-        return plan.product(q[:, :k], codes, by_row, None, bias, residual, t).view(plan.shape)
+        tensors = (q[:, :k], codes, by_row, None, bias, residual, t)
+        return plan.product(tensors).view(plan.shape)
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
     multiply = int8_scaled_mm if format == "int8" else float8_scaled_mm
@@ -228,11 +230,7 @@ def check(
         raise ValueError(
             f"scale must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
         )
-    for name, part, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
-        if part is not None and tuple(part.shape) != shape:
-            raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")
-        if part is not None and part.dtype != x.dtype:
-            raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
+    check_addends(x, n, bias, residual)
 
 
 LIBRARY.define(

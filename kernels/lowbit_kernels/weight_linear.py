@@ -56,8 +56,10 @@ from lowbit_kernels.weight_operands import (
     Description,
     Layout,
     Product,
+    Tensors,
     WeightOperands,
     bits_of,
+    check_addends,
     described,
     layout_of,
 )
@@ -180,9 +182,9 @@ def _preferred(operands: WeightOperands) -> tuple[str, ...]:
     return ON_CUDA[ON_CUDA.index(fastest) :]
 
 
-def _empty(shape: tuple[int, ...], x: Tensor, *operands: Tensor | None) -> Tensor:
+def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
     """The result where there is nothing to multiply: bias and residual alone."""
-    *_, bias, residual, _ = operands
+    x, *_, bias, residual, _ = tensors
     out = x.new_zeros(shape)
     for part in (bias, residual):
         out = out if part is None else out + part
@@ -212,14 +214,14 @@ def run(
     )
     ran("weight_linear", plan.implementation)
     if plan.is_direct:
-        return plan.product(x, codes, scale, zero_point, bias, residual, None)
+        return plan.product((x, codes, scale, zero_point, bias, residual, None))
     n, k = plan.shape[-1], x.shape[-1]
     if plan.copies_x:
         x = x.clone(memory_format=torch.contiguous_format)
     x = x.view(-1, k)
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.reshape(-1, n).contiguous()
-    return plan.product(x, codes, scale, zero_point, bias, residual, None).view(plan.shape)
+    return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
 
 
 def _fake(
@@ -294,15 +296,11 @@ def _check_shapes(
             f"x has K = {x.shape[-1]}, but {groups} groups of {group_size} hold a K of "
             f"{max(padded - group_size + 1, 0)} to {padded}"
         )
-    for name, part, shape in (
-        ("zero_point", zero_point, (n, groups)),
-        ("bias", bias, (n,)),
-        ("residual", residual, (*x.shape[:-1], n)),
-    ):
-        if part is not None and tuple(part.shape) != shape:
-            raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")
-        if part is not None and name != "zero_point" and part.dtype != x.dtype:
-            raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
+    if zero_point is not None and tuple(zero_point.shape) != (n, groups):
+        raise ValueError(
+            f"zero_point must have the shape {(n, groups)}, got {tuple(zero_point.shape)}"
+        )
+    check_addends(x, n, bias, residual)
 
 
 LIBRARY.define(

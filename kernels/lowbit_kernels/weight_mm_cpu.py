@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_once
-from lowbit_kernels.weight_operands import HALVES, Product, WeightOperands
+from lowbit_kernels.weight_operands import HALVES, Product, Tensors, WeightOperands
 
 MOST_TOKENS = {4: 32, 8: 16}
 READ_AFTER = 15  # floats after the scales that the kernel may read
@@ -70,7 +70,9 @@ def _kernel(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> _
 
 def product(operands: WeightOperands) -> Product | None:
     """The planned product; None on other devices, for float32, for more than MOST_TOKENS tokens, for codes with gaps,
-    and without a compiler."""
+    with a token_scale, and without a compiler."""
+    if operands.token_scale is not None:
+        return None
     if operands.x.device.type != "cpu" or operands.x.dtype not in HALVES:
         return None
     if operands.m > MOST_TOKENS[operands.bits] or not operands.codes.is_contiguous:
@@ -81,7 +83,7 @@ def product(operands: WeightOperands) -> Product | None:
 
 
 class CpuProduct:
-    """The product of operands that `product` takes. Calls take a `Product`'s tensors, without a token_scale."""
+    """The product of operands that `product` takes."""
 
     def __init__(self, operands: WeightOperands, kernel: _Kernel, columns: int) -> None:
         scale = operands.scale
@@ -91,16 +93,8 @@ class CpuProduct:
         self.reads_scale = scale.is_contiguous and scale.dtype == torch.float32
         self.reads_scale &= not kernel.reads_after
 
-    def __call__(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        token_scale: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, _ = tensors
         kernel = self.kernel
         if self.padding:
             x = F.pad(x, (0, self.padding))

@@ -21,7 +21,14 @@ from torch import Tensor
 from lowbit_kernels import nvrtc
 from lowbit_kernels.library import aligned
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
-from lowbit_kernels.weight_operands import CODE_MACROS, E4M3, FLOAT_MACROS, WeightOperands
+from lowbit_kernels.weight_operands import (
+    CODE_MACROS,
+    E4M3,
+    FLOAT_MACROS,
+    Tensors,
+    WeightOperands,
+    addresses,
+)
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
@@ -266,7 +273,7 @@ def _planned(
 
 
 class DecodeProduct:
-    """The product of operands for which `takes` holds, divided as `plan` says. Calls take a `Product`'s tensors."""
+    """The product of operands for which `takes` holds, divided as `plan` says."""
 
     def __init__(self, operands: WeightOperands, plan: Plan) -> None:
         (m, k), (n, row) = operands.x.shape, operands.codes.shape
@@ -310,16 +317,8 @@ class DecodeProduct:
         """On the current device."""
         return _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
 
-    def __call__(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        token_scale: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
         if not self.is_ready:
             scale = aligned(scale)
             zero_point = None if zero_point is None else aligned(zero_point)
@@ -336,12 +335,7 @@ class DecodeProduct:
                 x_map,
                 x_at,
                 codes_at,
-                scale.data_ptr(),
-                0 if zero_point is None else zero_point.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                0 if residual is None else residual.data_ptr(),
-                0 if token_scale is None else token_scale.data_ptr(),
-                out.data_ptr(),
+                *addresses(scale, zero_point, bias, residual, token_scale, out),
                 *self.sizes,
             )
         return out

@@ -37,23 +37,14 @@ def rows_of_chunk(n: int, k: int, itemsize: int) -> int:
     return min(most, -(-n // chunks // ROWS_OF_A_TILE) * ROWS_OF_A_TILE)
 
 
-def product(operands: WeightOperands) -> Product:
-    """The product, on any device, of any operands without a token_scale."""
+def product(operands: WeightOperands) -> Product | None:
+    """The product of any operands on any device; None with a token_scale."""
+    if operands.token_scale is not None:
+        return None
     bits, group_size = operands.bits, operands.group_size
     multiply = _on_cpu if operands.x.device.type == "cpu" else _in_place
 
-    def run(
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        token_scale: Tensor | None,
-    ) -> Tensor:
-        return multiply(x, codes, scale, zero_point, bias, residual, bits, group_size)
-
-    return run
+    return lambda tensors: multiply(*tensors[:-1], bits, group_size)
 
 
 def _in_place(

@@ -29,7 +29,9 @@ from lowbit_kernels.weight_operands import (
     E4M3,
     FLOAT_MACROS,
     Layout,
+    Tensors,
     WeightOperands,
+    addresses,
 )
 
 BOX = 16 * 48  # bytes of a warp's shared memory for results
@@ -243,7 +245,7 @@ def product(operands: WeightOperands) -> LargeBatchProduct | None:
 
 
 class LargeBatchProduct:
-    """The product of operands for which `takes` holds, divided as `plan` says. Calls take a `Product`'s tensors."""
+    """The product of operands for which `takes` holds, divided as `plan` says."""
 
     def __init__(self, operands: WeightOperands, plan: Plan) -> None:
         x, codes, residual = operands.x, operands.codes, operands.residual
@@ -270,16 +272,8 @@ class LargeBatchProduct:
         """On the current device."""
         return _kernel(*self.macros, torch.cuda.current_device())
 
-    def __call__(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        token_scale: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
         if not self.is_ready:  # the kernel reads two scales at a time
             scale = aligned(scale)
             zero_point = None if zero_point is None else zero_point.contiguous()
@@ -293,12 +287,7 @@ class LargeBatchProduct:
                 self.threads,
                 tensor_map(codes.data_ptr(), *self.codes_map).getPtr(),
                 tensor_map(x.data_ptr(), *self.x_map).getPtr(),
-                scale.data_ptr(),
-                0 if zero_point is None else zero_point.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                0 if residual is None else residual.data_ptr(),
-                0 if token_scale is None else token_scale.data_ptr(),
-                out.data_ptr(),
+                *addresses(scale, zero_point, bias, residual, token_scale, out),
                 *self.sizes,
             )
         return out

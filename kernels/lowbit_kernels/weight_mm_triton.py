@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
-from lowbit_kernels.weight_operands import Layout, Product, WeightOperands
+from lowbit_kernels.weight_operands import Layout, Product, Tensors, WeightOperands
 
 MOST_TOKENS = 64
 MOST_SLICES = 16
@@ -221,7 +221,7 @@ def product(operands: WeightOperands, slices: int | None = None) -> Product | No
 
 
 class TritonProduct:
-    """The product of operands that `product` takes. Calls take a `Product`'s tensors."""
+    """The product of operands that `product` takes."""
 
     def __init__(self, operands: WeightOperands, block: int, slices: int | None) -> None:
         device, k = operands.x.device, operands.k
@@ -246,16 +246,8 @@ class TritonProduct:
             "num_stages": 3,
         }
 
-    def __call__(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        token_scale: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
         (m, n), k = self.shape, x.shape[1]
         if x.device.type == "cpu":  # the interpreter has no bfloat16
             x = x.float()

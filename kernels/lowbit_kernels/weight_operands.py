@@ -7,7 +7,7 @@ descriptions that it has not seen. An implementation reads the same descriptions
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,11 @@ ALIGNMENT = (
     16  # bytes: the widest load of any kernel, and what the tensor memory accelerator asks for
 )
 
-Product = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None], Tensor
-]
-"""A planned product of x, codes, scale, zero_point, bias, residual and token_scale."""
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""x, codes, scale, zero_point, bias, residual and token_scale of a product."""
+
+Product = Callable[[Tensors], Tensor]
+"""A planned product."""
 
 
 class Layout(NamedTuple):
@@ -182,6 +183,20 @@ class WeightOperands(NamedTuple):
     def has_aligned_scales(self) -> bool:
         """Whether kernels can read scale and zero point without a copy."""
         return self.scale.is_aligned and (self.zero_point is None or self.zero_point.is_aligned)
+
+
+def check_addends(x: Any, n: int, bias: Any, residual: Any) -> None:
+    """TypeError or ValueError unless bias [N] and residual [..., N] fit x [..., K]; all are tensors or `Layout`s."""
+    for name, part, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
+        if part is not None and tuple(part.shape) != shape:
+            raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")
+        if part is not None and part.dtype != x.dtype:
+            raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Their addresses; 0 for None, a null pointer."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def bits_of(codes: torch.dtype) -> int:

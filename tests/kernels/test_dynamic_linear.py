@@ -53,9 +53,9 @@ def test_reference_multiplies_the_schemes_codes(case: Case) -> None:
 def of_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stand-in for the CUDA kernels, in PyTorch ops, takes products on the CPU."""
 
-    def product(operands, x, codes, scale, zero_point, bias, residual, token_scale):
-        given = (x, codes, scale, zero_point, bias, residual, token_scale)
-        found = WeightOperands.of(*given, group_size=x.shape[1], out=operands.out)
+    def product(operands, tensors):
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        found = WeightOperands.of(*tensors, group_size=x.shape[1], out=operands.out)
         assert operands.x == found.x and operands.codes == found.codes
         assert operands.scale == found.scale or len(codes) == 1  # one row has any stride
         assert operands.residual == found.residual and operands.group_size == x.shape[1]
@@ -248,6 +248,6 @@ def test_cuda_triton_takes_token_scales(slices: int) -> None:
     x, codes, scale, *_ = Case("", 8, 65, 512).arguments("cuda")
     token_scale = torch.rand(8, device="cuda")
     parts = (x, codes, scale[:, None], None, None, None, token_scale)
-    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=512), slices)(*parts)
+    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=512), slices)(parts)
     expected = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double()
     assert (out - expected).norm() <= 2.0**-8 * expected.norm()

@@ -30,7 +30,7 @@ def off(out: torch.Tensor, arguments: tuple) -> float:
 
 
 def one_by_one(x, codes, scale, zero_point, offsets, group_size) -> torch.Tensor:
-    """Every token by its expert's dequantized weight."""
+    """Each token times its expert's dequantized weight."""
     out = torch.zeros(len(x), codes.shape[1], dtype=torch.float64)
     for m in range(len(x)):
         e = int((offsets <= m).sum())

@@ -28,7 +28,7 @@ MORE_ROUNDINGS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float1
 
 
 def limit(out: torch.Tensor, one_rounding: bool = True) -> float:
-    """On `error`: of a rounding of many elements, or the most that a few can have."""
+    """A bound on `error`: the mean over many elements, or the largest rounding where there are few."""
     if not one_rounding or out.numel() < 1000:
         return MORE_ROUNDINGS[out.dtype] / (2 if one_rounding else 1)
     return {torch.float32: 2.0**-20, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}[out.dtype]
@@ -51,7 +51,7 @@ def wide(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tenso
 
 
 def error(out: torch.Tensor, arguments: tuple, dtype: torch.dtype | None = None) -> float:
-    """Relative, of norms, from float64."""
+    """The relative error against float64, in norms."""
     expected = wide(*arguments)
     assert out.shape == expected.shape and out.dtype == (dtype or arguments[0].dtype)
     assert out.is_contiguous()
@@ -60,7 +60,7 @@ def error(out: torch.Tensor, arguments: tuple, dtype: torch.dtype | None = None)
 
 
 def formula(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tensor:
-    """Weights element by element, in numpy's float64."""
+    """The formula, with each weight computed by itself in float64."""
     n, k = scale.shape[0], x.shape[-1]
     weight = np.zeros((n, k))
     given, scales = codes.numpy(), scale.double().numpy()
@@ -120,7 +120,7 @@ for slices in (1, 2, 3):
     t = torch.rand(len(x))
     residual = torch.zeros(len(x), len(codes), dtype=x.dtype)
     parts = (x, codes, scale, zero_point, None, residual, t)
-    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=group), slices)(*parts)
+    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=group), slices)(parts)
     x = x.double() * t.double()[:, None]
     wanted = (x, codes, scale, zero_point, None, None, group)
     results[f"{slices} slices"] = error(out, wanted, torch.bfloat16) / limit(out)
@@ -179,7 +179,7 @@ def test_compiles_for_any_number_of_tokens() -> None:
         assert torch.equal(compiled(*arguments), op(*arguments) * 2)
 
 
-LAYOUTS = {  # of x [2, 3, 64]; those that give rows of 64 at one distance are read in place
+LAYOUTS = {  # of x [2, 3, 64], and whether its rows have one distance, so that no copy is made
     "contiguous": (lambda x: x, True),
     "last-token": (lambda x: torch.cat([x] * 4, 1)[:, -3:, :], False),
     "one-of-many": (lambda x: torch.stack([x] * 2, 2)[:, :, 1], True),
@@ -229,7 +229,7 @@ def test_an_error_is_raised_at_every_call() -> None:
 @pytest.mark.parametrize("most", [1, 2**30], ids=["slices", "whole"])
 @pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
 def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What GPUs do, on the CPU: every slice of the result, of 16 columns at the most, or all at once."""
+    """The chunks of GPUs, on the CPU: slices of at most 16 columns of the result, or all columns at once."""
     monkeypatch.setattr(weight_mm_dequantized, "BYTES_IN_L2", most)
     monkeypatch.setattr(weight_mm_dequantized, "ROWS_OF_A_TILE", 16)
     x, *parts, residual, group = arguments = case.arguments()
@@ -277,7 +277,7 @@ def test_extreme_zero_points_and_equal_rows(zero: int, dtype: torch.dtype) -> No
         assert error(out, arguments) <= limit(out, one_rounding=False)
 
 
-def test_what_pads_does_not_count() -> None:
+def test_padding_does_not_count() -> None:
     x, codes, scale, *rest = Case("", 3, 8, 100, 64).arguments()
     out = op(x, codes, scale, *rest)
     codes[:, 50:] ^= 0xFF
@@ -384,7 +384,7 @@ def test_cuda_operator_is_registered_well(case: Case) -> None:
 
 @pytest.mark.gpu
 def test_cuda_product_into_columns_copies_nothing() -> None:
-    """Beyond the result and one chunk a large product takes no memory."""
+    """A large product allocates only its result and one chunk of the weight."""
     x, codes, scale, *_ = Case("", 2048, 16384, 4096, 128).arguments("cuda")
     run(x, codes, scale, None, None, None, 128, "dequantize")
     torch.cuda.reset_peak_memory_stats()

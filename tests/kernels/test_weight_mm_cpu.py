@@ -37,7 +37,7 @@ def test_the_kernel_takes_few_tokens_in_16_bits() -> None:
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("group", [1, 4, 7, 8, 24, 32, 64, 128, 192, 256, 384, 768])
 def test_layouts(bits: int, zero_point: bool, group: int) -> None:
-    """Groups in words, of chunks, across both; rows and tokens that fill no block; columns in the padding."""
+    """Groups within words, of whole chunks, and across both; ragged rows and tokens; columns in the padding."""
     for m, n, k in ((1, 4, 768), (2, 5, 768), (3, 1, 768), (7, 9, 768), (5, 6, 765), (16, 2, 12)):
         scale_dtype = torch.float32 if m == 1 else torch.bfloat16
         options = {"scale_dtype": scale_dtype, "zero_point": zero_point, "bias": True}
@@ -63,7 +63,7 @@ def test_threads_give_the_same(bits: int) -> None:
     assert error(results[0], arguments) <= limit(results[0])
 
 
-# ---- what is written is what is multiplied -----------------------------------------------------------------------
+# ---- every write to a weight counts at the next product ------------------------------------------------------------
 
 
 def bytes_of(t: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_other_values_for_a_weight_count(
         assert isinstance(layer.weight, AffineTensor) and torch.equal(layer(x), expected)
 
 
-# ---- memory of other kinds -----------------------------------------------------------------------------------------
+# ---- other kinds of memory -----------------------------------------------------------------------------------------
 
 
 def test_inference_tensors() -> None:
@@ -200,7 +200,7 @@ def test_inference_tensors() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("off", [1, 4, 8, 32])
 def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
-    """As of tensors in a file that is mapped."""
+    """As in a mapped file."""
     m, n, k = 4, 48, 128
     width = k * bits // 8
     codes = torch.randint(0, 127, (n * width + 64,)).to(torch.uint8 if bits == 4 else torch.int8)
@@ -212,7 +212,7 @@ def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said once, and multiplied all the same."""
+    """One warning; the product is computed all the same."""
 
     def no_library(source: str) -> None:
         raise RuntimeError("no C++ compiler was found")

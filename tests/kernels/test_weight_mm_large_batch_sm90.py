@@ -30,8 +30,8 @@ ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("bits", "shift"), [(4, 0), (4, 4), (8, 0)])
 def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> None:
-    """A code's bits read as a number, below the least normal one of bfloat16 or in 1024 of float16, times a factor,
-    less the zero point: each step a number of the operand's dtype. `shift`: of an upper nibble."""
+    """Each step of unpacking gives a number of the operand's dtype: the code's bits, read as a subnormal bfloat16 or in
+    the mantissa of 1024 in float16; times a factor; minus the zero point. `shift`: 4 for an upper nibble."""
     grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
     read = (code + 2 ** (bits - 1) << shift) + (0x6400 if dtype == FP16 else 0)
@@ -69,7 +69,7 @@ def test_source_has_the_macros() -> None:
     assert "m64n64k16.f32.f16.f16" in code
 
 
-def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
+def test_codes_that_bulk_copies_cannot_read_are_not_taken() -> None:
     def takes(codes: torch.Tensor, group: int = 32, x: torch.Tensor | None = None) -> bool:
         k = codes.shape[1] * 2
         x = torch.zeros(3, k, dtype=BF16) if x is None else x
@@ -101,7 +101,7 @@ def test_tokens_that_the_tma_cannot_read_are_copied() -> None:
 
 
 class Operands:
-    """Random ones; `exact` is the product in float64."""
+    """Random operands; `exact` is their product in float64."""
 
     def __init__(
         self, m, n, k, bits, group, *, dtype=BF16, scale=BF16, zero=False, pitch=0, device="cuda"
@@ -156,16 +156,16 @@ class Operands:
     def product(self, chosen: Plan | None = None) -> torch.Tensor:
         operands = WeightOperands.of(*self.arguments(), group_size=self.group, out=self.out)
         if chosen is not None:
-            return LargeBatchProduct(operands, chosen)(*self.arguments())
+            return LargeBatchProduct(operands, chosen)(self.arguments())
         product = weight_mm_large_batch_sm90.product(operands)
         if product is None:
             pytest.skip("needs a GPU of compute capability 9.0")
-        return product(*self.arguments())
+        return product(self.arguments())
 
     def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
         assert out.shape == exact.shape and out.dtype == self.out and out.is_contiguous()
-        # of few results the roundings may be larger than most
+        # the mean rounding of few results may be larger
         limit = factor * ERROR[self.out] * (2 if exact.numel() < 1000 else 1)
         assert (out.double() - exact).norm() <= limit * exact.norm()
 
@@ -176,7 +176,7 @@ def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = Fal
     return Plan(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
-EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
+EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more chunks than stages, ragged shapes
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
     (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1200, 4, 128),
@@ -187,9 +187,16 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
     (planned(32, 256, 2, 1, 1, 1), 30, 129, 96, 8, 32),
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
-    (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile divided
+    (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile is divided
     (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
-    (planned(16, 224, 4, 2, 1, 1), 20, 700, 600, 4, 128),  # rows of two blocks, more than one tile
+    (
+        planned(16, 224, 4, 2, 1, 1),
+        20,
+        700,
+        600,
+        4,
+        128,
+    ),  # overlapping rows of two blocks, more than one tile
     (planned(32, 224, 4, 2, 1, 2)._replace(chunk=256), 40, 1111, 900, 4, 64),
     (planned(32, 224, 4, 2, 1, 1), 40, 430, 100, 8, 32),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
@@ -215,18 +222,18 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
 def test_emulated(
     chosen: Plan, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
 ) -> None:
-    """The kernels' arithmetic, of indices and barriers too, by fibers on the CPU."""
+    """The kernel's arithmetic, indices and barriers, run in fibers on the CPU."""
     with hopper_emulator.emulated():
         kinds = {"device": "cpu"}
         if not chosen.rounded:
             kinds |= {"dtype": dtype, "scale": FP32, "zero": True, "pitch": 16}
         operands = Operands(m, n, k, bits, group, **kinds)
-        if chosen.rounded:  # written in another way
+        if chosen.rounded:  # without addends the kernel writes results by finish_plain
             operands.check(chosen, factor=1.3)
         operands.more().check(chosen, 1.3 if chosen.rounded else 1.0)
 
 
-LATE = [  # rings that several warpgroups share, of which more chunks pass than it has slots, evenly many and not
+LATE = [  # rings that warp groups share, with more chunks than slots, in even and odd numbers
     (
         weight_mm_large_batch_sm90.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1),
         448,
@@ -262,7 +269,7 @@ def test_copies_may_come_late(
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 def test_the_last_groups_scale_may_be_infinite() -> None:
-    """A chunk may go on beyond it, where x is zero."""
+    """A chunk may continue beyond the last group, where x is 0."""
     with hopper_emulator.emulated():
         operands = Operands(10, 129, 352, 4, 32, dtype=FP16, device="cpu")
         operands.scale[5, -1], operands.codes[5], operands.x = float("inf"), 0xCC, operands.x.abs()
@@ -306,7 +313,7 @@ def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
 
 
 def forced() -> list[tuple[int, Plan]]:
-    """Plans of every shape of tile and cluster, of many tiles a cluster and of one, and their group."""
+    """Groups and plans: every shape of tile and cluster, with many tiles a cluster and with one."""
     found = []
     for tile, groups in [
         *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.SMALL),
@@ -318,7 +325,7 @@ def forced() -> list[tuple[int, Plan]]:
             (1, 1, 2),
             (1, 2, 50),
             (1, 4, 1),
-            (2, 1, 4),  # may end with divided tiles
+            (2, 1, 4),  # the last round may divide tiles
             (2, 4, 3),
             (1, 8, 16),
         ):
@@ -343,7 +350,7 @@ def test_every_division(group: int, chosen: Plan) -> None:
 @pytest.mark.parametrize("beside", [1, 2])
 @pytest.mark.parametrize("tile", weight_mm_large_batch_sm90.LARGE, ids=str)
 def test_rounded_weights(tile: weight_mm_large_batch_sm90.Tile, beside: int, group: int) -> None:
-    """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
+    """Against the product of weights rounded once to bfloat16, only the result is rounded."""
     chosen = planned_deep(*tile, beside, 1, 4, rounded=True)
     operands = Operands(700, 520, 2048, 4, group, zero=True)
     out, rounded = operands.product(chosen), operands.weight().to(BF16).double()
@@ -363,7 +370,7 @@ def test_strided_operands() -> None:
     between = torch.zeros(operands.scale.numel() + 1, dtype=BF16, device="cuda")[1:]
     operands.scale = between.view_as(operands.scale).copy_(
         operands.scale
-    )  # not from a multiple of 4 bytes on
+    )  # does not begin at a multiple of 4 bytes
     for m in (16, 100):
         operands.x = torch.randn(m, 1024, device="cuda").to(BF16)
         operands.check()

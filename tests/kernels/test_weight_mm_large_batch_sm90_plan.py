@@ -37,8 +37,10 @@ def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
             if not Tile(*plan[:3]).overlaps:
                 found.append((row, token, *share))
                 continue
-            first = row - 32 * beside  # of 256
-            shared = first + 192 * (1 - beside)  # of the pair, which take turns at its chunks
+            first = row - 32 * beside  # of the block's 256 rows
+            shared = first + 192 * (
+                1 - beside
+            )  # 64 rows of both blocks, which take turns at their chunks
             alone = [r for r in range(first, first + 256, 64) if r != shared]
             found += [(r, token, *share) for r in alone]
             found += [(shared, token, c, c + 1) for c in range(beside, chunks, 2)]
