@@ -119,15 +119,10 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(
-    x: Description,
-    codes: Description,
-    scale: Description,
-    bias: Description | None,
-    residual: Description | None,
-    tensorwise: bool,
-) -> Plan:
-    """The plan for operands that are `described` so; arguments and errors as of `dynamic_linear`."""
+def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Plan:
+    """The plan for x, codes, scale, bias and residual that are `described` so; errors as of `dynamic_linear`."""
+    x, codes, scale, bias, residual = tensors
+    assert x and codes and scale
     given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
     ends = (layout_of(bias), layout_of(residual))
     check(given, weight, scales, *ends, tensorwise)
@@ -166,14 +161,12 @@ def _run(
     residual: Tensor | None,
     tensorwise: bool = False,
 ) -> Tensor:
-    plan = planned(
-        described(x),
-        described(codes),
-        described(scale),
+    layouts = (
+        *(described(x), described(codes), described(scale)),
         None if bias is None else described(bias),
         None if residual is None else described(residual),
-        tensorwise,
     )
+    plan = planned(layouts, tensorwise)
     ran("dynamic_linear", plan.implementation)
     (m, k), n, format = plan.rows, codes.shape[0], FORMATS[codes.dtype]
     rows = x.reshape(m, k)
@@ -192,15 +185,8 @@ def _run(
     return out if residual is None else out.add_(residual)
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    tensorwise: bool = False,
-) -> Tensor:
-    check(x, codes, scale, bias, residual, tensorwise)
+def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
+    check(x, codes, *others)
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 

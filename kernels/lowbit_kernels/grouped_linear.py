@@ -170,15 +170,10 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(
-    x: Description,
-    codes: Description,
-    scale: Description,
-    zero_point: Description | None,
-    offsets: Description,
-    group_size: int,
-) -> Plan:
-    """The plan for operands that are `described` so; errors as of `grouped_linear`."""
+def planned(tensors: tuple[Description | None, ...], group_size: int) -> Plan:
+    """The plan for x, codes, scale, zero_point and offsets that are `described` so; errors as of `grouped_linear`."""
+    x, codes, scale, zero_point, offsets = tensors
+    assert x and codes and scale and offsets
     given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
     check(given, weight, scales, layout_of(zero_point), Layout(*offsets), group_size)
     (m, k), dtype, device = given.shape, given.dtype, given.device
@@ -218,7 +213,7 @@ def _run(
 ) -> Tensor:
     zero = None if zero_point is None else described(zero_point)
     layouts = (described(x), described(codes), described(scale), zero, described(offsets))
-    plan = planned(*layouts, group_size)
+    plan = planned(layouts, group_size)
     ran("grouped_linear", plan.implementation)
     if plan.implementation == "empty":
         return x.new_zeros(plan.shape)
@@ -252,15 +247,8 @@ def _launch(
     return out.to(plan.dtype)
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    offsets: Tensor,
-    group_size: int,
-) -> Tensor:
-    check(x, codes, scale, zero_point, offsets, group_size)
+def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
+    check(x, codes, *others)
     return x.new_empty((x.shape[0], codes.shape[1]))
 
 

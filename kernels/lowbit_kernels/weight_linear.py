@@ -130,22 +130,20 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def planned(
-    x: Description,
-    codes: Description,
-    scale: Description,
-    zero_point: Description | None,
-    bias: Description | None,
-    residual: Description | None,
-    group_size: int,
-    implementation: str | None = None,
+    tensors: tuple[Description | None, ...], group_size: int, implementation: str | None = None
 ) -> Plan:
-    """The plan for operands that are `described` so; arguments and errors as of `weight_linear`.
+    """The plan for x, codes, scale, zero_point, bias and residual that are `described` so.
 
     Args:
         implementation: one of IMPLEMENTATIONS, for tests and benchmarks. ValueError where it doesn't take the operands.
+
+    Raises: as `weight_linear`.
     """
-    given, weight = Layout(*x), (Layout(*codes), Layout(*scale), layout_of(zero_point))
-    ends = (layout_of(bias), layout_of(residual))
+    x, codes, scale, *optional = tensors
+    assert x and codes and scale
+    given = Layout(*x)
+    weight = (Layout(*codes), Layout(*scale), layout_of(optional[0]))
+    ends = (layout_of(optional[1]), layout_of(optional[2]))
     check(given, *weight, *ends, group_size)
     n = weight[0].shape[0]
     m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
@@ -202,16 +200,13 @@ def run(
     implementation: str | None = None,
 ) -> Tensor:
     """The op's kernel on every device, by the implementation that `planned` chooses or is given."""
-    plan = planned(
-        described(x),
-        described(codes),
-        described(scale),
+    layouts = (
+        *(described(x), described(codes), described(scale)),
         None if zero_point is None else described(zero_point),
         None if bias is None else described(bias),
         None if residual is None else described(residual),
-        group_size,
-        implementation,
     )
+    plan = planned(layouts, group_size, implementation)
     ran("weight_linear", plan.implementation)
     if plan.is_direct:
         return plan.product((x, codes, scale, zero_point, bias, residual, None))
@@ -224,46 +219,19 @@ def run(
     return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_size: int,
-) -> Tensor:
-    check(x, codes, scale, zero_point, bias, residual, group_size)
+def _fake(x: Tensor, codes: Tensor, scale: Tensor, *others: Any) -> Tensor:
+    check(x, codes, scale, *others)
     return x.new_empty((*x.shape[:-1], scale.shape[0]))
 
 
 def check(
-    x: Any,
-    codes: Any,
-    scale: Any,
-    zero_point: Any,
-    bias: Any,
-    residual: Any,
-    group_size: int,
+    x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, residual: Any, group_size: int
 ) -> None:
     """Errors of `weight_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
     check_one_device(
         x=x, codes=codes, scale=scale, zero_point=zero_point, bias=bias, residual=residual
     )
-    if codes.dtype not in (torch.uint8, torch.int8):
-        raise TypeError(
-            "weight_linear takes codes as torch.uint8, two of 4 bits in a byte, or torch.int8, got "
-            f"{codes.dtype}"
-        )
-    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
-        if dtype not in FLOATS:
-            raise TypeError(
-                f"weight_linear takes {name} of {', '.join(map(str, FLOATS))}; got {dtype}"
-            )
-    if zero_point is not None and zero_point.dtype != torch.int8:
-        raise TypeError(
-            f"weight_linear takes zero_point as torch.int8 or None, got {zero_point.dtype}; it lies on the codes' grid"
-        )
+    _check_dtypes(x, codes, scale, zero_point)
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
     if len(x.shape) < 1 or len(codes.shape) != 2 or len(scale.shape) != 2:
@@ -271,18 +239,6 @@ def check(
             f"weight_linear takes x [..., K], codes [N, .] and scale [N, Kp/G], got {tuple(x.shape)}, "
             f"{tuple(codes.shape)} and {tuple(scale.shape)}"
         )
-    _check_shapes(x, codes, scale, zero_point, bias, residual, group_size)
-
-
-def _check_shapes(
-    x: Any,
-    codes: Any,
-    scale: Any,
-    zero_point: Any,
-    bias: Any,
-    residual: Any,
-    group_size: int,
-) -> None:
     n, groups = scale.shape
     padded = groups * group_size
     width = (padded + 1) // 2 if bits_of(codes.dtype) == 4 else padded
@@ -301,6 +257,22 @@ def _check_shapes(
             f"zero_point must have the shape {(n, groups)}, got {tuple(zero_point.shape)}"
         )
     check_addends(x, n, bias, residual)
+
+
+def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
+    if codes.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(
+            f"weight_linear takes codes as torch.uint8 (4 bits, two in a byte) or torch.int8, got {codes.dtype}"
+        )
+    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
+        if dtype not in FLOATS:
+            raise TypeError(
+                f"weight_linear takes {name} of {', '.join(map(str, FLOATS))}; got {dtype}"
+            )
+    if zero_point is not None and zero_point.dtype != torch.int8:
+        raise TypeError(
+            f"weight_linear takes zero_point as torch.int8 or None, got {zero_point.dtype}; it lies on the codes' grid"
+        )
 
 
 LIBRARY.define(

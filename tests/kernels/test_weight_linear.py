@@ -199,8 +199,8 @@ def test_layouts_of_x_and_residual(change, in_place: bool, bits: int) -> None:
     arguments = (x, codes, scale, zero_point, bias, residual, group)
     out = op(*arguments)
     assert error(out, arguments) <= limit(out, one_rounding=False)
-    given = [None if t is None else weight_operands.described(t) for t in arguments[:-1]]
-    assert weight_linear.planned(*given, group).copies_x != in_place
+    given = tuple(None if t is None else weight_operands.described(t) for t in arguments[:-1])
+    assert weight_linear.planned(given, group).copies_x != in_place
     rows = weight_operands.Layout(*given[0]).rows()
     if in_place:
         flat = x.view(-1, 64)
