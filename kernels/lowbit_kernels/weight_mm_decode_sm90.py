@@ -37,9 +37,8 @@ CHUNK = 128  # codes in a chunk, at 4 bits
 BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
 SHARED_LIMIT = 227 * 1024
-IN_FLIGHT = (
-    112 * 1024
-)  # bytes of tiles that a block loads at once; more in flight arrive later, and out of order
+# Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
+IN_FLIGHT = 112 * 1024
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
 X_REGISTERS = 64  # registers of a thread that hold x
 
@@ -185,9 +184,8 @@ def _divided(
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
         fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
-    wanted = min(
-        MAX_STAGES if parts > 4 else 4, rounds * parts
-    )  # with few parts more stages were no faster
+    # With up to 4 parts more than 4 stages were no faster.
+    wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
     wanted = min(wanted, max(IN_FLIGHT // stage, 2))
     stages = min((SHARED_LIMIT - fixed) // stage, wanted)
     if stages < min(2, wanted):

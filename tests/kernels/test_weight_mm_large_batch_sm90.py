@@ -368,9 +368,8 @@ def test_strided_operands() -> None:
         operands.x = wide[:, first : first + 1024]
         operands.check()
     between = torch.zeros(operands.scale.numel() + 1, dtype=BF16, device="cuda")[1:]
-    operands.scale = between.view_as(operands.scale).copy_(
-        operands.scale
-    )  # does not begin at a multiple of 4 bytes
+    # does not begin at a multiple of 4 bytes
+    operands.scale = between.view_as(operands.scale).copy_(operands.scale)
     for m in (16, 100):
         operands.x = torch.randn(m, 1024, device="cuda").to(BF16)
         operands.check()
