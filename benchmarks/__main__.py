@@ -27,7 +27,7 @@ def run(
     command: str,
     shapes: Path | None = None,
 ) -> tuple[str, bool]:
-    """Measure what is selected. Returns the report in markdown, and whether every candidate worked."""
+    """Measure what is selected; the report in markdown, and whether every candidate worked."""
     table = benchmark.table or KERNEL_TABLE
     on_gpu = benchmark.device == "cuda"
     before = copy_bandwidth() if on_gpu else 0.0
@@ -39,7 +39,7 @@ def run(
             results.append(Result(problem, rows))
     if not results:
         raise SystemExit(
-            f"no candidate of {benchmark.name} has {' or '.join(map(repr, only))} in its name"
+            f"nothing of {benchmark.name} has {' or '.join(map(repr, only))} in its name"
         )
     bandwidths = (before, copy_bandwidth()) if on_gpu else None
     page = render(
@@ -54,7 +54,7 @@ def run(
 
 
 def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Row:
-    """Measure one candidate. If it cannot run, its row says why, and the other candidates still run."""
+    """Measure one candidate. One that can't run is a line of the table as well, and the others go on."""
     print(f"{problem} / {candidate.name}", end="", file=sys.stderr, flush=True)
     try:
         measured = table.measure(candidate, repeats)
@@ -79,7 +79,7 @@ def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Ro
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Times lowbit on the current CUDA device, or on the CPU.",
+        description="Times lowbit on the current CUDA device, or on the processor.",
     )
     parser.add_argument("names", nargs="*", help="benchmarks to run (default: all)")
     parser.add_argument("--list", action="store_true", help="list the benchmarks, and end")
@@ -87,15 +87,15 @@ def parser() -> argparse.ArgumentParser:
         "--only",
         action="append",
         metavar="TEXT",
-        help='only candidates with this text in their "problem / name"; give it again for more texts. The candidate '
-        "that ratios refer to always runs",
+        help='only candidates with this in their "problem / name", or with one of several if given again; what '
+        "ratios refer to stays",
     )
     parser.add_argument(
         "--skip",
         action="append",
         default=[],
         metavar="TEXT",
-        help="leave out candidates with this text; may be given again",
+        help="leave out those with this in it; may be given again",
     )
     parser.add_argument(
         "--repeats", type=int, default=REPEATS, help=f"timed repeats (default: {REPEATS})"
@@ -104,19 +104,19 @@ def parser() -> argparse.ArgumentParser:
         "--shapes",
         type=Path,
         metavar="FILE",
-        help="the linears to time, as lowbit.inference.trace_linears writes them; for weight_linear",
+        help="of the linears to time, as the write() of a lowbit.trace gives it; for weight_linear",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also write DIR/<benchmark>-<device>.md"
     )
     parser.add_argument(
-        "--label", default="", help="suffix of the written file's name, before .md (default: none)"
+        "--label", default="", help="end of the written file's name, before .md (default: none)"
     )
     return parser
 
 
 def command_of(options: argparse.Namespace) -> str:
-    """The command that repeats the measurement, without the output folder."""
+    """The command that measures the same: without the folder that the page goes to."""
     words = ["python", "-m", "benchmarks", *options.names]
     words += [word for text in options.only or [] for word in ("--only", text)]
     words += [word for text in options.skip for word in ("--skip", text)]
@@ -126,7 +126,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 0, or 1 if a candidate failed or there is no GPU."""
+    """0 all measured, 1 something failed or there is no GPU."""
     command_line = parser()
     options = command_line.parse_args(arguments)
 
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in options.names if name not in benchmarks]
     if unknown:
         command_line.error(
-            f"no benchmark is named {', '.join(unknown)}; there are: {', '.join(benchmarks)}"
+            f"no benchmark named {', '.join(unknown)}; there are: {', '.join(benchmarks)}"
         )
     if options.shapes and not all(
         name in benchmarks and benchmarks[name].takes_shapes for name in options.names or [""]

@@ -48,14 +48,25 @@ def round_rows(values: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return round_rows(values, **options)
 
 
-def weight_linear(op: str, x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
-    """`lowbit_kernels.int4_linear` and its siblings, by name: x [..., K] by codes [N, K] and what belongs to them."""
-    from lowbit_kernels import dynamic_linear, grouped_linear, weight_linear
+def weight_linear(x: Tensor, *tensors: Tensor | None, group_size: int) -> Tensor:
+    """`lowbit_kernels.weight_linear`: x [..., K] by a weight [N, K] of 4 or 8 bits."""
+    from lowbit_kernels import weight_linear
 
-    module = weight_linear if op in ("int4_linear", "int8_linear") else dynamic_linear
-    if "grouped" in op:
-        module = grouped_linear
-    return getattr(module, op)(x, *tensors, **options)
+    return weight_linear.weight_linear(x, *tensors, group_size=group_size)  # type: ignore[arg-type]
+
+
+def grouped_linear(x: Tensor, *tensors: Tensor | None, group_size: int) -> Tensor:
+    """`lowbit_kernels.grouped_linear`: x [M, K] by the weights [E, N, K] of the tokens' experts."""
+    from lowbit_kernels import grouped_linear
+
+    return grouped_linear.grouped_linear(x, *tensors, group_size=group_size)  # type: ignore[arg-type]
+
+
+def dynamic_linear(x: Tensor, *tensors: Tensor | None) -> Tensor:
+    """`lowbit_kernels.dynamic_linear`: x [..., K], quantized, by a weight [N, K] of int8 or float8."""
+    from lowbit_kernels import dynamic_linear
+
+    return dynamic_linear.dynamic_linear(x, *tensors)  # type: ignore[arg-type]
 
 
 def dequantize(codes: Tensor, scale: Tensor, **options: Any) -> Tensor:

@@ -1,5 +1,7 @@
-"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights.
-And under DistributedDataParallel, where replicas stay equal."""
+"""Two processes under FSDP2: weights travel quantized, and training equals that of one process with such weights.
+
+Under DistributedDataParallel, replicas stay equal.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ from lowbit.tensor.mixed_precision import GatheredMixedPrecision
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products
+from tests.traced import low_bit
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
@@ -54,8 +57,8 @@ def shard(model, dtype=None):
 
 
 def as_gathered(model):
-    """A copy whose weights are as FSDP2 gathers them, each rank's rows quantized by themselves; the gradients of
-    these are those of the weights that they stand for."""
+    """A copy with the weights as FSDP2 gathers them: each rank quantizes its own rows. Their gradients are the
+    gradients of the high-precision weights."""
     model = copy.deepcopy(model)
     for layer in (model.first, model.second):
         parts = [w._wire() for w in layer.weight.detach().chunk(dist.get_world_size())]
@@ -78,7 +81,7 @@ def summed(model):
 
 
 def check_as_one_process(rank, world_size):
-    """Outputs and gradients to the bit, with the weights that each rank's rows are quantized to; and near to those
+    """Outputs and gradients equal, to the bit, those of one process with the gathered weights, and are close to those
     of one process that never shards."""
     for name, scheme in SCHEMES.items():
         for rows in ROWS:
@@ -106,7 +109,7 @@ def check_as_one_process(rank, world_size):
 
 
 def check_bytes_on_the_wire(rank, world_size):
-    """One byte an element and a scale a row; everything where a product needs the weight itself."""
+    """One byte an element and a scale a row travel; the whole weight does where a product needs it."""
     for scheme, limit in ((SCHEMES["int8"], 1.2), (SCHEMES["float8-tensorwise"], 1.2)):
         for rows in (64, 33):
             model = shard(prepared(Model(rows), scheme))
@@ -149,7 +152,7 @@ def check_training(rank, world_size):
 
 
 def check_compiled(rank, world_size):
-    """Each layer compiled, as for large models; the counter tells that low-bit products ran."""
+    """Each layer is compiled, as in large models; counted calls show that low-bit products ran."""
     torch._dynamo.reset()
     model = prepared(Model(64), SCHEMES["int8"])
     expected, compiled = shard(copy.deepcopy(model)), copy.deepcopy(model)
@@ -187,13 +190,14 @@ def check_state_dicts(rank, world_size):
     return True
 
 
-def check_explained_and_refused(rank, world_size):
+def check_traced_and_refused(rank, world_size):
     model = shard(prepared(Model(64), SCHEMES["int8"]))
     model.first.bias.grad = torch.ones_like(model.first.bias)
-    explanation = train.explain(model, batch_of(rank))
-    assert explanation.calls == {"scaled_mm int8 torch": 6}
-    assert set(explanation.layers) == {"first", "second"}
-    assert explanation.layers["first"].low_bit == ["output", "grad_input", "grad_weight"]
+    found = lowbit.trace(model, batch_of(rank))
+    assert {p.layer for p in found.products} == {"first", "second"}
+    for layer in ("first", "second"):
+        assert low_bit(found, layer) == ["output", "grad_input", "grad_weight"]
+    assert sum(p.calls for p in found.products) == 6
     assert model.first.weight.grad is None and model.first.bias.grad is not None
     for call, match in (
         (lambda: train.restore_(model), "is sharded: gather the state dict"),
@@ -234,7 +238,7 @@ def check_experts(rank, world_size):
 
 
 def check_tied_embedding(rank, world_size):
-    """Rows are looked up in what was gathered, and gradients of both uses reach the shards."""
+    """The embedding looks rows up in the gathered weight, and gradients of both uses reach the shards."""
     for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
         model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
         model[0].weight = model[1].weight = nn.Parameter(values(50, 64))
@@ -255,7 +259,8 @@ def check_tied_embedding(rank, world_size):
 
 
 def check_data_parallel(rank, world_size):
-    """DistributedDataParallel: rank 0's start for all, and replicas that stay equal to the bit, draws included."""
+    """Under DistributedDataParallel all ranks start from rank 0's weights, and replicas stay equal to the bit, random
+    bits included."""
     products = {
         train.Int8MixedPrecision(always=True, stochastic_rounding=True): 5,
         Int8Weight(): 0,
@@ -289,7 +294,7 @@ def check_data_parallel(rank, world_size):
 
 
 def check_data_parallel_of_one_weight(rank, world_size):
-    """What is laid end to end is it alone."""
+    """The concatenation consists of nothing else."""
     for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
         model = prepared(linear(16, 64, bias=False), scheme)
         with torch.no_grad():
@@ -311,7 +316,7 @@ CHECKS = [
     check_training,
     check_compiled,
     check_state_dicts,
-    check_explained_and_refused,
+    check_traced_and_refused,
     check_experts,
     check_data_parallel,
     check_data_parallel_of_one_weight,

@@ -54,7 +54,7 @@ def outcome(model, x):
 
 
 def check_columns_then_rows(rank, world_size):
-    """Near to float64, and as near as one process is."""
+    """Outputs and gradients are as close to float64 as those of one process."""
     mesh = mesh_of(world_size)
     for name, scheme in SCHEMES.items():
         for bias in (True, False):
@@ -77,7 +77,7 @@ def check_columns_then_rows(rank, world_size):
 
 
 def check_columns_are_those_of_one_process(rank, world_size):
-    """Rows of the weight have scales of their own, so the output and the weight's gradient are the same numbers."""
+    """Each row of the weight has its own scale, so the output and the weight's gradient are the same numbers."""
     mesh = mesh_of(world_size)
     for hidden in (96, 33):
         layer = prepared(linear(hidden, 64), SCHEMES["int8"])

@@ -1,4 +1,4 @@
-"""``int8_mm_sm90`` on a CPU, emulated as ``sm90_emulator`` emulates ``weight_mm_many``."""
+"""``int8_mm_sm90`` on a CPU, emulated as ``sm90_emulator`` emulates ``weight_mm_large_batch_sm90``."""
 
 from __future__ import annotations
 

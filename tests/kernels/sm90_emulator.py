@@ -1,4 +1,4 @@
-"""``weight_mm_many`` on a CPU, compiled by the machine's C++ compiler; ``sm90_on_cpu.h`` emulates the GPU."""
+"""``weight_mm_large_batch_sm90`` on a CPU, compiled by the host compiler; ``sm90_on_cpu.h`` emulates the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import weight_mm_many
+from lowbit_kernels import weight_mm_large_batch_sm90
 from tests.kernels.compiled_on_cpu import library
 
 HEADER = Path(__file__).with_name("sm90_on_cpu.h")
@@ -41,9 +41,9 @@ class _Map(tuple[int, ...]):
 
 
 def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
-    code = weight_mm_many.source(dtype, *macros[:-1])  # type: ignore[arg-type]
-    folder = Path(weight_mm_many.__file__).parent
-    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_many.cu"))
+    code = weight_mm_large_batch_sm90.source(dtype, *macros[:-1])  # type: ignore[arg-type]
+    folder = Path(weight_mm_large_batch_sm90.__file__).parent
+    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_large_batch_sm90.cu"))
     half = "true" if dtype == torch.float16 else "false"
     multiply = f"""
 template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint32 *a, uint64 b, int add) {{
@@ -63,7 +63,7 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 
 @contextlib.contextmanager
 def launches_on_cpu(module: ModuleType) -> Iterator[None]:
-    """Inside, `module` describes matrices to the emulation and needs no GPU."""
+    """Inside, `module` passes tensor maps to the emulator and needs no GPU."""
     with (
         mock.patch.object(module, "tensor_map", lambda *a: _Map(a)),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
@@ -75,6 +75,9 @@ def launches_on_cpu(module: ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Inside, ``weight_mm_many._planned`` takes CPU tensors."""
-    with launches_on_cpu(weight_mm_many), mock.patch.object(weight_mm_many, "_kernel", _kernel):
+    """Inside, `LargeBatchProduct` takes CPU tensors."""
+    with (
+        launches_on_cpu(weight_mm_large_batch_sm90),
+        mock.patch.object(weight_mm_large_batch_sm90, "_kernel", _kernel),
+    ):
         yield

@@ -1,4 +1,4 @@
-"""Kernels take addresses, so ops refuse tensors of two devices before they read any."""
+"""Kernels take addresses: tensors of two devices are refused before any is read."""
 
 from __future__ import annotations
 
@@ -10,29 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-OPS = (
-    *(("dequantize", "dequantize"), ("ternary_mm", "ternary_mm"), ("weight_linear", "int4_linear")),
-    *(("dynamic_linear", "int8_dynamic_linear"), ("grouped_linear", "int4_grouped_linear")),
-)
-
-
-def cases_of(module: str) -> list[Any]:
-    home = "lowbit_kernels" if module.endswith("_linear") else "benchmarks.cases"
-    return import_module(f"{home}.{module}").CASES
+OPS = ("dequantize", "dynamic_linear", "grouped_linear", "ternary_mm", "weight_linear")
 
 
 def moved() -> Iterator[Any]:
-    """Each op, with each tensor except the first on another device."""
-    for module, op in OPS:
-        import_module(f"lowbit_kernels.{module}")
-        arguments = cases_of(module)[0].arguments()
+    """Each op with each tensor but its first on another device."""
+    for op in OPS:
+        import_module(f"lowbit_kernels.{op}")
+        arguments = import_module(f"benchmarks.cases.{op}").CASES[0].arguments()
         for i, part in enumerate(arguments):
             if i and isinstance(part, Tensor):
                 wrong = (*arguments[:i], part.to("meta"), *arguments[i + 1 :])
                 yield pytest.param(op, wrong, id=f"{op}-{i}")
 
 
-@pytest.mark.parametrize(("op", "arguments"), list(moved()))
+@pytest.mark.parametrize(("op", "arguments"), moved())
 def test_tensors_of_two_devices_are_refused(op: str, arguments: tuple) -> None:
     with pytest.raises(ValueError, match=r"one device, got .*on cpu.* on meta.*move them"):
         getattr(torch.ops.lowbit, op)(*arguments)

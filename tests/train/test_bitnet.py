@@ -17,6 +17,7 @@ import lowbit
 from lowbit import BitNet, BitNetTensor, TernaryTensor, train
 from lowbit.tensor.ternary import pack_ternary, unpack_ternary
 from tests.scaled_products import scaled_products
+from tests.traced import low_bit
 from tests.train.problems import linear, outcome, prepared, relative, values
 
 SCHEMES = {"plain": BitNet(), "int8": BitNet(grad_input=True, grad_weight=True)}
@@ -133,14 +134,14 @@ def test_no_rows():
 
 
 @every_scheme
-def test_products_are_counted_and_explained(scheme):
+def test_products_are_counted_and_traced(scheme):
     model, x = prepared(linear(48, 96), scheme), values(16, 96)
     with scaled_products() as calls:
         outcome(model, x)
     backward = 2 if scheme == SCHEMES["int8"] else 0
     assert calls["int8"] == 1 + backward
-    (layer,) = train.explain(model, x).layers.values()
-    assert layer.low_bit == (["output", "grad_weight"] if backward else ["output"])
+    found = lowbit.trace(model, x)
+    assert low_bit(found) == (["output", "grad_weight"] if backward else ["output"])
 
 
 @every_scheme

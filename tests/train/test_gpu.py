@@ -12,6 +12,7 @@ import lowbit
 from lowbit import train
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
 from tests.scaled_products import scaled_products
+from tests.traced import reasons
 from tests.train.problems import linear, outcome, prepared, snr, values
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +64,7 @@ def test_too_few_rows_run_in_high_precision():
     with scaled_products() as calls:
         found = low(x)
     assert torch.equal(found, layer(x)) and not calls
-    assert "too few rows" in train.explain(low, x).layers[""].why[0]
+    assert "too few rows" in reasons(lowbit.trace(low, x)).pop()
 
 
 @every_scheme

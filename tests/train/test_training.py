@@ -251,7 +251,7 @@ def test_stochastic_rounding_is_the_same_on_every_replica_and_differs_by_gradien
     assert correlation < 0.9, "other draws"
 
 
-# ---- explain ------------------------------------------------------------------------------------------------
+# ---- penalties and precision --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", [INT8, train.Int8Weight(), train.BitNet()], ids=str)

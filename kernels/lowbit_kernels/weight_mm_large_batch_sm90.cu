@@ -1,85 +1,88 @@
-// Weights of 4 or 8 bits, integers or float8, times many tokens, on sm_90a:
+// The large-batch kernel: many tokens times a weight of 4 or 8 bits, integers or float8, on sm_90a.
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero[n, k / GROUP]) * scale[n, k / GROUP]
 //               + bias[n] + residual[m, n]
 //
-// weight_mm_many.py compiles this once for each combination of
-//   DTYPE, OUT         BF16 or FP16: of x; of bias, residual, out
-//   CODES              INT4 (nibble = code + 8, even k in the low one), INT8; or E4M3, of which DTYPE is FP16, that holds
-//                      them, GROUP 0, and ZERO 0
-//   GROUP              a multiple of 32, or 0: one scale a row
+// weight_mm_large_batch_sm90.py puts ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, before this source and
+// compiles it for each combination of
+//   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
+//   CODES              INT4 (nibble = code + 8, even k in the low one), INT8, or E4M3. E4M3 needs DTYPE FP16, which
+//                      holds it exactly, GROUP 0 and ZERO 0
+//   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
 //   SCALE              BF16, FP16 or FP32
 //   ZERO               1: there are zero points
-//   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE); 0: into the
-//                      sums of a group, in float32
+//   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE);
+//                      0: the scale is multiplied into the sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
-//   ROWS               of the weight, of a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1 and at most 32 TOKENS
-//   GROUPS             warpgroups that multiply: 2 or 4
-//   BESIDE             1 or 2 blocks of a cluster, on rows beside each other, which load half of the tokens each for both
-//   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K
-//   CHUNK              of K, of a stage: 128, or 256, for groups of 128 only if there are evenly many in a row
-//   STAGES             chunks in the ring
-// and puts before it ptx.cuh, sm90.cuh and `multiply`, the instruction.
+//   ROWS               of the weight in a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1 and at
+//                      most 32 TOKENS
+//   GROUPS             warp groups that multiply: 2 or 4
+//   BESIDE             1 or 2 blocks of a cluster, on adjacent rows; each loads half of the tokens for both
+//   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
+//   CHUNK              K of a pipeline stage: 128 or 256; 256 with groups of 128 needs an even number of them in a row
+//   STAGES             pipeline stages, in a ring
 //
-// The tile computed is out's transpose: rows of the weight, which a thread unpacks in registers as the product's first
-// operand, by tokens, which the TMA copies to shared memory. In an instruction's 16 K a thread holds four of a row, two
-// and two neighbouring: of each eight codes one byte (two of 8 bits), so that its four threads read the same.
+// A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
+// in registers. Tokens are the second, which the TMA copies to shared memory. For the 16 K of an instruction a thread
+// holds four of a row, as two adjacent pairs: one byte of each eight codes (two bytes at 8 bits). So the four threads
+// of a row read the same words.
 //
-// What limits small products is how long it takes to unpack, multiply, and wait for both. So warpgroups of a block may
-// take turns at chunks of the same rows, and blocks of a cluster have parts of a tile's K. At a tile's end they exchange
-// their sums through shared memory; each block adds and finishes an equal share. Large products, whose tiles don't come
-// out even, end with tiles that two blocks have together, which otherwise have one each.
+// Small products are limited by the time to unpack, to multiply, and to wait for both. So warp groups of a block may
+// take turns at chunks of the same rows, and blocks of a cluster may split a tile's K. At the end of a tile they
+// exchange their sums through shared memory, and each block adds and finishes an equal share. Large products whose
+// tiles don't divide evenly among clusters end with tiles that two blocks share, where otherwise each block has its
+// own.
 
 enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
 
 static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
-static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, of a warpgroup
-// Of 28,672 rows 112 tiles of 256 leave 20 of 132 multiprocessors idle, 128 of 224 but 4. Two blocks beside each other
-// then hold 256 rows each of 448: both the middle 64, of which they multiply every other chunk.
+static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, in a warp group
+// With 28,672 rows, 112 tiles of 256 leave 20 of 132 multiprocessors idle; 128 tiles of 224 leave only 4. Two adjacent
+// blocks then hold 256 rows each of 448. Both hold the middle 64 rows, and each multiplies every other chunk of them.
 static constexpr bool OVERLAP = ROWS == 224;
 static constexpr int HELD = OVERLAP ? 256 : ROWS;             // rows of a stage
-static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warpgroups that take turns at a tile's chunks
+static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warp groups that take turns at a tile's chunks
 static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1 && TOKENS <= 32), "");
-// Turns go by slots of the ring, of each of which a warpgroup sees all phases or none: else it could take one that is
-// over for the next, which it waits for.
+// A turn belongs to a slot of the ring, so a warp group sees all phases of a slot's barrier or none. Otherwise it could
+// mistake a phase that is over for the next one.
 static constexpr int TURNS = OVERLAP ? 2 : LANES;
 static_assert(STAGES % TURNS == 0, "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
-static constexpr int SOURCES = SPLIT * LANES;                 // of sums of a tile
+static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
 static constexpr int WARPS = 4 * GROUPS;                      // that multiply
-static constexpr int THREADS = 128 * (GROUPS + 1);            // theirs and the producer's
+static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps and the producer's warp group
 static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
-static constexpr int BOXES = CHUNK / 64;                     // of tokens, of 128 bytes a row
+static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
 static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
-static constexpr int FETCHED = 32 * 1024;                    // bytes of scales at most that are asked for early
+static constexpr int FETCHED = 32 * 1024;                    // most bytes of scales that are prefetched
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > TURNS, "a warpgroup leaves a chunk's stage when it has begun with its next one");
-static constexpr int SUMS = TOKENS / 2;  // of a thread and subtile
-static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // sums of a group are scaled and added to others
-static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // of K, in one group
+static constexpr int SUMS = TOKENS / 2;  // of a thread in a subtile
+static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // a group's sums are scaled and added to the totals
+static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // adjacent K in one group
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
-static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk that are summed apart
-// Instructions of a piece, of 16 K each: few, so that unpacking is spread between them.
+static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk with separate sums
+// Instructions of a piece, with 16 K each. Pieces are short, so that unpacking interleaves with the products.
 static constexpr int STEPS = BITS == 4 && GROUPS == 2 && TOKENS < 128 && RUN > 32 ? 4 : 2;
-static constexpr int VECTORS = STEPS * BITS / 8;  // of 16 bytes, of a piece's codes of a row
-static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // of a chunk, of a part
-// Whether a piece's codes are read while the products of the one before are issued, where there are registers for it.
+static constexpr int VECTORS = STEPS * BITS / 8;  // loads of 16 bytes for a piece's codes of a row
+static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
+// Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
-static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // of weights, as they are multiplied
-// An integer's bits as a number times FACTOR, plus OFFSET, are it times UNIT: see two_of.
+static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // factor of the weights in the products
+// The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
 static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
                                  : BITS == 4   ? 0x7d007f00
                                                : 0x7f007f00;
 static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
                                  : BITS == 4   ? 0xbe00be00
                                                : 0xc000c000;
-static constexpr int UNITS = HELD / 16;                         // of 16 rows, as a warp has them
-static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows and tokens that a block finishes
-static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares of which the other block has a part of the sum
-static constexpr int BOX_PITCH = 48;                            // bytes of 16 results of a token; free of bank conflicts
+static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
+static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
+static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
+static constexpr int BOX_PITCH = 48;                            // bytes between tokens; avoids bank conflicts
 
-// Whether tiles of the last round, where there are few, may be divided among the blocks beside each other.
+// Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
 static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
 static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
 
@@ -87,16 +90,16 @@ struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     float4 part[SOURCES > 1 ? OWN : MERGED][SOURCES][2][32];  // sums of the block's squares
     unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
-    uint64 full[STAGES], empty[STAGES], come, gone;  // the latter two: parts
+    uint64 full[STAGES], empty[STAGES], come, gone;  // sums have arrived; they have been read
 };
 
-// The product's shape in tiles: `rows` of clusters, `columns` of tokens, of which `band` are worked through together,
-// for the L2 cache.
+// The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
+// time, so that the L2 cache serves them.
 struct Shape {
     int m, n, chunks, groups, rows, columns, band;
 };
 
-// What the sums are scaled by, and what is added to them.
+// The factors of the sums, the addends, and the result.
 struct Epilogue {
     const void *scale, *bias, *residual;
     const float *token_scale;
@@ -104,12 +107,12 @@ struct Epilogue {
     int wide;  // all rows begin at multiples of 16 bytes
 };
 
-// A block's tiles, and its chunks of each, first..last - 1.
+// Iterates over a block's tiles; its chunks of a tile are first..last - 1.
 struct Schedule {
     const Shape shape;
     const uint32 rank;
     int first, last, tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
-    bool divided = false;  // the tile, which the blocks beside each other have a half of K each of
+    bool divided = false;  // whether each of the two adjacent blocks has half of the tile's K
 
     MEMBER Schedule(const Shape &shape, uint32 rank)
         : shape(shape),
@@ -139,7 +142,7 @@ struct Schedule {
 
     MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
 
-    // Whether of the chunk in this slot the block's 64 rows from `below` on are left to the other block.
+    // Whether the other block multiplies the 64 rows from `below` on of the chunk in this slot.
     MEMBER bool leaves(int below, int slot) const {
         return OVERLAP && below == (rank ? 0 : 192) && slot % 2 != rank;
     }
@@ -155,10 +158,11 @@ struct Ring {
     MEMBER Ring after(int stages) const { return {(slot + stages) % STAGES, parity ^ (slot + stages) / STAGES % 2}; }
 };
 
-// ---- the producer ----------------------------------------------------------------------------------------------------
+// ---- the producer
+// ----------------------------------------------------------------------------------------------------
 
-// Asks for a block's first codes, and its scales, before the launch before is done: where they are in the L2, what that
-// launch writes to them is seen.
+// Prefetches a block's first codes and its scales into the L2 cache while the previous kernel is still running. The L2
+// cache is coherent, so later loads see what that kernel writes.
 DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape &shape, uint32 rank) {
     Schedule schedule(shape, rank);
     if (!schedule.take()) return;
@@ -181,7 +185,7 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
             const bool less = OVERLAP && ring.slot % 2 != rank;
             barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0));
-            if (less)  // in place of the four warps of these rows, at both blocks
+            if (less)  // for the four warps of these rows, at both blocks
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += BOX_ROWS)
@@ -202,7 +206,8 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
     }
 }
 
-// ---- unpacking -------------------------------------------------------------------------------------------------------
+// ---- unpacking
+// -------------------------------------------------------------------------------------------------------
 
 template <int TO>
 DEVICE uint32 packed(float low, float high) {
@@ -210,7 +215,7 @@ DEVICE uint32 packed(float low, float high) {
     else return to_bf16x2(low, high);
 }
 
-// Of bias and residual.
+// An element of the bias or the residual, from its low 16 bits.
 DEVICE float unpacked(uint32 bits) {
     if constexpr (OUT == FP16) return from_half(bits & 0xffff);
     else return bits_float(bits << 16);
@@ -222,7 +227,7 @@ DEVICE float number_at(const void *p, long long i, int type) {
     return type == FP16 ? from_half(bits) : bits_float(bits << 16);
 }
 
-// a * b + c of two neighbours, rounded once
+// a * b + c for two adjacent numbers, rounded once
 DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
     if constexpr (DTYPE == FP16) return fma_half2(a, b, c);
     else return fma_bf16x2(a, b, c);
@@ -231,13 +236,13 @@ DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
 // Whether the scales of a chunk's two groups are read together.
 static constexpr bool TWO_SCALES = CHUNK == 256 && GROUP == 128 && SCALE != FP32;
 
-// A group's scale and zero point as they lie in memory: on their way while others are in use.
+// A group's scale and zero point as stored in memory, loaded while the previous ones are in use.
 struct Fetched {
-    uint32 scale;  // if TWO_SCALES, of both groups
+    uint32 scale;  // with TWO_SCALES, of both groups
     int zero;
 };
 
-// A group's scale and what is added to its codes as they are unpacked, to two neighbours.
+// A group's scale, and the offset that unpacking adds to two adjacent codes.
 struct Group {
     float scale;
     uint32 offset;
@@ -245,7 +250,7 @@ struct Group {
 
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
-// Of the row whose groups begin at `row`, in a chunk's run of K of that number.
+// Loads the group of a chunk's run for the row whose groups begin at `row`.
 DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int chunk, int run) {
     const int group = TWO_SCALES ? chunk * 2 : group_of(chunk * RUNS + run);
     const uint32 at = row + min(group, shape.groups - (TWO_SCALES ? 2 : 1));
@@ -257,7 +262,7 @@ DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &
     return result;
 }
 
-// Beyond the last group x is zero, whatever the codes are, and so is the scale.
+// Beyond the last group x is 0 and codes are arbitrary; the scale becomes 0, too.
 DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int run) {
     Group group;
     const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
@@ -273,20 +278,21 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
     return group;
 }
 
-// What a thread takes of eight codes, and what that is multiplied by: an upper nibble comes 16 times as large.
+// The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
+// differs for an upper nibble, which is 16 times as large.
 struct Place {
     uint32 selector, factor;
     MEMBER Place(int t, const Shape &shape) {
         selector = CODES == INT4 ? t * 0x0101 : CODES == INT8 ? t * 0x0202 + 0x0100 : t * 0x0022 + 0x0010;
-        // constants, which the compiler, if it knew, would move to a register for each use
+        // hidden from the compiler: it would move known constants to a register at each use
         factor = shape.m > 0 ? FACTOR : 0;
         in_use(selector);
     }
 };
 
-// Neighbours of eight codes along K, those of the thread's place in its four, times UNIT: 4 bits, byte `t` of a word; 8
-// bits, bytes 2 t and 2 t + 1 of two. Less the zero point. In bf16 the lowest 8 bits alone stand for multiples of 2**-133,
-// exactly; in fp16, or-ed into 1024, they are that number more. E4M3 are numbers already.
+// Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
+// t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
+// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already.
 DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
     if constexpr (CODES == E4M3) return from_e4m3x2(x & 0xffff);
@@ -297,8 +303,9 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
     return x;
 }
 
-// A piece's codes from step `first` of a chunk on, of rows lane / 4 and 8 below of a warp's 16. The four threads of a row
-// read the same 16 bytes; `at` is the address of the upper row, whose pieces of 16 bytes the TMA has permuted.
+// Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + 8 of a warp's 16. The four
+// threads of a row read the same 16 bytes. `at` is the address of the upper row, whose units of 16 bytes the TMA has
+// swizzled.
 DEVICE void load_codes(uint4 (&codes)[VECTORS][2], uint32 at, int first) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -307,7 +314,7 @@ DEVICE void load_codes(uint4 (&codes)[VECTORS][2], uint32 at, int first) {
     }
 }
 
-// The first operand of the piece's products: k = 2 t, 2 t + 1 of each eight.
+// Unpacks the first operand of the piece's products: k = 2 t and 2 t + 1 of each eight.
 DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int first, const Place &place,
                    const Group (&upper)[RUNS], const Group (&lower)[RUNS]) {
 #pragma unroll
@@ -326,7 +333,8 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int
     }
 }
 
-// ---- the consumers ---------------------------------------------------------------------------------------------------
+// ---- the consumers
+// ---------------------------------------------------------------------------------------------------
 
 template <typename T, int COUNT>
 DEVICE void keep(T (&x)[COUNT]) {
@@ -334,23 +342,24 @@ DEVICE void keep(T (&x)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) in_use(x[i]);
 }
 
-// Whether the thread's warpgroup has rows that the other block has, too.
+// Whether the other block holds the rows of the thread's warp group, too.
 DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ? 0 : 3); }
 
-// A warp has read all it needs of a slot: says so to every block that writes to it, of a divided tile twice to its own.
+// Signals that a warp has read a slot, to every block that writes to it. For a divided tile it signals its own block
+// twice.
 DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
     if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
 }
 
-// Adds the group's sums, scaled, to the others.
+// Adds the scaled sums of a group to the totals.
 DEVICE void flush(float (&totals)[SUMS], float (&sums)[SUMS], const float (&scale)[2]) {
     keep(sums);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) totals[i] = fmaf(sums[i], scale[i / 2 % 2], totals[i]);
 }
 
-// A thread's share of a segment: the sums of its rows, lane / 4 and 8 below of its warp's 16 of each subtile.
+// A thread's share of the products: the sums of rows lane / 4 and lane / 4 + 8 of its warp's 16, in each subtile.
 struct Consumer {
     Shared &shared;
     const void *scale;
@@ -360,13 +369,13 @@ struct Consumer {
     Ring ring;
     uint32 base, a[2][STEPS * 4];
     uint4 loaded[VECTORS][2];         // codes of the next piece
-    uint32 rows[SUBTILES][2];         // where their groups begin
-    Group group[SUBTILES][2][RUNS];   // of the chunk
-    Fetched next[SUBTILES][2][RUNS];  // of the next one
+    uint32 rows[SUBTILES][2];         // index of the rows' first group
+    Group group[SUBTILES][2][RUNS];   // of the present chunk
+    Fetched next[SUBTILES][2][RUNS];  // of the next chunk
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
         : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)) {
-        in_use(base);  // else the compiler works it out anew each time
+        in_use(base);  // else the compiler recomputes it at each use
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
     }
@@ -395,7 +404,7 @@ struct Consumer {
         }
     }
 
-    // The first step of a chunk's piece: of a part those of a subtile, then of the next.
+    // The first step of a chunk's piece. Within a part, the pieces of one subtile precede those of the next.
     static MEMBER int step_of(int piece) {
         return piece / (HALVES * SUBTILES) * (CHUNK / 16 / SUMMED) + piece % HALVES * STEPS;
     }
@@ -404,8 +413,9 @@ struct Consumer {
         load_codes(loaded, at + piece / HALVES % SUBTILES * 64 * PITCH, step_of(piece));
     }
 
-    // The products of chunks first..last - 1: `totals` (and `sums`, where groups are summed apart) begin as zeros.
-    // Pieces of four products or two: while the tensor cores have one, the next is unpacked, in other registers.
+    // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
+    // as 0. A piece has two or four products. While the tensor cores work on a piece, the next is unpacked in other
+    // registers.
     MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
                     bool divided) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
@@ -432,7 +442,8 @@ struct Consumer {
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
-            // Known to be the warp's, and of 64 bits, to which one instruction adds: else each half is moved each time.
+            // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
+            // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
             const uint64 tokens = (uint64)OPERAND_HIGH << 32 | low;
             if constexpr (EARLY) load_piece(stage + codes, 0);
@@ -440,8 +451,9 @@ struct Consumer {
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
                 const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
                 uint32(&own)[STEPS * 4] = a[piece % 2];
-                // The piece before the last one is done, and has left these registers. The last one too, where it was
-                // a group's: the compiler, which can't tell whose sums are read, would run products one by one.
+                // Waits until the products of the piece before the last one are done with these registers. Where the
+                // last piece ended a group, it waits for that one, too: the compiler can't tell whose sums are read,
+                // and would serialise the products.
                 if (FLUSH && SUBTILES > 1 && HALVES == 1 && piece % 2 == 0) product_wait<0>();
                 else product_wait<1>();
                 keep(own);
@@ -472,7 +484,8 @@ struct Consumer {
         else keep(sums[0]), keep(sums[SUBTILES - 1]);
     }
 
-    // The sums of the group before a chunk's part, scaled; and the scales of this one, for the next time.
+    // Adds the scaled sums of the group before a chunk's part to the totals, and keeps this part's scales for the next
+    // call.
     MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2],
                           int part) {
 #pragma unroll
@@ -483,9 +496,10 @@ struct Consumer {
     }
 };
 
-// ---- results ---------------------------------------------------------------------------------------------------------
+// ---- results
+// ---------------------------------------------------------------------------------------------------------
 
-// Eight results of a token, or as many as there are, between memory and a warp's 16 bytes of shared memory.
+// Copies eight results of a token, or `count` if fewer, between global memory and 16 bytes of shared memory.
 DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int count, bool wide) {
     if (wide && count >= 8) {
         *(uint4 *)to = *(const uint4 *)from;
@@ -494,7 +508,7 @@ DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int count
     }
 }
 
-// Of a thread's two rows, lane / 4 and 8 below of 16 from `row` on.
+// Scale and bias of a thread's two rows, lane / 4 and lane / 4 + 8 of the 16 from `row` on.
 struct Rows {
     float scale[2], bias[2];
 
@@ -508,11 +522,11 @@ struct Rows {
     }
 };
 
-// A warp's sums of 16 rows and 16 tokens to results, turned by way of shared memory.
+// Turns a warp's sums of 16 rows by 16 tokens into results, transposed through shared memory.
 DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
                    const float (&sums)[8], int row, int token) {
     const int lane = threadIdx.x % 32;
-    // As matrices of 8 x 8 are stored: a token's rows 0..7, 8..15, and of the next eight tokens.
+    // The order of the 8 x 8 matrices: rows 0..7 and 8..15 of eight tokens, then those of the next eight.
     const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
     unsigned short *mine = (unsigned short *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
     const int column = row + lane % 2 * 8, own = token + lane / 2, count = own < shape.m ? shape.n - column : 0;
@@ -543,8 +557,8 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
     __syncwarp();
 }
 
-// The same of all of a warp's squares, where nothing but a bias is added and all is wide: few instructions, for each is
-// executed once a tile, and has to be fetched.
+// The same for all squares of a warp, where only a bias is added and all rows are aligned. It has few instructions,
+// since each runs only once a tile and has to be fetched.
 DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
                          const float (&sums)[SUMS], int row, int token) {
     const int lane = threadIdx.x % 32;
@@ -568,7 +582,7 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
     }
 }
 
-// A tile's results, of sums that this block alone has.
+// Finishes a tile whose sums this block has alone.
 DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape,
                        const float (&sums)[SUBTILES][SUMS], int row, int token) {
     const bool plain = epilogue.wide && !epilogue.residual && !epilogue.token_scale;
@@ -590,10 +604,11 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
     }
 }
 
-// ---- sums of a tile that several have: blocks of a cluster, warpgroups of a block ----------------------------------------
+// ---- sums that blocks of a cluster or warp groups of a block share
+// -------------------------------------------------------
 
-// PARTS blocks have a tile's sums; `part` is a block's number among them, BESIDES that of such tiles in the cluster. Of
-// squares of 16 rows and tokens it finishes those whose unit of rows is `part` more than a multiple of PARTS.
+// PARTS blocks share a tile's sums, for each of BESIDES tiles of the cluster. A block's index among them is `part`. It
+// finishes the squares of 16 rows by 16 tokens whose unit of rows is `part` modulo PARTS.
 template <int PARTS, int BESIDES>
 struct Exchange {
     static constexpr int OWN = TOKENS / 16 * UNITS / PARTS, SOURCES = PARTS * LANES;
@@ -604,14 +619,14 @@ struct Exchange {
 
     MEMBER Exchange(Shared &shared, void *parts, uint32 rank) : shared(shared), parts((Part *)parts), rank(rank) {}
 
-    // At `gone` of all blocks that exchange: lane i of each warp at the i-th's.
+    // Arrives at the barrier `gone` of all blocks that exchange; lane i of each warp arrives at that of the i-th block.
     MEMBER void leave() const {
         __syncwarp();
         const int lane = threadIdx.x % 32;
         if (lane < PARTS) barrier_arrive(shared_address(&shared.gone), lane * BESIDES + rank % BESIDES);
     }
 
-    // Each warp sends its sums to the blocks that finish them, where they count for `come`; or keeps them here.
+    // Each warp sends its sums to the blocks that finish them, whose barrier `come` counts them; or stores them here.
     MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
         if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(shared_address(&shared.come), OWN * sizeof(Part));
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
@@ -633,7 +648,7 @@ struct Exchange {
         }
     }
 
-    // The block's squares, of the sums that all have sent, added in the order of K.
+    // Adds the sums that all blocks sent, in the order of K, and finishes the block's squares.
     MEMBER void finish_own(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         for (int own = warp; own < OWN; own += WARPS) {
@@ -651,15 +666,15 @@ struct Exchange {
                 }
             }
             __syncwarp();
-            unsigned char *box = (unsigned char *)parts[own][0];  // no longer needed
+            unsigned char *box = (unsigned char *)parts[own][0];  // its sums are no longer needed
             finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
         }
-        if (CLUSTER > 1 && schedule.more()) leave();  // else nobody waits for it, and another block may be gone itself
+        if (CLUSTER > 1 && schedule.more()) leave();  // else nobody waits, and other blocks may have exited
     }
 };
 
-// Of the 64 rows that both blocks have, each finishes those of two warps: the sums of the others it sends to the other
-// block, and it adds what comes from there. Returns whether the warp has rows to finish.
+// Of the 64 rows that both blocks hold, each block finishes those of two warps. It sends the sums of the other two
+// warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
 DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const uint32 come = shared_address(&shared.come), gone = shared_address(&shared.gone);
@@ -703,7 +718,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
             if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
             else barrier_wait_after(shared_address(&shared.come), parity);
             exchange.finish_own(epilogue, shape, schedule);
-        } else if (TAIL && schedule.divided) {  // the last tile: nobody reads the ring any more once all have come here
+        } else if (TAIL && schedule.divided) {  // the last tile: once all are here, nobody reads the ring
             const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
             exchange.leave();
             barrier_wait(shared_address(&shared.gone), 0);
@@ -716,8 +731,9 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
     }
 }
 
-// Grid: a multiple of CLUSTER blocks. codes [n, bytes] by boxes of BOX_ROWS x PITCH bytes, swizzled over as much; x [m, k]
-// by boxes of TOKENS / BESIDE x 64. scale and zero [n, groups]; bias [n], residual [m, n], token_scale [m] or null.
+// Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
+// over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements. scale and zero [n, groups].
+// bias [n], residual [m, n] and token_scale [m] may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,
@@ -728,7 +744,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Epilogue epilogue = {scale, bias, residual, token_scale, out, wide};
     const uint32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     if (threadIdx.x == 0) {
-        if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle goes by addresses
+        if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle depends on the address
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
@@ -741,20 +757,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
     __syncwarp();
     cluster_come();
-    cluster_await();  // all barriers are there
+    cluster_await();  // all barriers are initialised
     wait_for_previous();
 
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<GROUPS == 2 ? 40 : 32>();
         if (threadIdx.x == GROUPS * 128) {
             produce(shared, codes, x, shape, rank);
-            let_next_start();  // whose copies would delay these
+            let_next_start();  // not earlier, since its copies would delay these
         }
     } else {
         take_registers<GROUPS == 2 ? 232 : 112>();
         consume(shared, epilogue, zero, shape, rank);
     }
     __syncwarp();
-    // Others of the cluster may still have to arrive at this block's barriers; the sums that they send, it has awaited.
+    // Other blocks of the cluster may still have to arrive at this block's barriers. It has already awaited their sums.
     if constexpr (BESIDE > 1) cluster_meet();
 }

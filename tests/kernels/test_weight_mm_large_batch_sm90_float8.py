@@ -1,19 +1,19 @@
-"""float8 weights times many tokens, as float16: the kernel emulated on a CPU, and on a GPU."""
+"""The large-batch kernel on float8 weights, as float16: emulated on a CPU, and on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import Plan
+from lowbit_kernels.weight_mm_large_batch_sm90 import Plan, takes
+from lowbit_kernels.weight_operands import WeightOperands
 from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
-from tests.kernels.test_weight_mm_many import BF16, FP16, FP32, Operands, planned
+from tests.kernels.test_weight_mm_large_batch_sm90 import BF16, FP16, FP32, Operands, planned
 
 
 class Float8(Operands):
-    """e4m3 by e4m3, a scale a row; results of `out`."""
+    """e4m3 by e4m3 with one scale a row; results of dtype `out`."""
 
     def __init__(self, m, n, k, *, out=BF16, pitch=0, device="cuda"):
         super().__init__(m, n, k, 8, 0, dtype=out, scale=FP32, pitch=pitch, device=device)
@@ -21,7 +21,7 @@ class Float8(Operands):
         nan = wide.bitwise_and(127) == 127
         wide.masked_fill_(nan, 0)
         if pitch:
-            wide[:, k:] = 127  # what comes after a row may be NaN
+            wide[:, k:] = 127  # the memory after a row may hold NaN
         self.codes = self.codes.view(torch.float8_e4m3fn)
         self.scale /= 4096  # results within float16
         self.x = (self.x.float() * 112).clamp(-448, 448).to(torch.float8_e4m3fn).half()
@@ -29,7 +29,7 @@ class Float8(Operands):
 
 
 def test_only_float16_holds_float8() -> None:
-    """With a scale a row, whose end is k's: what comes after may be NaN."""
+    """float8 needs one scale a row and rows that end at k, since the padding may hold NaN."""
     codes = torch.zeros(16, 64, dtype=torch.float8_e4m3fn)
     for dtype, k, groups, fits in (
         (FP16, 64, 1, True),
@@ -38,9 +38,9 @@ def test_only_float16_holds_float8() -> None:
         (FP16, 64, 2, False),
     ):
         x, scale = torch.zeros(20, k, dtype=dtype), torch.ones(16, groups)
-        kinds = {"bits": 8, "group_size": 64 // groups}
-        assert weight_mm_many._is_supported(x, codes, scale, **kinds) == fits
-        assert weight_mm_many._is_supported(x, codes.view(torch.int8), scale, **kinds)
+        group, int8 = 64 // groups, codes.view(torch.int8)
+        assert takes(WeightOperands.of(x, codes, scale, group_size=group)) == fits
+        assert takes(WeightOperands.of(x, int8, scale, group_size=group))
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -55,7 +55,7 @@ def test_only_float16_holds_float8() -> None:
     ids=str,
 )
 def test_emulated_float8(chosen: Plan, m: int, n: int, k: int, out: torch.dtype) -> None:
-    """In float16, with results of another dtype; a row's end need not be a whole chunk's."""
+    """x is float16, results may have another dtype, and a row may end within a chunk."""
     with sm90_emulator.emulated():
         operands = Float8(m, n, k, out=out, pitch=32, device="cpu")
         operands.more().check(chosen)

@@ -1,71 +1,74 @@
-// At most 16 tokens times a weight of 4 or 8 bits, integers or float8, on sm_90, at the speed of memory:
+// The decode kernel: at most 16 tokens times a weight of 4 or 8 bits, integers or float8, on sm_90, at memory speed.
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k / group]) * scale[n, k / group]
 //               + bias[n] + residual[m, n]
 //
-// weight_mm_few.py compiles this once for each combination of
-//   CODES              INT4: two codes + 8 in a byte, that of the even k in its low half; INT8; or E4M3
-//   GROUP              codes along k that share a scale, a multiple of 32; 0: all of a row
-//   X, OUT, SCALE      BF16, FP16; the scale also FP32. E4M3 is exact in FP16 alone, which X has to be for it; OUT is the
-//                      dtype of the bias and the residual, too
-//   ZERO               whether there are zero points: int8, for INT4 -8 .. 7; not for E4M3
+// weight_mm_decode_sm90.py puts ptx.cuh and sm90.cuh before this source and compiles it for each combination of
+//   CODES              INT4: a byte holds two codes + 8, the one of the even k in its low half; INT8; or E4M3
+//   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
+//   X, OUT, SCALE      BF16 or FP16; the scale also FP32. E4M3 needs X = FP16, the only one that holds it exactly.
+//                      OUT is also the dtype of the bias and the residual
+//   ZERO               whether there are zero points: int8, -8 .. 7 for INT4; none for E4M3
 //   TOKENS             1, 2, 4, 8 or 16
 //   HEIGHT             of a tile, in 16 rows
-//   SPLIT              blocks of a cluster, which have a slice of k each
-//   PARTS              of a tile's slice, copied one after the other
-//   CHUNKS             of a part that a warp has, at most: each 64 bytes of a row's codes
-//   WHOLE              whether a part is whole rows that have no gaps between them
+//   SPLIT              blocks of a cluster; each has a slice of k (split-K)
+//   PARTS              of a tile's slice, loaded one after the other
+//   CHUNKS             of a part that one warp has, at most; a chunk is 64 bytes of a row's codes
+//   WHOLE              whether a part is whole rows without gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
-//   BOX                chunks whose x comes to shared memory by one copy, a box of all tokens; 0: not so
-// and puts ptx.cuh and sm90.cuh before it.
+//   BOX                chunks whose x one copy loads to shared memory, as a box of all tokens; 0: no boxes
 //
-// A cluster takes every n-th tile of the weight. One thread of a block has the TMA bring parts of tiles into a ring, no
-// more at a time than keeps memory busy: of more, later ones would delay earlier ones. The first is asked for, into the
-// L2, before the launch before is done. 16 warps share a part. A warp holds the x of its chunks in registers all the time,
-// as an operand of mma; the codes become the other one, exactly. Sums of a unit, of one group, are scaled in float32. Two
-// more warps add up the sums of the 16 and store results, while the 16 go on with the next tile; or send them to that block
-// of the cluster which adds them up when all are there. All additions are in a fixed order.
+// Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
+// into a ring of stages. The ring holds only as much as keeps memory busy: with more copies in flight, later ones delay
+// earlier ones. The first part is prefetched into the L2 cache while the previous kernel is still running.
 //
-// mma multiplies by 8 columns. Fewer tokens than that have the x of several chunks in them, in the same registers, and of
-// the product with one chunk only its own columns count: one block's registers hold the x of 64 Ki of k, for one token.
+// Compute. 16 warps share a part. A warp keeps the x of its chunks in registers as one operand of mma, and converts
+// codes to the other operand, exactly. The sums of a unit, which lies in one group, are scaled in float32. Two more
+// warps add up the sums of the 16 and store results, or send them to the block of the cluster that adds them up.
+// Meanwhile the 16 warps work on the next tile. All additions have a fixed order.
 //
-// Neither codes nor x are reordered in memory: a lane reads neighbouring codes, and of x what belongs to them. mma only
-// sees that both sides of a step have the same k in the same place.
+// Few tokens. mma multiplies 8 columns. With fewer tokens, the columns hold the x of several chunks in the same
+// registers, and of the product with a chunk only that chunk's columns count. So the registers of a block hold the x of
+// 64 Ki of k for one token.
+//
+// Neither codes nor x are reordered in memory: a lane reads adjacent codes, and the x that belongs to them. mma only
+// needs both operands to have the same k at the same position.
 
 enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
 
 static constexpr int BITS = CODES == INT4 ? 4 : 8;
-static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // that multiply; two add up, one copies codes, one x
-static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile of the weight; mma takes 8 tokens
-static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows, 8 tokens
+static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // 16 multiply, 2 add up, 1 loads codes, 1 loads x
+static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile; mma takes 8 tokens
+static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows by 8 tokens
 static constexpr int MAX_STAGES = 6;
-static constexpr int WORD = 32 / BITS;  // codes of a word
+static constexpr int WORD = 32 / BITS;  // codes in a word
 static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
-static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;  // of a scale
-static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // one group
-static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // neighbouring words that a lane has of a unit
-static constexpr int PAIRS = WORD / 2;                             // of x, in registers, for a word
+static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;  // codes along k with one scale
+static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // in one group
+static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // adjacent words of a unit that a lane reads
+static constexpr int PAIRS = WORD / 2;                             // registers of x for a word
 static constexpr int SHARE = TOKENS < 8 ? 8 / TOKENS : 1;          // chunks whose x is in the same registers
-static constexpr int SETS = (PARTS * CHUNKS + SHARE - 1) / SHARE;  // of such registers
-// Whether x comes by way of shared memory, token by token: lanes would load it from places far apart, of one token or of
-// many parts. Else that takes longer, in the queue that codes come through.
+static constexpr int SETS = (PARTS * CHUNKS + SHARE - 1) / SHARE;  // of registers for x
+// Whether x is copied to shared memory first, token by token. This is faster for one token or many parts, where lanes
+// would load x from distant addresses. Otherwise the copies are slower, since they queue with those of the codes.
 static constexpr bool COPIES_X = BOX == 0 && (TOKENS == 1 || (SHARE > 1 && PARTS > 2));
 static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
-static constexpr bool MANY = SETS * 4 * TILES * PAIRS > 32;  // registers of x
-static constexpr int REGISTERS[2] = {MANY ? 112 : 104, MANY ? 32 : 64};  // of warps that multiply; of the others
+static constexpr bool LARGE_X = SETS * 4 * TILES * PAIRS > 32;  // x takes more than 32 registers
+static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  // of a multiplying warp; of the others
 static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
-// Whether products are of the codes + 136, and 136 + zero point times the sum of x comes off a unit's sum: exact in
-// float32 but for what 136 times larger sums lose. Otherwise codes lose it one by one.
+// Whether mma multiplies the codes + 136, and (136 + zero point) times the sum of x is subtracted from the unit's sum.
+// The only loss is that of float32 sums that are 136 times larger. Otherwise the offset is subtracted from each code.
 static constexpr bool FOLD = CODES == INT4 && X == BF16 && UNITS == 1;
 static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)) && (BOX == 0 || (BITS == 4 && SHARE == 1)), "");
 
-// What comes before the ring in shared memory. There are two of what the adding warps read: for even and odd tiles.
+// The start of shared memory, before the ring. The buffers that the adding warps read are double: for even and odd
+// tiles.
 struct Shared {
     uint64 full[MAX_STAGES], empty[MAX_STAGES];
     uint64 copied;               // x is in shared memory
-    uint64 arrived[MAX_BOXES];   // a box of x is
+    uint64 arrived[MAX_BOXES];   // a box of x is in shared memory
     uint64 loaded;               // the warps have x in registers
-    uint64 received;             // sums of all blocks are here
-    uint64 summed[2], added[2];  // the warps' sums are there; they have been read
+    uint64 received;             // the sums of all blocks have arrived
+    uint64 summed[2], added[2];  // the warps' sums are written; they have been read
     alignas(512) float4 sums[2][WARPS][PIECES][32];
 };
 
@@ -77,16 +80,16 @@ struct Problem {
     unsigned short *out;
     long long x_stride;  // in elements
     int m, n, k, chunks, groups;
-    int pitch, stages, apart;  // bytes of a part's row; in the ring; of these, those beside the boxes of x
+    int pitch, stages, apart;  // bytes of a part's row; of the ring; stages that share no memory with the boxes of x
 
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
-    MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // of a tile; a multiple of 16
+    MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // in a tile; a multiple of 16
     MEMBER int stage_bytes() const {
-        return (ROWS * pitch + scale_bytes() + (ZERO ? ROWS * groups : 0) + 127) & ~127;  // where the TMA may write
+        return (ROWS * pitch + scale_bytes() + (ZERO ? ROWS * groups : 0) + 127) & ~127;  // the TMA's alignment
     }
 };
 
-// Chunks of a row.
+// A range of a row's chunks.
 struct Range {
     int first, count;
 };
@@ -96,7 +99,7 @@ DEVICE Range part_of(const Problem &p, int rank, int part) {
     const int first = own * part / PARTS;
     return {start + first, own * (part + 1) / PARTS - first};
 }
-// A warp's of them. Which warps get one more changes from part to part: of all together they have as many.
+// The chunks of one warp. The warps that get one chunk more change from part to part, so that the totals are even.
 DEVICE Range share_of(const Range &part, int warp, int index) {
     const int more = index * WARPS / PARTS, first = (part.count * warp + more) / WARPS;
     return {part.first + first, (part.count * (warp + 1) + more) / WARPS - first};
@@ -114,9 +117,10 @@ DEVICE int first_tile() { return blockIdx.x / SPLIT; }
 DEVICE int tile_step() { return gridDim.x / SPLIT; }
 DEVICE int rounds_of(const Problem &p) { return (p.tiles() - first_tile() + tile_step() - 1) / tile_step(); }
 
-// ---- copying -----------------------------------------------------------------------------------------------------------
+// ---- copying
+// -----------------------------------------------------------------------------------------------------------
 
-// Contiguous bytes of any number, the last few by hand; returns how many are on their way.
+// Copies any number of contiguous bytes, the last few of them by hand. Returns how many the TMA has to copy.
 DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes) {
     const int whole = bytes & ~15;
 #pragma unroll 1
@@ -124,11 +128,11 @@ DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes)
     return whole;
 }
 
-// Where a chunk is in the map of codes, whose elements are of 8 bytes.
+// The column of a chunk in the tensor map of codes, whose elements have 8 bytes.
 DEVICE int column_of(int chunk) { return chunk * (CHUNK_BYTES / 8); }
 
-// Asks for the first part before the launch before is done: where it is in the L2, what that launch writes to it is seen.
-// With more of them x, which is wanted first, comes later.
+// Prefetches the first part into the L2 cache while the previous kernel is still running. The L2 cache is coherent, so
+// later loads see what that kernel writes. Prefetching more would delay x, which is needed first.
 DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
     const int row = first_tile() * ROWS, rows = min(ROWS, p.n - row);
     if constexpr (WHOLE) prefetch(p.codes + (long long)row * p.pitch, rows * p.pitch);
@@ -137,7 +141,8 @@ DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
     if (scales > 0) prefetch(p.scale + (long long)row * p.groups * SCALE_SIZE, scales);
 }
 
-// Scales and zero points of whole rows need not begin at multiples of 16 bytes, while those of tiles do.
+// Loads all parts of the block's tiles. The scales and zero points of a tile begin at multiples of 16 bytes; those of a
+// row need not.
 DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, unsigned char *stages, int rank) {
     Ring ring;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
@@ -163,7 +168,7 @@ DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, un
     }
 }
 
-// The k of the block's slice, and where x of it is copied: a token after the other, with a gap for the banks.
+// The k of the block's slice. `pitch` is the distance of tokens in the copy of x, with a gap against bank conflicts.
 struct Slice {
     int first, count;
 
@@ -187,16 +192,17 @@ DEVICE void copy_x(const Problem &p, Shared &shared, const unsigned char *to, in
         load_bulk(shared_address(to) + token * own.pitch(), p.x + token * p.x_stride + own.first, bytes, barrier);
 }
 
-// The block's boxes of x.
+// The number of the block's boxes of x.
 DEVICE int boxes_of(const Problem &p, int rank) {
     const Range last = part_of(p, rank, PARTS - 1);
     return (last.first + last.count - part_of(p, rank, 0).first + BOX - 1) / BOX;
 }
 
-// Those of the block that has the most.
+// The most boxes that any block has.
 DEVICE int most_boxes(const Problem &p) { return ((p.chunks + SPLIT - 1) / SPLIT + BOX - 1) / BOX; }
 
-// All boxes of x, which are of all tokens: what does not exist is 0. Before the codes, which are wanted later.
+// Loads all boxes of x, before the codes, which are needed later. A box has all tokens; the TMA fills missing ones with
+// 0.
 DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, const unsigned char *to, int rank) {
     const int first = part_of(p, rank, 0).first;
 #pragma unroll 1
@@ -207,12 +213,13 @@ DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, con
     }
 }
 
-// ---- multiplying -------------------------------------------------------------------------------------------------------
+// ---- multiplying
+// -------------------------------------------------------------------------------------------------------
 
-// Where the codes of word `word` of a lane's four in a chunk begin, in bytes.
+// The offset in bytes of word `word` of a lane's four words in a chunk.
 DEVICE int word_at(int word, int t) { return word / VECTOR * (16 * VECTOR) + (t * VECTOR + word % VECTOR) * 4; }
 
-// The x that belongs to a word, of a token, as it is in memory. What lies beyond the last k is 0.
+// Loads the x of one token that belongs to a word, in the order of memory; 0 beyond the last k.
 template <bool ALIGNED>
 DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int k) {
 #pragma unroll
@@ -234,8 +241,8 @@ DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int
     }
 }
 
-// INT4: k and k + 4, k + 1 and k + 5, ..; INT8: k and k + 2, k + 1 and k + 3; E4M3: k and k + 1, k + 2 and k + 3, of the
-// word's first k; as codes come out of it.
+// Pairs x in the order in which `unpack` gives codes, from a word's first k: INT4: (k, k + 4), (k + 1, k + 5), ...;
+// INT8: (k, k + 2), (k + 1, k + 3); E4M3: (k, k + 1), (k + 2, k + 3).
 DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
     if constexpr (CODES == E4M3) return;
     uint32 two[PAIRS];
@@ -248,16 +255,16 @@ DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
     }
 }
 
-typedef uint32 Tokens[4][TILES][PAIRS];  // of as many chunks as share them
+typedef uint32 Tokens[4][TILES][PAIRS];  // x of the chunks that share these registers
 
-// From tokens `stride` apart that begin with k `start`.
+// Loads x from tokens that are `stride` elements apart and begin at k = `start`.
 template <bool ALIGNED>
 DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const unsigned short *from, long long stride,
                         int start) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
-        const int i = set * SHARE + (SHARE > 1 ? g / TOKENS : 0);  // of the warp's chunks
+        const int i = set * SHARE + (SHARE > 1 ? g / TOKENS : 0);  // index among the warp's chunks
         const Range own = share_of(part_of(p, rank, i / CHUNKS), warp, i / CHUNKS);
         const bool exists = i < PARTS * CHUNKS && i % CHUNKS < own.count;
 #pragma unroll
@@ -272,7 +279,7 @@ DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const uns
     }
 }
 
-// Exchanges words whose numbers differ in `BIT`.
+// Exchanges the words whose indices differ in `BIT`, if `does`.
 template <int BIT>
 DEVICE void exchange(Tokens &x, bool does) {
 #pragma unroll
@@ -288,8 +295,9 @@ DEVICE void exchange(Tokens &x, bool does) {
             }
 }
 
-// From boxes, a set as soon as its box is there. Chunks that a warp does not have are not multiplied. Where a lane's words
-// are neighbours, the eight lanes that are served at once read in four orders, from banks of their own.
+// Loads x from boxes, each set of registers as soon as its box has arrived. Chunks that a warp does not have are
+// loaded, too, but not multiplied. Where a lane's words are adjacent, the eight lanes of an access read in four orders,
+// so that each reads from its own banks.
 DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, const unsigned char *boxes, int rank) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int end = boxes_of(p, rank) * BOX, turn = VECTOR == 4 ? t / 2 + g % 2 * 2 : 0;
@@ -319,15 +327,16 @@ DEVICE uint32 subtract(uint32 a, uint32 b) {
     else return subtract_bf16x2(a, b);
 }
 
-// What is taken off twice by `unpack`, in both halves. Integers get an exponent for which the last bit counts 1: INT4:
-// 128 (fp16: 1024) + 8 + code. INT8: fp16: 1024 + 128 + code; bf16: only the zero point, converted.
+// The offset that `unpack` subtracts, in both halves of a register. `unpack` puts a code into the mantissa of a number
+// whose last bit counts 1, which gives for INT4: 128 (fp16: 1024) + 8 + code; for INT8 in fp16: 1024 + 128 + code. INT8
+// in bf16 needs only the zero point, converted.
 DEVICE uint32 offset_of(int zero_point) {
     if constexpr (CODES == INT4) return zero_point * 0x10001 + (X == FP16 ? 0x64086408 : 0x43084308);
     else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
     else return to_bf16x2((float)zero_point, (float)zero_point);
 }
 
-// A word's codes minus their zero point, in pairs as load_x has them.
+// A word's codes minus their zero point, in the pairs of `order_x`.
 DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
@@ -339,7 +348,7 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
             if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset);
         } else if constexpr (X == FP16) {
             pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
-        } else {  // 128 + the low 7 bits - (128 + the sign's 128), the sign being the exponent's last bit
+        } else {  // (128 + the low 7 bits) - (128, or 256 with the sign bit, which is the exponent's last bit)
             pairs[i] = subtract(masked_or(own, 0x007f007f, 0x43004300), masked_or(own, 0x00800080, 0x43004300));
             if constexpr (ZERO) pairs[i] = subtract(pairs[i], offset);
         }
@@ -373,7 +382,7 @@ DEVICE float scale_at(const unsigned char *scales, int i) {
     else return bits_float((uint32)((const unsigned short *)scales)[i] << 16);
 }
 
-// The group of a unit of a warp's chunk `c`, after that of its first chunk, `first`.
+// The group of a unit of a warp's chunk `c`, relative to the group of the warp's first chunk, `first`.
 DEVICE int group_of(uint32 first, uint32 c, int unit) {
     if constexpr (GROUP == 0) return 0;
     else if constexpr (CHUNK % SPAN == 0) return (c * CHUNK + unit * UNIT) / SPAN;
@@ -381,7 +390,7 @@ DEVICE int group_of(uint32 first, uint32 c, int unit) {
     else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
 }
 
-// Sums of x over a chunk, of the columns whose sums a lane has: products with ones.
+// The sums of x over a chunk, for the columns whose results a lane has, as products with ones.
 DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -395,9 +404,9 @@ DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
     }
 }
 
-// Adds the products of the warp's chunk `c` to `sums`, of the columns of place `place` of those that share x. `codes` is
-// the lane's of row g; of the scales and zero points of that row and of row g + 8, `rest` places further on, `scales` and
-// `zero_points` are those of the warp's first k, `left` how many k there are from that on.
+// Adds the products of the warp's chunk `c` to `sums`. Where chunks share the registers of x, only the columns of chunk
+// `place` count. `codes` points to the lane's codes of row g. `scales` and `zero_points` point to those of row g at the
+// warp's first k, which begins chunk `first`; those of row g + 8 follow `rest` elements later. `left`: k from there on.
 DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float (&x_sums)[TILES][2],
                            const unsigned char *codes, int pitch, const unsigned char *scales,
                            const signed char *zero_points, int rest, int first, int c, int left, int place) {
@@ -407,7 +416,7 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
         const int at = group_of(first, c, unit);
-        // Of a chunk's end that no row has, where codes are any integers and x is 0, there is no scale either.
+        // Past the end of the row codes are arbitrary and x is 0. The scale there may be NaN, so it is replaced by 0.
         const bool beyond = UNITS > 1 && c * CHUNK + unit * UNIT >= left;
         int zero[2] = {0, 0};
         if constexpr (ZERO) zero[0] = zero_points[at], zero[1] = zero_points[at + rest];
@@ -505,7 +514,8 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     }
 }
 
-// ---- adding up ---------------------------------------------------------------------------------------------------------
+// ---- adding up
+// ---------------------------------------------------------------------------------------------------------
 
 DEVICE float from_out(unsigned short x) {
     if constexpr (OUT == FP16) return from_half(x);
@@ -522,7 +532,7 @@ DEVICE void add(float4 &to, const float4 &x) {
     to.z = fma_exactly(x.z, 1.0f, to.z), to.w = fma_exactly(x.w, 1.0f, to.w);
 }
 
-// What is added to a piece of a tile: 16 rows from `row`, 8 tokens from `token`.
+// The operands that are added to a piece of a tile, and their use: 16 rows from `row` on, 8 tokens from `token` on.
 struct Epilogue {
     float bias[2], residual[4], token_scale[2];
 
@@ -554,7 +564,7 @@ struct Epilogue {
     }
 };
 
-// Adds up the columns of each token.
+// Adds up the columns that belong to the same token.
 DEVICE void fold(float4 &sums) {
     if constexpr (TOKENS == 1) sums.x += sums.y, sums.z += sums.w;
 #pragma unroll
@@ -567,12 +577,13 @@ DEVICE void fold(float4 &sums) {
         }
 }
 
-// Where sums of the cluster's `round`-th tile are kept, in block round % SPLIT: those of block `rank`, piece 0.
+// The address of block `rank`'s sums for the cluster's `round`-th tile, piece 0, in block round % SPLIT, which adds
+// them up.
 DEVICE float4 *kept_at(float4 *kept, int round, int rank) {
     return kept + (round / SPLIT * SPLIT + rank) * PIECES * 32 + threadIdx.x % 32;
 }
 
-// Adds up the warps' sums of even or odd tiles.
+// Adds up the warps' sums of the even or the odd tiles.
 DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int buffer) {
     const int lane = threadIdx.x % 32;
     uint32 parity = 0;
@@ -581,7 +592,7 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
         const auto sum = [&](int i) {
             if (i == 0) barrier_wait(shared_address(&shared.summed[buffer]), parity);
             float4 sums = shared.sums[buffer][0][i][lane];
-#pragma unroll (MANY ? 5 : 15)
+#pragma unroll (LARGE_X ? 5 : 15)
             for (int warp = 1; warp < WARPS; ++warp) add(sums, shared.sums[buffer][warp][i][lane]);
             if constexpr (SHARE > 1) fold(sums);
             return sums;
@@ -590,7 +601,7 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
         for (int i = 0; i < PIECES; ++i) {
             const int row = tile * ROWS + i / TILES * 16, token = i % TILES * 8;
             if constexpr (SPLIT == 1) {
-                const Epilogue epilogue(p, row, token);  // read before the wait
+                const Epilogue epilogue(p, row, token);  // loads its operands before the wait in `sum`
                 epilogue.store(p, row, token, sum(i));
             } else {
                 send(shared_address(kept_at(kept, round, rank) + i * 32), round % SPLIT, sum(i),
@@ -602,7 +613,7 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
     }
 }
 
-// Adds up the blocks' sums of the tiles that this block has.
+// Adds up the blocks' sums of the tiles that this block finishes.
 DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
     const int rounds = rounds_of(p);
     barrier_wait_after(shared_address(&shared.received), 0);
@@ -617,16 +628,21 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
     }
 }
 
-// Grid: a multiple of SPLIT blocks, at least one for each of them, at most SPLIT a tile; clusters of SPLIT. codes [n, row
-// bytes], here if WHOLE and else as a map: of elements of 8 bytes, in boxes of ROWS of them, `pitch` bytes wide. x [m, k],
-// scale and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; residual, bias, token_scale may be
-// null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks` is of a row. With BOX x is a map, too, of
-// elements of 8 bytes in boxes of TOKENS rows, BOX_PITCH bytes wide; they lie after the first `apart` stages, where the
-// others are once x is in registers. Shared memory: Shared, `stages` of Problem::stage_bytes(), 128 bytes that may be read
-// past them, all boxes; with SPLIT > 1 512 bytes for each of a cluster's pieces of sums, its tiles a multiple of SPLIT;
-// what Slice takes for m tokens if COPIES_X.
+// Grid: clusters of SPLIT blocks, at least one block and at most SPLIT blocks a tile.
+//
+// codes [n, row bytes]: a pointer if WHOLE; else a tensor map of elements of 8 bytes, in boxes of ROWS rows of `pitch`
+// bytes. x [m, k]: with BOX also a tensor map of elements of 8 bytes, in boxes of TOKENS rows of BOX_PITCH bytes. scale
+// and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; bias, residual and token_scale may be
+// null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks`: in a row.
+//
+// Shared memory, in this order:
+//   Shared
+//   `stages` of Problem::stage_bytes(), and 128 bytes that may be read past them; the boxes of x lie after the first
+//   `apart` stages, and the other stages use their memory once x is in registers
+//   with SPLIT > 1: 512 bytes for each piece of the sums of a cluster's tiles, whose number is rounded up to SPLIT
+//   if COPIES_X: m tokens of Slice::pitch()
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    few_tokens_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
+    decode_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
                   const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
                   const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
                   const float *token_scale, unsigned short *out, long long x_stride, int m, int n, int k, int chunks,
@@ -669,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 barrier_init(shared_address(&shared.added[i]), 1);
             }
             if constexpr (SPLIT > 1) {
-                const int own = (rounds_of(p) - rank + SPLIT - 1) / SPLIT;  // tiles to add up
+                const int own = (rounds_of(p) - rank + SPLIT - 1) / SPLIT;  // tiles that this block adds up
                 barrier_init(shared_address(&shared.received), 1);
                 barrier_expect(shared_address(&shared.received), own * SPLIT * PIECES * 512);
             }
@@ -678,17 +694,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncwarp();
         if constexpr (SPLIT > 1) cluster_come();
         meet(2, THREADS - WARPS * 32);
-        come(1, THREADS);  // not to wait for them
+        come(1, THREADS);  // arrives without waiting for the others
         wait_for_previous();
         if (COPIES_X && role == 3 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
         if (role == 2 && lane == 0) {
             if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
             produce(p, map, shared, ring, rank);
-            let_next_start();  // whose copies would delay these
+            let_next_start();  // not earlier, since its copies would delay these
         }
         __syncwarp();
         if constexpr (SPLIT > 1)
-            if (role < 2) cluster_await();  // the other blocks are there, their barriers too
+            if (role < 2) cluster_await();  // the other blocks run and have initialised their barriers
         if (role < 2) finish(p, shared, kept, rank, role);
     }
     if constexpr (SPLIT > 1) {

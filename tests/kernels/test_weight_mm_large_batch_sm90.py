@@ -1,4 +1,4 @@
-"""int4 and int8 weights times many tokens: operands, the kernel emulated on a CPU, and on a GPU every result."""
+"""The large-batch kernel: its operands, its source emulated on a CPU, and its results on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import itertools
 import pytest
 import torch
 
-from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import Plan, chunk_of, many_tokens_mm, stages
+from lowbit_kernels import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_mm_large_batch_sm90 import (
+    LargeBatchProduct,
+    Plan,
+    chunk_of,
+    is_readable,
+    readable,
+    stages,
+)
+from lowbit_kernels.weight_operands import WeightOperands, layout
 from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
@@ -22,8 +30,8 @@ ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("bits", "shift"), [(4, 0), (4, 4), (8, 0)])
 def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> None:
-    """A code's bits read as a number, below the least normal one of bfloat16 or in 1024 of float16, times a factor,
-    less the zero point: each step a number of the operand's dtype. `shift`: of an upper nibble."""
+    """Each step of unpacking gives a number of the operand's dtype: the code's bits, read as a subnormal bfloat16 or in
+    the mantissa of 1024 in float16; times a factor; minus the zero point. `shift`: 4 for an upper nibble."""
     grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
     read = (code + 2 ** (bits - 1) << shift) + (0x6400 if dtype == FP16 else 0)
@@ -37,7 +45,7 @@ def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> 
 
 def test_source_has_the_macros() -> None:
     shape = (64, 128, 4, 1, 2, False, 128, 5)
-    code = weight_mm_many.source(FP16, BF16, FP32, torch.int8, True, 64, shape)
+    code = weight_mm_large_batch_sm90.source(FP16, BF16, FP32, torch.int8, True, 64, shape)
     for macro in (
         "DTYPE FP16",
         "OUT BF16",
@@ -61,12 +69,13 @@ def test_source_has_the_macros() -> None:
     assert "m64n64k16.f32.f16.f16" in code
 
 
-def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
+def test_codes_that_bulk_copies_cannot_read_are_not_taken() -> None:
     def takes(codes: torch.Tensor, group: int = 32, x: torch.Tensor | None = None) -> bool:
         k = codes.shape[1] * 2
         x = torch.zeros(3, k, dtype=BF16) if x is None else x
         scale = torch.zeros(len(codes), max(k // group, 1), dtype=BF16)
-        return weight_mm_many._is_supported(x, codes, scale, bits=4, group_size=group)
+        operands = WeightOperands.of(x, codes, scale, group_size=group)
+        return weight_mm_large_batch_sm90.takes(operands)
 
     codes = torch.zeros(8, 64, dtype=torch.uint8)
     assert takes(codes) and takes(codes, 128) and takes(codes[::2]) and takes(codes[:, :32])
@@ -80,19 +89,19 @@ def test_what_bulk_copies_cannot_read_is_not_taken() -> None:
 def test_tokens_that_the_tma_cannot_read_are_copied() -> None:
     x = torch.randn(6, 128).to(BF16)
     for fine in (x, x[::2], x[:, :40], x[:1], x[0].expand(1, 128)):
-        assert weight_mm_many._readable(fine) is fine
+        assert is_readable(layout(fine))
     for other in (x[0].expand(6, 128), x.view(-1).unfold(0, 64, 8), x[:, 1:], x[:, :41].clone()):
-        copy = weight_mm_many._readable(other)
-        assert (
-            torch.equal(copy, other) and copy.stride(0) % 8 == 0 <= copy.stride(0) - other.shape[1]
-        )
+        assert not is_readable(layout(other))
+        copy = readable(other)
+        assert torch.equal(copy, other) and is_readable(layout(copy))
+        assert copy.stride(0) % 8 == 0 <= copy.stride(0) - other.shape[1]
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
 class Operands:
-    """Random ones; `exact` is the product in float64."""
+    """Random operands; `exact` is their product in float64."""
 
     def __init__(
         self, m, n, k, bits, group, *, dtype=BF16, scale=BF16, zero=False, pitch=0, device="cuda"
@@ -145,32 +154,29 @@ class Operands:
         return (self.x, self.codes, self.scale, self.zero, *extra)
 
     def product(self, chosen: Plan | None = None) -> torch.Tensor:
-        kinds = {"bits": self.bits, "group_size": self.group}
-        if self.x.is_cuda and not weight_mm_many.is_available(
-            self.x, self.codes, self.scale, **kinds
-        ):
+        operands = WeightOperands.of(*self.arguments(), group_size=self.group, out=self.out)
+        if chosen is not None:
+            return LargeBatchProduct(operands, chosen)(self.arguments())
+        product = weight_mm_large_batch_sm90.product(operands)
+        if product is None:
             pytest.skip("needs a GPU of compute capability 9.0")
-        if chosen is None:
-            return many_tokens_mm(*self.arguments(), **kinds, dtype=self.out)
-        group = 0 if self.scale.shape[1] == 1 else self.group
-        kinds = {"bits": self.bits, "group": group, "dtype": self.out}
-        return weight_mm_many._planned(chosen, *self.arguments(), **kinds)
+        return product(self.arguments())
 
     def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
         assert out.shape == exact.shape and out.dtype == self.out and out.is_contiguous()
-        # of few results the roundings may be larger than most
+        # the mean rounding of few results may be larger
         limit = factor * ERROR[self.out] * (2 if exact.numel() < 1000 else 1)
         assert (out.double() - exact).norm() <= limit * exact.norm()
 
 
 def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
     beside, split, clusters = rest
-    depth = max(3, 2 * weight_mm_many.Tile(tokens, rows, groups).turns)
+    depth = max(3, 2 * weight_mm_large_batch_sm90.Tile(tokens, rows, groups).turns)
     return Plan(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
-EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, more chunks than stages, everything ragged
+EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more chunks than stages, ragged shapes
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
     (planned(16, 128, 4, 1, 2, 1)._replace(chunk=256), 20, 130, 1200, 4, 128),
@@ -181,9 +187,16 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
     (planned(32, 256, 2, 1, 1, 1), 30, 129, 96, 8, 32),
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
-    (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile divided
+    (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile is divided
     (planned(32, 256, 4, 2, 1, 2)._replace(chunk=64, stages=5), 30, 1100, 330, 8, 0),
-    (planned(16, 224, 4, 2, 1, 1), 20, 700, 600, 4, 128),  # rows of two blocks, more than one tile
+    (
+        planned(16, 224, 4, 2, 1, 1),
+        20,
+        700,
+        600,
+        4,
+        128,
+    ),  # overlapping rows of two blocks, more than one tile
     (planned(32, 224, 4, 2, 1, 2)._replace(chunk=256), 40, 1111, 900, 4, 64),
     (planned(32, 224, 4, 2, 1, 1), 40, 430, 100, 8, 32),
     (planned(128, 256, 2, 1, 1, 1), 100, 130, 270, 4, 0),
@@ -209,20 +222,32 @@ EMULATED = [  # plan, m, n, k, bits, group; shared by blocks and warpgroups, mor
 def test_emulated(
     chosen: Plan, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
 ) -> None:
-    """The kernels' arithmetic, of indices and barriers too, by fibers on the CPU."""
+    """The kernel's arithmetic, indices and barriers, run in fibers on the CPU."""
     with sm90_emulator.emulated():
         kinds = {"device": "cpu"}
         if not chosen.rounded:
             kinds |= {"dtype": dtype, "scale": FP32, "zero": True, "pitch": 16}
         operands = Operands(m, n, k, bits, group, **kinds)
-        if chosen.rounded:  # written in another way
+        if chosen.rounded:  # without addends the kernel writes results by finish_plain
             operands.check(chosen, factor=1.3)
         operands.more().check(chosen, 1.3 if chosen.rounded else 1.0)
 
 
-LATE = [  # rings that several warpgroups share, of which more chunks pass than it has slots, evenly many and not
-    (weight_mm_many.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1), 448, 1792, 8, 0),
-    (weight_mm_many.plan(16, 28672, 8192, 4, 128, 132)._replace(clusters=1), 448, 3584, 4, 128),
+LATE = [  # rings that warp groups share, with more chunks than slots, in even and odd numbers
+    (
+        weight_mm_large_batch_sm90.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1),
+        448,
+        1792,
+        8,
+        0,
+    ),
+    (
+        weight_mm_large_batch_sm90.plan(16, 28672, 8192, 4, 128, 132)._replace(clusters=1),
+        448,
+        3584,
+        4,
+        128,
+    ),
     (planned(16, 224, 4, 2, 1, 1), 900, 640, 4, 128),
     (planned(16, 128, 4, 1, 1, 1), 300, 640, 4, 128),
     (planned(32, 64, 4, 1, 1, 1), 150, 1400, 4, 64),
@@ -244,7 +269,7 @@ def test_copies_may_come_late(
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 def test_the_last_groups_scale_may_be_infinite() -> None:
-    """A chunk may go on beyond it, where x is zero."""
+    """A chunk may continue beyond the last group, where x is 0."""
     with sm90_emulator.emulated():
         operands = Operands(10, 129, 352, 4, 32, dtype=FP16, device="cpu")
         operands.scale[5, -1], operands.codes[5], operands.x = float("inf"), 0xCC, operands.x.abs()
@@ -282,25 +307,25 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
 
 def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
     beside, split, clusters = rest
-    chunk = chunk_of(weight_mm_many.Tile(tokens, rows, groups), 4, group, 2048)
+    chunk = chunk_of(weight_mm_large_batch_sm90.Tile(tokens, rows, groups), 4, group, 2048)
     depth = stages(tokens, rows, groups, split, 4, chunk)
     return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
 
 def forced() -> list[tuple[int, Plan]]:
-    """Plans of every shape of tile and cluster, of many tiles a cluster and of one, and their group."""
+    """Groups and plans: every shape of tile and cluster, with many tiles a cluster and with one."""
     found = []
     for tile, groups in [
-        *((t, (0, 32, 64, 128)) for t in weight_mm_many.SMALL),
-        *((t, (0, 32, 64, 128)) for t in weight_mm_many.PAIRED),
-        *((t, (0, 32, 64, 128)) for t in weight_mm_many.MIDDLE),
-        *((t, (0,)) for t in weight_mm_many.LARGE),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.SMALL),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.PAIRED),
+        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.MIDDLE),
+        *((t, (0,)) for t in weight_mm_large_batch_sm90.LARGE),
     ]:
         for beside, split, clusters in (
             (1, 1, 2),
             (1, 2, 50),
             (1, 4, 1),
-            (2, 1, 4),  # may end with divided tiles
+            (2, 1, 4),  # the last round may divide tiles
             (2, 4, 3),
             (1, 8, 16),
         ):
@@ -323,9 +348,9 @@ def test_every_division(group: int, chosen: Plan) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [128, 256])
 @pytest.mark.parametrize("beside", [1, 2])
-@pytest.mark.parametrize("tile", weight_mm_many.LARGE, ids=str)
-def test_rounded_weights(tile: weight_mm_many.Tile, beside: int, group: int) -> None:
-    """To the product with weights rounded once to bfloat16 the error is that of the result's rounding."""
+@pytest.mark.parametrize("tile", weight_mm_large_batch_sm90.LARGE, ids=str)
+def test_rounded_weights(tile: weight_mm_large_batch_sm90.Tile, beside: int, group: int) -> None:
+    """Against the product of weights rounded once to bfloat16, only the result is rounded."""
     chosen = planned_deep(*tile, beside, 1, 4, rounded=True)
     operands = Operands(700, 520, 2048, 4, group, zero=True)
     out, rounded = operands.product(chosen), operands.weight().to(BF16).double()
@@ -343,9 +368,8 @@ def test_strided_operands() -> None:
         operands.x = wide[:, first : first + 1024]
         operands.check()
     between = torch.zeros(operands.scale.numel() + 1, dtype=BF16, device="cuda")[1:]
-    operands.scale = between.view_as(operands.scale).copy_(
-        operands.scale
-    )  # not from a multiple of 4 bytes on
+    # does not begin at a multiple of 4 bytes
+    operands.scale = between.view_as(operands.scale).copy_(operands.scale)
     for m in (16, 100):
         operands.x = torch.randn(m, 1024, device="cuda").to(BF16)
         operands.check()

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits times few tokens, on a CPU: ``few_emulator`` runs the kernel's source."""
+"""The decode kernel on a CPU: ``decode_emulator`` runs its source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import weight_mm_few
-from lowbit_kernels.weight_mm_few import neighbours, plan
-from tests.kernels import few_emulator
+from lowbit_kernels.weight_mm_decode_sm90 import neighbours, plan
+from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
-from tests.kernels.test_weight_mm_few_gpu import BOUND, exact, float8_operands, operands
+from tests.kernels.test_weight_mm_decode_sm90_gpu import (
+    BOUND,
+    exact,
+    float8_operands,
+    operands,
+    run_planned,
+)
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
@@ -29,12 +34,8 @@ def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1, **changed:
     )
     assert chosen is not None and chosen.split == split
     chosen = replace(chosen, **changed)
-    named = ("bits", "group_size", "dtype")
-    values = [value for name, value in case.items() if name not in named]
-    with few_emulator.emulated():
-        return weight_mm_few._launch(
-            tuple(values), group, chosen, case.get("dtype", case["x"].dtype)
-        )
+    with decode_emulator.emulated():
+        return run_planned(case, chosen)
 
 
 def check(case: dict, **divided: int) -> None:
@@ -44,7 +45,7 @@ def check(case: dict, **divided: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 2, 4, 7])
 def test_tokens_whose_x_shares_registers_and_k_in_parts(m: int) -> None:
-    """One and a half chunks a warp and part, more tiles than stages, k not a whole chunk."""
+    """One and a half chunks a warp and part, more tiles than stages, and a k that ends within a chunk."""
     check(operands(m, 60, 2 * 3072 + 32, 4, 32, device="cpu"), blocks=1)
 
 
@@ -70,8 +71,8 @@ def test_divisions(split: int, height: int, m: int) -> None:
     ("m", "k", "split"), [(8, 4096, 2), (5, 1440, 1), (16, 2560, 2), (16, 8192, 2)]
 )
 def test_x_in_boxes(m: int, k: int, split: int) -> None:
-    """Also of fewer tokens and less of k than a box has, and where stages take its place; loaded, where the TMA can't
-    read it, it gives the same."""
+    """Also with fewer tokens and less k than a box holds, and where stages reuse the memory of boxes. Where the TMA
+    can't read x, the kernel loads it and gives the same result."""
     case = operands(m, 70, k, device="cpu", zero=True)
     out = run(case, blocks=2 * split, split=split)
     expected = exact(**case)
@@ -86,7 +87,7 @@ def test_x_in_boxes(m: int, k: int, split: int) -> None:
 @pytest.mark.parametrize(("stages", "apart"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 3), (4, 4)])
 @pytest.mark.parametrize("split", [1, 2])
 def test_stages_where_x_was(split: int, stages: int, apart: int) -> None:
-    """More tiles than stages; whatever stages lie over x, and those that x reaches beyond."""
+    """More tiles than stages, with any number of stages over the memory of x."""
     case = operands(8, 16 * 7, 1280, device="cpu")
     expected = run(case, blocks=split, split=split)
     out = run(case, blocks=split, split=split, stages=stages, apart=apart)
@@ -98,14 +99,14 @@ def test_stages_where_x_was(split: int, stages: int, apart: int) -> None:
     ("m", "k", "split"), [(1, 1440, 1), (3, 1024, 1), (8, 96, 1), (8, 1440, 2), (16, 1024, 1)]
 )
 def test_float8(m: int, k: int, split: int, dtype: torch.dtype) -> None:
-    """In float16, with results of another dtype; a row's end need not be a whole chunk's."""
+    """x is float16, results may have another dtype, and a row may end within a chunk."""
     case = float8_operands(m, 40, k, dtype, extras=True, device="cpu")
     case["scale"] /= 64  # results within float16
     check(case, blocks=2 * split, split=split)
 
 
 def test_what_is_not_finite_of_float8_stays_in_its_row_and_column() -> None:
-    """Also what lies in memory after a row of the weight."""
+    """The memory after a row of the weight may hold NaN, too."""
     case = float8_operands(3, 40, 96, extras=True, device="cpu")
     clean = run(case)
     wide = torch.full((40, 128), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -132,7 +133,7 @@ def test_strided_rows() -> None:
 
 
 def test_what_is_not_finite_stays_with_its_token() -> None:
-    """Also where a product with one chunk has columns of another one's x beside its own."""
+    """Also where the registers hold the x of another chunk in other columns."""
     case = operands(2, 20, 2304, device="cpu")
     clean = run(case)
     case["x"][1, 5], case["x"][1, 2000] = float("nan"), float("inf")

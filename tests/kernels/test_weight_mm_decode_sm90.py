@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits times few tokens: how a product is divided and its operands are ordered."""
+"""The decode kernel: how a product is divided, and the order of its operands."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels import weight_mm_few
-from lowbit_kernels.weight_mm_few import CHUNK_BYTES, Variant, neighbours, plan, source
+from lowbit_kernels import weight_mm_decode_sm90
+from lowbit_kernels.weight_mm_decode_sm90 import (
+    CHUNK_BYTES,
+    Variant,
+    neighbours,
+    plan,
+    source,
+    takes,
+)
+from lowbit_kernels.weight_operands import WeightOperands
 
-KERNEL = Path(weight_mm_few.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+KERNEL = Path(weight_mm_decode_sm90.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = Variant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True, True, 4)
 
 
-# ---- how it is divided ---------------------------------------------------------------------------
+# ---- division of the work ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])
@@ -33,7 +41,7 @@ def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: 
     assert chosen.stages >= 2
 
 
-@example(1, 1, 361, 8, 16, 32, 1)  # parts of 31 chunks, whose rows come apart by more than a box
+@example(1, 1, 361, 8, 16, 32, 1)  # parts of 31 chunks, whose rows are further apart than a box
 @given(
     st.integers(1, 16),
     st.integers(1, 40_000),
@@ -53,7 +61,10 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     assert chosen.tokens >= m and chosen.grid % chosen.split == 0
     assert chosen.grid <= processors or chosen.split > 1
-    assert chosen.shared <= weight_mm_few.SHARED_LIMIT and chosen.stages <= weight_mm_few.MAX_STAGES
+    assert (
+        chosen.shared <= weight_mm_decode_sm90.SHARED_LIMIT
+        and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
+    )
     for start, end in itertools.pairwise(
         chunks * r // chosen.split for r in range(chosen.split + 1)
     ):
@@ -61,15 +72,15 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         for part, (first, last) in enumerate(
             itertools.pairwise(parts)
         ):  # as the kernel divides them
-            assert (last - first) * CHUNK_BYTES <= chosen.pitch <= weight_mm_few.BOX_BYTES
+            assert (last - first) * CHUNK_BYTES <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
             more = part * 16 // chosen.parts
             shares = [((last - first) * warp + more) // 16 for warp in range(17)]
             assert shares[0] == 0 and shares[-1] == last - first
             counts = [b - a for a, b in itertools.pairwise(shares)]
             assert all(0 <= count <= chosen.chunks for count in counts)
-    # As the kernel lays it out: x in registers; the warps' sums twice, the ring, what a cluster's sums and x take.
+    # The kernel's memory: x in registers; two sets of the warps' sums, the ring, a cluster's sums, and x.
     sets = -(-chosen.parts * chosen.chunks // max(8 // chosen.tokens, 1))
-    assert sets * max(chosen.tokens // 8, 1) * 64 // bits <= weight_mm_few.X_REGISTERS
+    assert sets * max(chosen.tokens // 8, 1) * 64 // bits <= weight_mm_decode_sm90.X_REGISTERS
     rows, pieces = 16 * chosen.height, chosen.height * -(-chosen.tokens // 8)
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
     kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
@@ -81,15 +92,15 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     if chosen.box > 0:
         assert bits == 4 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
         boxes = -(-slice_ // chosen.box)
-        assert boxes <= 16 and chosen.box * 256 <= weight_mm_few.X_BYTES
+        assert boxes <= 16 and chosen.box * 256 <= weight_mm_decode_sm90.X_BYTES
         x = boxes * chosen.box * 256 * chosen.tokens
         assert 512 + 2 * 16 * pieces * 512 + chosen.apart * stage + kept + x <= chosen.shared
     assert chosen.stages >= min(2, rounds * chosen.parts)
 
 
 def test_x_comes_in_boxes() -> None:
-    """Of at most 1 KB a token, as large as each other; not of 8 bits or fewer than 8 tokens. With 128 KB of it two of
-    three stages come later."""
+    """Boxes are equal and hold at most 1 KB a token. There are none at 8 bits or with fewer than 8 tokens. With 128 KB
+    of x, two of three stages reuse its memory later."""
     for m, k, bits, split, box, apart in (
         *(
             (8, 4096, 4, 1, 4, 3),
@@ -106,7 +117,7 @@ def test_x_comes_in_boxes() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("m", [8, 16])
 def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
-    """Of more tiles than a cluster can keep sums of."""
+    """A vocabulary has more tiles than the clusters can keep sums of."""
     for k in (8192, 16384):
         chosen = plan(m, 262_144, k, bits, 132, scale_bytes=k // 32 * 4)
         assert chosen is not None and (chosen.split == 1 or chosen.grid > 132)
@@ -140,7 +151,7 @@ def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
     ],
 )
 def test_the_fastest_division_is_chosen(bits: int, m: int, n: int, k: int, division: tuple) -> None:
-    """Blocks that share k, height and parts as measured on an H200, int4 in groups of 128, int8 with a scale a row;
+    """split, height and parts, as measured on an H200 for int4 in groups of 128 and int8 with one scale a row;
     benchmarks/LOG.md has the figures."""
     chosen = plan(m, n, k, bits, 132, scale_bytes=k // 64 if bits == 4 else 2)
     assert chosen is not None and (chosen.split, chosen.height, chosen.parts) == division
@@ -150,26 +161,26 @@ def test_the_fastest_division_is_chosen(bits: int, m: int, n: int, k: int, divis
     ("bits", "m", "k", "tokens"),
     [(8, 1, 4096, 1), (8, 4, 4096, 8), (8, 2, 131072, 2), (4, 4, 4096, 4), (8, 12, 4096, 16)],
 )
-def test_few_tokens_of_8_bits_are_computed_as_eight_where_they_fit(
+def test_fewer_than_eight_tokens_at_8_bits_are_computed_as_eight_where_they_fit(
     bits: int, m: int, k: int, tokens: int
 ) -> None:
     chosen = plan(m, 4096, k, bits, 132)
     assert chosen is not None and chosen.tokens == tokens
 
 
-def test_what_is_too_long_for_the_registers_has_no_plan() -> None:
+def test_k_too_long_for_the_registers_has_no_plan() -> None:
     assert plan(1, 4096, 1 << 20, 4, 132) is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [0, 32, 64, 96, 128, 160, 256])
 def test_rows_that_lanes_read_at_once_lie_in_different_banks(bits: int, group: int) -> None:
-    """But for those of 16 bytes, of which two may share banks: no more than that for 8 lanes, one access."""
+    """With reads of 16 bytes two rows may share banks, since one access serves only 8 lanes."""
     vector = neighbours(bits, group)
     for k32 in range(1, 200):
         chosen = plan(4, 512, 32 * k32, bits, 16, scale_bytes=k32, vector=vector)
         assert chosen is not None and chosen.pitch % 16 == 0
-        lanes = 8 * 4 // vector  # that are served at once
+        lanes = 8 * 4 // vector  # served by one access
         words = [
             (lane // 4 * chosen.pitch + lane % 4 * vector * 4 + 4 * i) // 4 % 32
             for lane in range(lanes)
@@ -199,10 +210,10 @@ def test_source_defines_what_the_kernel_asks_for() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("MAX_STAGES", weight_mm_few.MAX_STAGES),
-        ("ROWS", weight_mm_few.ROWS),
-        ("WARPS", weight_mm_few.WARPS),
-        ("CHUNK_BYTES", weight_mm_few.CHUNK_BYTES),
+        ("MAX_STAGES", weight_mm_decode_sm90.MAX_STAGES),
+        ("ROWS", weight_mm_decode_sm90.ROWS),
+        ("WARPS", weight_mm_decode_sm90.WARPS),
+        ("CHUNK_BYTES", weight_mm_decode_sm90.CHUNK_BYTES),
     ],
 )
 def test_launcher_and_kernel_agree(name: str, value: int) -> None:
@@ -210,7 +221,7 @@ def test_launcher_and_kernel_agree(name: str, value: int) -> None:
 
 
 def test_launcher_passes_every_argument() -> None:
-    signature = re.search(r"few_tokens_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
+    signature = re.search(r"decode_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
     assert len(signature[1].split(",")) == 19
 
@@ -219,7 +230,7 @@ def test_launcher_passes_every_argument() -> None:
 
 
 def word_at(word: int, t: int, vector: int) -> int:
-    """As in the kernel: bytes from a chunk's start."""
+    """The kernel's `word_at`: bytes from the start of a chunk."""
     return word // vector * (16 * vector) + (t * vector + word % vector) * 4
 
 
@@ -234,7 +245,7 @@ def test_lanes_take_each_code_of_a_chunk_once_and_units_are_neighbours(bits, vec
 
 
 def unpacked(word: int, bits: int) -> list[tuple[int, int]]:
-    """The pairs (low half, high half) that the kernel's `unpack` makes, without its arithmetic's dtype."""
+    """The pairs (low half, high half) that the kernel's `unpack` makes, as integers."""
     pairs = []
     for i in range(16 // bits):
         own = word >> (i * bits)
@@ -247,7 +258,7 @@ def unpacked(word: int, bits: int) -> list[tuple[int, int]]:
 
 
 def paired(x: list[float], bits: int) -> list[tuple[float, float]]:
-    """The pairs of x that `load_x` makes of a word's neighbours."""
+    """The pairs of a word's x that the kernel's `order_x` makes."""
     pairs, count = [], 16 // bits
     two = [(x[2 * i], x[2 * i + 1]) for i in range(count)]
     for i in range(count // 2):
@@ -257,7 +268,7 @@ def paired(x: list[float], bits: int) -> list[tuple[float, float]]:
 
 
 def test_only_float16_holds_float8() -> None:
-    """And only where a row's end is k's: what comes after may be NaN."""
+    """float8 needs rows that end at k, since the padding may hold NaN."""
     codes = torch.zeros(16, 64, dtype=torch.float8_e4m3fn)
     scale = torch.ones(16, 1)
     for dtype, k, fits in (
@@ -266,14 +277,15 @@ def test_only_float16_holds_float8() -> None:
         (torch.float16, 60, False),
     ):
         x = torch.zeros(2, k, dtype=dtype)
-        assert weight_mm_few._fits(x, codes, scale, 8, 64) == fits
-        assert weight_mm_few._fits(x, codes.view(torch.int8), scale, 8, 64)
+        int8 = codes.view(torch.int8)
+        assert takes(WeightOperands.of(x, codes, scale, group_size=64)) == fits
+        assert takes(WeightOperands.of(x, int8, scale, group_size=64))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("vector", [1, 2, 4])
 def test_mma_meets_the_same_k_on_both_sides(bits: int, vector: int) -> None:
-    """A chunk by the fragments of mma.m16n8k16, lane by lane, is the product."""
+    """The fragments of mma.m16n8k16, lane by lane, give the product of a chunk."""
     generator = torch.Generator().manual_seed(1)
     chunk = CHUNK_BYTES * 8 // bits
     x = torch.randint(-9, 10, (8, chunk), generator=generator)

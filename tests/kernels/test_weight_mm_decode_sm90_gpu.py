@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits times few tokens against float64, on a GPU of compute capability 9.0."""
+"""The decode kernel against float64, on a GPU of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import nvrtc, weight_mm_few
-from lowbit_kernels.weight_mm_few import plan
+from lowbit_kernels import nvrtc, weight_mm_decode_sm90
+from lowbit_kernels.weight_mm_decode_sm90 import DecodeProduct, Plan, plan
+from lowbit_kernels.weight_operands import WeightOperands
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of norms, against float64
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
@@ -27,7 +28,7 @@ def operands(
     extras: bool = False,
     device: str = "cuda",
 ) -> dict:
-    """For `few_tokens_mm`; group 0: one scale a row. What lies beyond k, up to a whole group, is anything."""
+    """A random product; group 0: one scale a row. The padding of k to whole groups holds random codes."""
     generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
     step = group or 32
     padded = -(-k // step) * step
@@ -65,7 +66,7 @@ def float8_operands(
     extras: bool = False,
     device: str = "cuda",
 ) -> dict:
-    """As `operands`: e4m3 by e4m3, a scale a row, results of `dtype`; k is a multiple of 32."""
+    """The same for e4m3 by e4m3 with one scale a row and results of `dtype`; k is a multiple of 32."""
     case = operands(m, n, k, 8, 0, dtype, torch.float32, extras=extras, device=device)
     nan = case["codes"].bitwise_and(127) == 127
     numbers = (case["x"].float() * 112).clamp(-448, 448).to(torch.float8_e4m3fn).half()
@@ -90,13 +91,28 @@ def exact(
     return out
 
 
+def tensors_of(case: dict) -> tuple:
+    named = ("x", "codes", "scale", "zero_point", "bias", "residual", "token_scale")
+    return tuple(case[name] for name in named)
+
+
+def operands_of(case: dict) -> WeightOperands:
+    return WeightOperands.of(
+        *tensors_of(case), group_size=case["group_size"], out=case.get("dtype")
+    )
+
+
+def run_planned(case: dict, chosen: Plan) -> Tensor:
+    return DecodeProduct(operands_of(case), chosen)(tensors_of(case))
+
+
 def run(case: dict) -> Tensor:
-    available = {name: case[name] for name in ("x", "codes", "scale", "bits", "group_size")}
+    product = weight_mm_decode_sm90.product(operands_of(case))
     if torch.cuda.get_device_capability() != (9, 0):
-        assert not weight_mm_few.is_available(**available)
+        assert product is None
         pytest.skip(f"compute capability 9.0, got {torch.cuda.get_device_capability()}")
-    assert weight_mm_few.is_available(**available)
-    return weight_mm_few.few_tokens_mm(**case)
+    assert product is not None
+    return product(tensors_of(case))
 
 
 def check(case: dict) -> None:
@@ -108,7 +124,7 @@ def check(case: dict) -> None:
     )
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm() / expected.norm()
-    # Of few numbers the rounding of one may count alone: half of 2**-7, or 2**-10.
+    # With few numbers the largest rounding counts: half of 2**-7, or of 2**-10.
     bound = BOUND[out.dtype] if out.numel() >= 64 else torch.finfo(out.dtype).eps / 2 * 1.03
     assert error <= bound, f"relative error {error:.2e}"
 
@@ -168,15 +184,14 @@ def test_dtypes_of_scales(scale_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("height", [1, 2])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_divisions(bits: int, height: int, split: int) -> None:
-    """More tiles than clusters and stages, so that every barrier turns over."""
+    """More tiles than clusters and stages, so that every barrier changes its phase several times."""
     case = operands(11, 12_000, 2048 + 128, bits, extras=True)
     run(case)
     chosen = plan(11, 12_000, 2176, bits, 64, scale_bytes=34, splits=(split,), heights=(height,))
     if chosen is None:
-        assert bits == 8 and split < 4 and height == 2  # too much for the shared memory
+        assert bits == 8 and split < 4 and height == 2  # too large for shared memory
         return
-    arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
-    out = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
+    out = run_planned(case, chosen)
     expected = exact(**case)
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
 
@@ -185,17 +200,16 @@ def test_divisions(bits: int, height: int, split: int) -> None:
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("m", [8, 16])
 def test_stages_where_x_was(m: int, split: int) -> None:
-    """Fewer stages than the plan has, and more of them over x, which take no more shared memory: the same sums."""
+    """Fewer stages than planned, and more of them over the memory of x, give the same sums."""
     case = operands(m, 14_336, 4096)
     run(case)
     chosen = plan(m, 14_336, 4096, 4, 132, scale_bytes=64, splits=(split,), heights=(1,))
     assert chosen is not None and chosen.box > 0
-    arguments = [value for name, value in case.items() if name not in ("bits", "group_size")]
-    expected = weight_mm_few._launch(tuple(arguments), 128, chosen, torch.bfloat16)
+    expected = run_planned(case, chosen)
     for stages in range(1, chosen.stages + 1):
         for apart in range(1, min(stages, chosen.apart) + 1):
             changed = replace(chosen, stages=stages, apart=apart)
-            out = weight_mm_few._launch(tuple(arguments), 128, changed, torch.bfloat16)
+            out = run_planned(case, changed)
             assert torch.equal(out, expected), (stages, apart)
 
 
@@ -259,7 +273,7 @@ def test_two_runs_are_equal(n: int, k: int) -> None:
 
 @pytest.mark.gpu
 def test_plans_of_one_variant_do_not_take_each_others_shared_memory() -> None:
-    """The limit is a function's: a launch with less must not lower it for the ones with more."""
+    """CUDA keeps the limit for each function: a plan with less must not lower it for one with more."""
     long, short = operands(8, 14336, 4096), operands(8, 16, 4096)
     expected = run(long)
     assert run(short).shape == (8, 16)
@@ -291,7 +305,7 @@ def test_in_a_graph_after_what_writes_its_operands() -> None:
 
 @pytest.mark.gpu
 def test_in_a_graph_after_two_streams_that_join() -> None:
-    """A launch that overlaps waits for every one before it, not only for a kernel."""
+    """An overlapping launch waits for all previous work, not only for the previous kernel."""
     case = operands(3, 512, 4096)
     run(case)
     kept = case["codes"].clone()
@@ -310,7 +324,7 @@ def test_in_a_graph_after_two_streams_that_join() -> None:
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
 
 
-# It lets the next launch start before it writes anything.
+# This kernel lets the next launch start before it writes anything.
 WRITER = """
 extern "C" __global__ void write_late(uint4 *to, const uint4 *from, long long count) {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -323,8 +337,8 @@ extern "C" __global__ void write_late(uint4 *to, const uint4 *from, long long co
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [4096, 14336])
 @pytest.mark.parametrize("name", ["codes", "scale", "x"])
-def test_what_the_launch_before_writes_late_is_seen(name: str, k: int) -> None:
-    """Codes and scales are asked for, into the L2, while the launch before still runs."""
+def test_late_writes_of_the_previous_kernel_are_seen(name: str, k: int) -> None:
+    """Codes and scales are prefetched into the L2 cache while the previous kernel is still running."""
     case = operands(1, 4096, k)
     expected = run(case)
     writer = nvrtc.Module(nvrtc.compiled(WRITER, "sm_90a")).kernel("write_late", 3)

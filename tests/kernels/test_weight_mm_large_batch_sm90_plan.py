@@ -1,4 +1,4 @@
-"""int4 and int8 weights times many tokens: how the work is divided among blocks."""
+"""The large-batch kernel: how the work is divided among blocks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import weight_mm_many
-from lowbit_kernels.weight_mm_many import BAND, SHARED_LIMIT, Plan, Tile, plan, stages
+from lowbit_kernels import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_mm_large_batch_sm90 import BAND, SHARED_LIMIT, Plan, Tile, plan, stages
 
 
 def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
-    """Of all blocks their row, token, first chunk and the one after the last, tile by tile. As `Schedule`."""
+    """Row, token, first chunk and end of every block's tiles, as the kernel's `Schedule` has them."""
     chunks, rows, columns = (
         -(-k // plan.chunk),
         -(-n // (plan.rows * plan.beside)),
@@ -37,8 +37,10 @@ def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
             if not Tile(*plan[:3]).overlaps:
                 found.append((row, token, *share))
                 continue
-            first = row - 32 * beside  # of 256
-            shared = first + 192 * (1 - beside)  # of the pair, which take turns at its chunks
+            first = row - 32 * beside  # of the block's 256 rows
+            shared = first + 192 * (
+                1 - beside
+            )  # 64 rows of both blocks, which take turns at their chunks
             alone = [r for r in range(first, first + 256, 64) if r != shared]
             found += [(r, token, *share) for r in alone]
             found += [(shared, token, c, c + 1) for c in range(beside, chunks, 2)]
@@ -67,10 +69,13 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, processors, ma
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
     assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
     assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
-    turns = weight_mm_many.Tile(*chosen[:3]).turns
+    turns = weight_mm_large_batch_sm90.Tile(*chosen[:3]).turns
     assert chosen.stages % turns == 0 and chosen.stages > turns
-    stage = weight_mm_many._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
-    assert chosen.stages * stage + weight_mm_many._fixed(*chosen[:3], chosen.split) <= SHARED_LIMIT
+    stage = weight_mm_large_batch_sm90._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
+    assert (
+        chosen.stages * stage + weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split)
+        <= SHARED_LIMIT
+    )
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
         assert first < last or k <= chosen.chunk, "no block is idle"
@@ -87,7 +92,7 @@ def test_plan_of_the_shapes_that_matter() -> None:
     assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
     assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
     assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
-    for m in (16, 32):  # as many blocks as the GPU holds, but for four
+    for m in (16, 32):  # all blocks that the GPU holds but four
         small = plan(m, 4096, 4096, 4, 128, 132)
         assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
         large = plan(m, 28672, 8192, 4, 128, 132)
