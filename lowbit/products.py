@@ -17,25 +17,23 @@ Decoding calls a linear for every layer and token, so what runs for each is kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.tensor.base import LowbitTensor
 
 Condition = Callable[[Tensor, LowbitTensor, Tensor | None], bool]
 Implementation = Callable[..., Tensor]
 """(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
-Watcher = Callable[[Tensor, LowbitTensor, Implementation], AbstractContextManager[None]]
 
 _table: list[tuple[Condition, Implementation, bool]] = []
-_watchers: list[Watcher] = []
 version = 0
-"""Differs from what it was once another implementation may be chosen for like operands, or is to be watched."""
+"""Differs from what it was once another implementation may be chosen for like operands."""
 
 
 def _changed() -> None:
@@ -87,23 +85,12 @@ def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -
     return _find(x, weight, bias)[0]
 
 
-@contextmanager
-def watch_linears(watcher: Watcher) -> Iterator[None]:
-    """Run each product of a quantized weight within `watcher(x, weight, implementation)`, until the context ends."""
-    _watchers.append(watcher)
-    _changed()
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
 def _multiply(
     x: Tensor, weight: LowbitTensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     impl, takes_residual = _find(x, weight, bias)
-    if _watchers:
-        with _watchers[-1](x, weight, impl):
+    if tracer.active is not None:
+        with tracer.running(x, weight, getattr(impl, "__name__", type(impl).__name__)):
             return _call(impl, takes_residual, x, weight, bias, residual)
     if impl is plain_linear and bias is residual is None:
         weight._expect(x.shape, version)

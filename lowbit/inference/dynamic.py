@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit import tracer
 from lowbit.granularity import PerRow, PerToken
 from lowbit.products import register_linear
 from lowbit.scheme import Float8, Int
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.kernels import int8_sums, weight_linear
+from lowbit.tensor.kernels import dynamic_linear, int8_sums
 
 _MOST_K = (2**31 - 1) // 2**14  # codes reach −128 · −128, and the sum is an int32
 
@@ -48,6 +49,7 @@ def _can_int8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
 def int8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) -> Tensor:
     """int8 × int8 with exact int32 sums, then token scale × row scale in float32: [..., N] in x's dtype."""
     assert weight.activation is not None
+    tracer.multiplies_in("int8")
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
     product = int8_sums(codes, weight.codes)
     # the weight's scale first: times the token's, which may be huge, the sum could overflow on the way
@@ -73,7 +75,8 @@ def int8_dynamic_kernel(
     x: Tensor, weight: AffineTensor, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """The same with the tokens' quantization, scales, bias and residual fused: [..., N] in x's dtype."""
-    return weight_linear("int8_dynamic_linear", x, weight.codes, weight.scale, bias, residual)
+    tracer.multiplies_in("int8")
+    return dynamic_linear(x, weight.codes, weight.scale, bias, residual)
 
 
 def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
@@ -92,4 +95,5 @@ def _can_float8(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
 @register_linear(_can_float8)
 def float8_dynamic_linear(x: Tensor, weight: AffineTensor, bias: Tensor | None) -> Tensor:
     """float8 × float8 with float32 sums and both scales in the product: [..., N] in bfloat16."""
-    return weight_linear("float8_linear", x, weight.codes, weight.scale, bias)
+    tracer.multiplies_in("e4m3")
+    return dynamic_linear(x, weight.codes, weight.scale, bias)

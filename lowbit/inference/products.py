@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.inference.weight_only import group_size_of, is_served
 from lowbit.products import check_residual, quantized_linear
 from lowbit.tensor import kernels
@@ -51,13 +52,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ValueError: shapes or dtypes that do not fit; offsets that fall, or pass M (where the host reads them).
     """
     _check_grouped(x, weight, offsets)
-    op = _grouped_op(x, weight)
-    if op is not None and isinstance(weight, AffineTensor):
-        return kernels.weight_linear(
-            op,
-            *(x, weight.codes, weight.scale, weight.zero_point, offsets),
-            group_size=group_size_of(weight),
-        )
+    if isinstance(weight, AffineTensor) and _has_grouped_kernel(x, weight):
+        with tracer.running(x, weight, "grouped_linear"):
+            return kernels.grouped_linear(
+                *(x, weight.codes, weight.scale, weight.zero_point, offsets),
+                group_size=group_size_of(weight),
+            )
     ends = offsets.tolist()
     bounds = list(zip([0, *ends], [*ends, x.shape[0]], strict=True))
     if any(not 0 <= start <= end <= x.shape[0] for start, end in bounds):
@@ -69,17 +69,11 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([*parts, rest])
 
 
-def _grouped_op(x: Tensor, weight: Tensor) -> str | None:
-    """The kernel that serves, or None."""
+def _has_grouped_kernel(x: Tensor, weight: AffineTensor) -> bool:
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if not isinstance(weight, AffineTensor) or weight.activation is not None:
-        return None
-    if not x.is_cuda or needs_grad:
-        return None
-    for bits in (4, 8):
-        if is_served(weight, x.dtype, bits):
-            return f"int{bits}_grouped_linear"
-    return None
+    if weight.activation is not None or not x.is_cuda or needs_grad:
+        return False
+    return any(is_served(weight, x.dtype, bits) for bits in (4, 8))
 
 
 def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:

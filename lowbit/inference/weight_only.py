@@ -2,7 +2,7 @@
 
 They serve bfloat16 and float16 on a GPU and on a CPU. float32 stays with `plain_linear`: there a converted model
 computes what the one prepared for QAT did, to the bit. In 16 bits the weights are equal to the bit all the same, and
-products differ by rounding: a kernel for few tokens does not round the weight to 16 bits, which plain products do.
+products differ by rounding: the decode kernel does not round the weight to 16 bits, as plain products do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def int4_linear(
     if weight.activation is not None:
         x = weight.activation.fake_quantize(x)
     return kernels.weight_linear(
-        "int4_linear",
         *(x, weight.codes, weight.scale, weight.zero_point, bias, residual),
         group_size=group_size_of(weight),
     )
@@ -73,7 +72,6 @@ def int8_linear(
 ) -> Tensor:
     """int8 weights."""
     return kernels.weight_linear(
-        "int8_linear",
         *(x, weight.codes, weight.scale, weight.zero_point, bias, residual),
         group_size=group_size_of(weight),
     )

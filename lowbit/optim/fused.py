@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from lowbit.optim.rounded import RoundedLaunch
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import Variant
+from lowbit_kernels.warned import warn_once
 
 _GRAD, _CODES, _SCALE = map(operator.attrgetter, ("grad", "codes", "scale"))
 
@@ -285,8 +285,8 @@ def device_obstacle(device: torch.device, float8: bool) -> str | None:
     if torch.version.cuda is None:
         return "the GPU is not NVIDIA's"
     if not fused_step.is_available():
-        _warn_once(
-            "no cuda-bindings",
+        warn_once(
+            "optimizer: no cuda-bindings",
             "lowbit's CUDA optimizer step needs the package cuda-bindings (part of torch's CUDA builds), which is "
             "not installed: optimizers run by PyTorch ops, several times slower",
         )
@@ -304,8 +304,8 @@ def _no_compiler() -> str | None:
         reason = "no C++ compiler was found (c++, g++ or clang++ on the path, or one named in $CXX)"
     except RuntimeError as error:
         reason = str(error)
-    _warn_once(
-        "no compiler",
+    warn_once(
+        "optimizer: no compiler",
         f"lowbit's optimizer step on a CPU is compiled at first use, and {reason}: optimizers run by PyTorch "
         "operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; fused=False asks for "
         "PyTorch operations",
@@ -324,20 +324,10 @@ def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         first = next((line for line in lines[1:] if "error" in line), "")
-        _warn_once(
-            "not compiled",
+        warn_once(
+            "optimizer: not compiled",
             f"lowbit's optimizer step for this CPU could not be compiled, and runs by PyTorch operations, several "
             f"times slower: {lines[0]} {first}".rstrip(),
         )
         return f"it could not be compiled: {lines[0]} {first}".rstrip()
     return None
-
-
-_WARNED: set[str] = set()
-
-
-def _warn_once(kind: str, message: str) -> None:
-    """Give the first warning of each kind; one kind may concern many variants."""
-    if kind not in _WARNED:
-        _WARNED.add(kind)
-        warnings.warn(message, stacklevel=2)

@@ -3,7 +3,7 @@
 Through one kernel (`lowbit.tensor.cpu_values`), where PyTorch took 25 operations a weight. A linear of a model of 128
 columns takes 6 us in float32, of which Python may add half of one before decoding in low bits is slower by a tenth. So
 a weight remembers the shape of the activation that `plain_linear` was chosen for last. Where the next product is alike,
-and nothing is on that has to see it (autograd, autocast, a compiler, a tracer, a watcher), its values are dequantized
+and nothing is on that has to see it (autograd, autocast, a compiler, or a tracer), its values are dequantized
 and multiplied right away.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from lowbit import products
+from lowbit import products, tracer
 from lowbit.scheme import crop
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.cpu_values import layout_of
@@ -112,6 +112,7 @@ def expected_product(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tens
         or x.shape != expected.shape
         or x.dtype is not _FLOAT32
         or expected.version != products.version
+        or tracer.active is not None
         or not x.is_cpu
         or _is_grad_enabled()
         or _is_autocast_enabled("cpu")

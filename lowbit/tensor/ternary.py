@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.products import register_linear, unflattened
@@ -146,5 +147,6 @@ def ternary_linear(x: Tensor, weight: TernaryTensor, bias: Tensor | None) -> Ten
     codes, scale = quantize_tokens(x.reshape(-1, x.shape[-1]))
     out = torch.float32 if x.dtype is torch.float64 else x.dtype
     bias = None if bias is None else bias.to(out)
+    tracer.multiplies_in("int8")
     y = ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
     return unflattened(y.to(x.dtype), x)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import lowbit as lb
-from lowbit.products import plain_linear, watch_linears
+from lowbit import tracer
+from lowbit.products import plain_linear
 from lowbit_kernels import host_compiler
 from recipes.llama import KVCache, Llama, LlamaConfig
 from tests.schemes import WEIGHT_ONLY, over
@@ -125,23 +126,13 @@ def test_a_linear_registered_later(expected: tuple[nn.Linear, Tensor, Tensor]) -
     assert torch.equal(linear(x), y)
 
 
-def test_who_watches(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
+def test_a_tracer(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
     linear, x, y = expected
-    seen = []
-
-    class Watch:
-        def __init__(self, *product: object) -> None:
-            seen.append(product[-1])
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: object) -> None: ...
-
-    with watch_linears(Watch):  # type: ignore[arg-type]
+    with tracer.watched(linear) as watch:
         assert torch.equal(linear(x), y) and torch.equal(linear(x), y)
-    assert seen == [plain_linear] * 2
+    assert [note.ran["output"].implementation for note in watch.notes] == ["plain_linear"] * 2
     linear(x)
-    assert len(seen) == 2
+    assert len(watch.notes) == 2
 
 
 def test_autocast(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, dequantize_state_dict, fused
-from lowbit_kernels import host_compiler
+from lowbit.optim import CPUOffloadOptimizer, dequantize_state_dict
+from lowbit_kernels import host_compiler, warned
 from tests.optim.conftest import needs_compiler
 from tests.optim.problems import parameters, run, set_grads
 
@@ -47,7 +47,7 @@ def checkpoint(cls=optim.AdamW, steps=2, **options):
 
 def remove_compiler(patch):
     patch.setattr(host_compiler, "compiler", tuple)
-    patch.setattr(fused, "_WARNED", {"no compiler"})
+    patch.setattr(warned, "_REASONS", {"optimizer: no compiler"})
 
 
 def silent(optimizer, params, steps=1):

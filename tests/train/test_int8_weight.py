@@ -327,9 +327,9 @@ def test_from_meta():
     assert same(other.up.weight.detach(), model.up.weight.detach())
 
 
-def test_explained():
+def test_traced():
     model = prepared(linear(48, 96), Int8Weight())
-    text = str(train.explain(model, values(4, 96)))
+    text = str(lowbit.trace(model, values(4, 96)))
     assert "int8 weight, dequantized" in text
 
 
