@@ -1,4 +1,4 @@
-"""Fresh processes that form one process group, for what is measured on several GPUs."""
+"""New processes that form a process group, for measurements on several GPUs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ import torch.distributed as dist
 def in_ranks(
     function: Callable[..., Any], ranks: int, device: str, seconds: float, *arguments: Any
 ) -> list[Any]:
-    """What ``function(*arguments)``, of a module's top level, returns on each rank, in their order.
+    """The results of ``function(*arguments)`` on each rank, in the order of the ranks.
 
-    On "cuda" each rank has the GPU of its number and NCCL as the environment sets it up; on "cpu" it is gloo. All
-    processes have ended when this returns or raises.
+    ``function`` is at the top level of its module. On "cuda" each rank uses the GPU of its number, and NCCL as the
+    environment configures it; on "cpu" it uses gloo. All processes have ended when this function returns or raises.
 
     Raises:
-        RuntimeError: fewer GPUs than ranks; or ranks failed: their tracebacks, or the status that they ended with.
-        TimeoutError: a rank has not answered within so many ``seconds`` of the start of the processes.
+        RuntimeError: there are fewer GPUs than ranks; or ranks failed, with their tracebacks or exit codes.
+        TimeoutError: a rank has not answered within ``seconds`` of the start of the processes.
     """
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise RuntimeError(
-            f"{ranks} GPUs are needed and {torch.cuda.device_count()} visible; run it where there are more"
+            f"{ranks} GPUs are needed, and {torch.cuda.device_count()} are visible; run on a machine with more"
         )
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + seconds
@@ -46,12 +46,12 @@ def in_ranks(
                     target=_serve, args=(theirs, place, function, arguments), daemon=True
                 )
                 process.start()
-                theirs.close()  # so that the end of the process is the end of the pipe
+                theirs.close()  # so that the pipe closes when the process ends
                 pipes.append(ours)
                 processes.append(process)
             answers = _answers(pipes, processes, deadline, seconds)
             for process in processes:
-                process.join(10)  # they leave the group
+                process.join(10)  # until it has left the group
             return answers
         finally:
             for pipe in pipes:
@@ -71,7 +71,7 @@ def _answers(
     failures: dict[int, str] = {}
     while missing := [r for r in range(len(pipes)) if r not in answers and r not in failures]:
         left = deadline - time.monotonic()
-        # once one has failed, the others hang, or fail for that reason: they are not waited for
+        # Once a rank has failed, the others hang or fail too: do not wait for them.
         ready = wait([pipes[r] for r in missing], max(0.0, min(left, 1.0) if failures else left))
         if not ready:
             break
@@ -82,7 +82,7 @@ def _answers(
                 worked, answer = pipes[rank].recv()
             except EOFError:
                 processes[rank].join(5)
-                worked, answer = False, f"ended with status {processes[rank].exitcode}"
+                worked, answer = False, f"ended with exit code {processes[rank].exitcode}"
             (answers if worked else failures)[rank] = answer
     if failures:
         raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
@@ -98,7 +98,7 @@ def _serve(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """What a process does: join the group, and send (True, result) or (False, error and traceback)."""
+    """The main function of a process: join the group, then send (True, result) or (False, error and traceback)."""
     rank, ranks, device, store, seconds = place
     try:
         options: dict[str, Any] = {}

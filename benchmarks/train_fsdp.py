@@ -29,7 +29,7 @@ from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 from benchmarks.train_memory import WARM_UP, TrainingCandidate, median_seconds, training_step
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
-from lowbit_kernels.scaled_mm import calls
+from lowbit_kernels import launches
 from recipes.llama import Llama
 
 RANKS = 2
@@ -135,10 +135,11 @@ def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
         loss = step()
     if not loss.isfinite():
         raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
-    calls.clear()
     traffic.sent = traffic.gathered = 0
-    step()
-    sent, gathered, products = traffic.sent, traffic.gathered, sum(calls.values())
+    with launches.counted() as calls:
+        step()
+    sent, gathered = traffic.sent, traffic.gathered
+    products = sum(count for (op, _), count in calls.items() if op == "scaled_mm")
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

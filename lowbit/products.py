@@ -20,14 +20,15 @@ This module imports no representation (representations import it). Conditions re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
+from lowbit import tracer
 from lowbit.granularity import PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int
 from lowbit.tensor.base import LowbitTensor
@@ -37,7 +38,6 @@ Weight = Any
 Condition = Callable[[Tensor, Weight, Tensor | None], bool]
 Implementation = Callable[..., Tensor]
 """(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
-Watcher = Callable[[Tensor, LowbitTensor, Implementation], AbstractContextManager[None]]
 
 
 class Row(NamedTuple):
@@ -112,8 +112,7 @@ def quantized_linear(
             ):
                 y = _Linear.apply(x, weight, bias, row)
                 return y if residual is None else y + residual
-    run = _run_watched if _watchers else _run
-    return run(row, x, weight, bias, residual)
+    return _run(row, x, weight, bias, residual)
 
 
 def linear(
@@ -180,16 +179,20 @@ def _run(
     row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """Run a product: the one place where an implementation is called."""
+    if tracer.active is not None:
+        with tracer.running(x, weight, row.name):
+            return _product(row, x, weight, bias, residual)
+    return _product(row, x, weight, bias, residual)
+
+
+def _product(
+    row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
     if residual is None:
         return row.implementation(x, weight, bias)
     if row.takes_residual and residual.dtype is x.dtype:
         return row.implementation(x, weight, bias, residual)
     return row.implementation(x, weight, bias) + residual
-
-
-def _run_watched(row: Row, x: Tensor, weight: Weight, *others: Tensor | None) -> Tensor:
-    with _watchers[-1](x, weight, row.implementation):
-        return _run(row, x, weight, *others)
 
 
 class _Linear(torch.autograd.Function):
@@ -199,8 +202,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
         # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
         ctx.save_for_backward(weight.detach())
-        run = _run_watched if _watchers else _run
-        return run(row, x, weight, bias, None)
+        return _run(row, x, weight, bias, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -216,8 +218,6 @@ class _Linear(torch.autograd.Function):
 
 
 # ---- registrations -----------------------------------------------------------------------------------------
-
-_watchers: list[Watcher] = []
 
 
 def register_linear(
@@ -259,16 +259,6 @@ def unregister_linear(impl: Implementation) -> None:
         names = [row.name for row in _rows]
         raise ValueError(f"{impl!r} is not registered; registered: {names}")
     _rows = kept
-
-
-@contextmanager
-def watch_linears(watcher: Watcher) -> Iterator[None]:
-    """Run each product of a quantized weight within `watcher(x, weight, implementation)`, until the context ends."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
 
 
 # ---- checks: the errors that explain a product that cannot be ----------------------------------------------
@@ -364,42 +354,30 @@ _GROUP_STEP = 32
 """The kernels are measured with groups of a multiple of 32, or one scale a row."""
 
 
-def _has_weight_kernel(x: Tensor, weight: Weight, bits: int) -> bool:
-    """For a weight [..., N, K] in signed integers with integer zero points or none."""
+def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
     if x.dtype not in _HALVES or x.device.type not in ("cpu", "cuda"):
         return False
     if weight.stored_as != "integers" or weight.transposed:
         return False
     spec = weight.spec
-    if spec.format != Int(bits) or spec.mapping == "float_zero_point":
+    if spec.format not in (Int(4), Int(8)) or spec.mapping == "float_zero_point":
         return False
+    if spec.format.bits == 8 and weight.activation is not None:
+        return False  # int8 by int8 is faster
     if isinstance(spec.granularity, PerGroup):
         return spec.granularity.group_size % _GROUP_STEP == 0
     return isinstance(spec.granularity, PerRow)
 
 
-def _is_int4(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    return _has_weight_kernel(x, weight, 4)
-
-
-def int4_linear(
+def weight_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
-    """The kernel unpacks the codes in registers. The activation is rounded before, if the scheme quantizes it."""
+    """A kernel unpacks the codes in registers. The activation is rounded before, if the scheme quantizes it."""
     if weight.activation is not None:
         x = weight.activation.fake_quantize(x)
-    return _weight_linear(x, weight, bias, residual)
-
-
-def _is_int8(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    return weight.activation is None and _has_weight_kernel(x, weight, 8)
-
-
-def int8_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
-) -> Tensor:
-    """The same kernel for int8 codes."""
-    return _weight_linear(x, weight, bias, residual)
+    tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
+    return kernels.weight_linear.weight_linear(*tensors, group_size=_group_size(x, weight))
 
 
 def _group_size(x: Tensor, weight: Weight) -> int:
@@ -431,7 +409,7 @@ def _has_int8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         and x.dtype in _HALVES
         and _is_rowwise(weight, Int(8))
         and weight.activation.mapping == "symmetric_no_clipping_err"  # the kernel's own
-        and 0 < weight.shape[1] <= _longest_int8_row()
+        and 0 < weight.shape[1] <= kernels.dynamic_linear.MOST_K
     )
 
 
@@ -439,7 +417,9 @@ def int8_dynamic_kernel(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """int8 by int8 on a GPU; quantization of the tokens, scales, bias and residual are fused."""
-    return _dynamic_linear(x, weight, bias, residual)
+    tracer.multiplies_in("int8")
+    codes, scale = weight.codes, weight.scale
+    return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
 
 
 def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
@@ -447,7 +427,7 @@ def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         return False
     n, k = weight.shape
     tokens = x.numel() // max(k, 1)
-    if k > _longest_int8_row() or 0 in (tokens, n, k):
+    if k > kernels.dynamic_linear.MOST_K or 0 in (tokens, n, k):
         return False
     if x.is_cuda:  # as torch._int_mm takes it
         return tokens > 16 and n % 8 == 0 and k % 8 == 0
@@ -457,7 +437,8 @@ def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 def int8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """int8 by int8 in torch._int_mm: exact int32 sums, then token scale times row scale in float32."""
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
-    product = _int8_sums(codes, weight.codes)
+    tracer.multiplies_in("int8")
+    product = kernels.scaled_mm.int8_sums(codes, weight.codes)
     # Multiply by the weight's scale first: the token's may be huge, and the sum could overflow on the way.
     y = product.float() * weight.scale.float().t() * token_scale
     if bias is not None:
@@ -480,7 +461,8 @@ def _has_float8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 def float8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """float8 by float8 on a GPU, with float32 sums and both scales in the product."""
-    return _dynamic_linear(x, weight, bias, None)
+    tracer.multiplies_in("e4m3")
+    return kernels.dynamic_linear.dynamic_linear(x, weight.codes, weight.scale, bias)
 
 
 # ---- ternary weights ---------------------------------------------------------------------------------------
@@ -496,13 +478,16 @@ def ternary_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     codes, scale = quantize_tokens(x.reshape(-1, x.shape[-1]))
     out = torch.float32 if x.dtype is torch.float64 else x.dtype
     bias = None if bias is None else bias.to(out)
-    y = _ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
+    tracer.multiplies_in("int8")
+    y = kernels.ternary_mm.ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
     return unflattened(y.to(x.dtype), x)
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes [M, K16] and scale [M] of x [M, K], K16 being K rounded up to a multiple of 16."""
-    return _quantize_rows(x.float() if x.dtype is torch.float64 else x)
+    x = x.float() if x.dtype is torch.float64 else x
+    codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(x, "int8", columns=False)
+    return codes, scale
 
 
 # ---- dequantized weights -----------------------------------------------------------------------------------
@@ -542,7 +527,7 @@ def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 # ---- experts -----------------------------------------------------------------------------------------------
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     """Each row of x times the weight of its expert, transposed; the rows are sorted by expert. [M, N] in x's dtype.
 
     Args:
@@ -560,7 +545,10 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     _check_grouped(x, weight, offsets)
     if _has_grouped_kernel(x, weight):
-        return _grouped_linear(x, weight, offsets)
+        codes, group_size = weight.codes, _group_size(x, weight)
+        tensors = (x, codes, weight.scale, weight.zero_point, offsets)
+        with tracer.running(x, weight, "grouped_linear"):
+            return kernels.grouped_linear.grouped_linear(*tensors, group_size=group_size)
     return _one_by_one(x, weight, offsets)
 
 
@@ -569,7 +557,7 @@ def _has_grouped_kernel(x: Tensor, weight: Any) -> bool:
         return False
     if getattr(weight, "stored_as", None) is None or weight.activation is not None:
         return False
-    return _has_weight_kernel(x, weight, 4) or _has_weight_kernel(x, weight, 8)
+    return _has_weight_kernel(x, weight, None)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -599,73 +587,11 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
         )
 
 
-# ---- calls of lowbit_kernels, which is imported at its first use -------------------------------------------
-
-
-def _weight_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    import lowbit_kernels as kernels
-
-    codes = weight.codes
-    op = kernels.int4_linear if codes.dtype is torch.uint8 else kernels.int8_linear
-    tensors = (x, codes, weight.scale, weight.zero_point, bias, residual)
-    return op(*tensors, group_size=_group_size(x, weight))
-
-
-def _grouped_linear(x: Tensor, weight: Weight, offsets: Tensor) -> Tensor:
-    import lowbit_kernels as kernels
-
-    codes = weight.codes
-    is_int4 = codes.dtype is torch.uint8
-    op = kernels.int4_grouped_linear if is_int4 else kernels.int8_grouped_linear
-    tensors = (x, codes, weight.scale, weight.zero_point, offsets)
-    return op(*tensors, group_size=_group_size(x, weight))
-
-
-def _dynamic_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    import lowbit_kernels as kernels
-
-    codes = weight.codes
-    op = kernels.int8_dynamic_linear if codes.dtype is torch.int8 else kernels.float8_linear
-    return op(x, codes, weight.scale, bias, residual)
-
-
-def _longest_int8_row() -> int:
-    """The largest K whose sums of int8 products surely stay within int32."""
-    from lowbit_kernels.dynamic_linear import MOST_K
-
-    return MOST_K
-
-
-def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    from lowbit_kernels.scaled_mm import int8_sums
-
-    return int8_sums(a, b)
-
-
-def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    import lowbit_kernels as kernels
-
-    codes, scale, _, _ = kernels.quantize_rowcol(x, "int8", columns=False)
-    return codes, scale
-
-
-def _ternary_mm(*arguments: Any) -> Tensor:
-    import lowbit_kernels as kernels
-
-    return kernels.ternary_mm(*arguments)
-
-
 # ---- THE LIST: what runs a product, in the order in which it is tried --------------------------------------
 
 BUILT_IN = (
-    # int4 weights, activations in bfloat16 or float16: the weight kernels, on GPU and CPU
-    Row("int4_linear", _is_int4, int4_linear, takes_residual=True),
-    # int8 weights, activations that are not quantized: the same kernels
-    Row("int8_linear", _is_int8, int8_linear, takes_residual=True),
+    # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
+    Row("weight_linear", _has_weight_kernel, weight_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU: one fused kernel
     Row("int8_dynamic_kernel", _has_int8_kernel, int8_dynamic_kernel, takes_residual=True),
     # int8 weights and activations elsewhere: torch._int_mm

@@ -185,10 +185,10 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def _dequantize_int4(self) -> Tensor:
         """The same bits from one kernel. Imported here, as all kernels are: at their first use."""
-        from lowbit_kernels import dequantize_int4
+        from lowbit_kernels.dequantize import dequantize
 
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
-        values = dequantize_int4(
+        values = dequantize(
             self.codes.flatten(0, -2),
             self.scale.flatten(0, -2),
             zero_point,

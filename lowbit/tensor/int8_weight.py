@@ -36,7 +36,7 @@ from lowbit.granularity import PerRow
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.kernels import dequantize_int8, quantize_rowcol, round_rows
+from lowbit.tensor.kernels import dequantize, quantize_rowcol, round_rows
 from lowbit.tensor.trainable import KEEP_OUT
 from lowbit.train_scheme import Int8Weight
 
@@ -195,7 +195,7 @@ class Int8WeightTensor(AffineTensor):
             return self.dequantize().to(dtype)
         k = self.shape[1]
         options = {"group_size": k, "size": k, "dtype": self.dtype}
-        return dequantize_int8(self.codes, self.scale, **options).to(dtype)
+        return dequantize(self.codes, self.scale, **options).to(dtype)
 
     # ---- what the base asks for ------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--shapes",
         type=Path,
         metavar="FILE",
-        help="measure nothing: write the linears of one row's step at batch 1 to FILE, for `python -m benchmarks "
+        help="measure nothing: write the products of one row's step at batch 1 to FILE, for `python -m benchmarks "
         "weight_linear --shapes FILE`",
     )
     return parser.parse_args(arguments)

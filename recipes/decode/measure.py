@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+import lowbit
 from lowbit import quantize_
-from lowbit.inference import LinearReport, fuse_linears_, trace_linears
+from lowbit.inference import fuse_linears_
 from recipes.decode.capture import WARM_UP, captured
 from recipes.decode.config import DecodeConfig, Row
 from recipes.decode.decoder import Decoder
@@ -131,8 +132,8 @@ def _prefill(
     return _median_seconds(run, config.repeats, device), _peak(device)
 
 
-def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> LinearReport:
-    """Every linear of a decoding step."""
+def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> lowbit.Trace:
+    """The products of a decoding step."""
     model = build(config, device)
     convert_(model, row, config.group_size)
     decoder = Decoder(model, batch, config.positions)
@@ -145,10 +146,11 @@ def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> L
         def forward(self) -> None:
             decoder.step()
 
-    lines = trace_linears(Step()).linears
-    return LinearReport(
-        tuple(dataclasses.replace(line, name=line.name.removeprefix("model.")) for line in lines)
+    found = lowbit.trace(Step(), backward=False)
+    products = (
+        dataclasses.replace(p, layer=p.layer.removeprefix("model.")) for p in found.products
     )
+    return dataclasses.replace(found, products=tuple(products))
 
 
 def stored_bytes(model: nn.Module) -> int:

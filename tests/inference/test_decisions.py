@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import products
+from lowbit import products, tracer
 from lowbit.inference import linear
-from lowbit.products import BUILT_IN, Row, choose_linear, plain_linear, watch_linears
+from lowbit.products import BUILT_IN, Row, choose_linear, plain_linear
 from tests.schemes import relative_error
 
 CASES = {
-    "int4_linear": (lb.Int4WeightOnly(32), torch.bfloat16),
-    "int8_linear": (lb.Int8WeightOnly(), torch.float16),
+    "weight_linear": (lb.Int4WeightOnly(32), torch.bfloat16),
     "int8_dynamic_linear": (lb.Int8DynamicActivationInt8Weight(), torch.bfloat16),
     "cpu_linear": (lb.Int4WeightOnly(32), torch.float32),
     "plain_linear": (lb.Int4WeightOnly(8), torch.bfloat16),
@@ -137,7 +136,7 @@ def test_registrations(name: str, more: Callable[..., Tensor]) -> None:
 
 
 @every_row
-def test_gradients_autocast_and_watchers_come_and_go(name: str) -> None:
+def test_gradients_autocast_and_tracers_come_and_go(name: str) -> None:
     model, x = layer(name)
     with torch.no_grad():
         y = model(x)
@@ -154,28 +153,18 @@ def test_gradients_autocast_and_watchers_come_and_go(name: str) -> None:
         for _ in range(2):
             assert model(x).dtype is torch.bfloat16
     assert torch.equal(model(x), y)
-    seen = []
-
-    class Watch:
-        def __init__(self, x: Tensor, weight: lb.LowbitTensor, implementation: object) -> None:
-            seen.append(getattr(implementation, "__name__", ""))
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: object) -> None: ...
-
-    with watch_linears(Watch):  # type: ignore[arg-type]
+    with tracer.watched(model) as watch:
         model(x)
         model(leaf).sum().backward()
     model(x)
-    assert seen == [name] * 2
+    assert [note.ran["output"].implementation for note in watch.notes] == [name] * 2
 
 
 @pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err"])
 @torch.no_grad()
 def test_metadata_that_changes_in_place(mapping: str) -> None:
     """Copying a weight of the other symmetric mapping changes the spec; so may the user."""
-    model, x = layer("int4_linear")
+    model, x = layer("weight_linear")
     other = nn.Linear(64, 48, dtype=torch.bfloat16)
     lb.quantize_(other, lb.Int4WeightOnly(32, mapping))
     model(x)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit.inference import fuse_linears_, trace_linears, unfuse_linears_
+from lowbit.inference import fuse_linears_, unfuse_linears_
 from recipes.llama import Llama, LlamaConfig
 from tests.inference.weight_ops import counted
 from tests.schemes import over
@@ -68,7 +68,7 @@ def test_the_same_outputs_from_fewer_products(scheme: lb.Scheme | None, bias: bo
     ]
     with torch.no_grad():
         assert torch.allclose(fused(x), model(x), rtol=1e-5, atol=1e-5)
-    assert [(t.name, t.n) for t in trace_linears(fused, x).linears[:3]] == [
+    assert [(p.layer, p.n) for p in lb.trace(fused, x, backward=False).products[:3]] == [
         ("0.q_proj", 48),
         ("0.gate_proj", 192),
         ("0.down_proj", 64),

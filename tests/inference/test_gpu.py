@@ -68,11 +68,11 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
 @pytest.mark.parametrize(
     ("scheme", "tokens", "k", "n", "dtype", "chosen"),
     [
-        (INT4, 1, 64, 48, torch.bfloat16, "int4_linear"),
-        (INT4, 70, 67, 47, torch.float16, "int4_linear"),
+        (INT4, 1, 64, 48, torch.bfloat16, "weight_linear"),
+        (INT4, 70, 67, 47, torch.float16, "weight_linear"),
         (INT4, 70, 64, 48, torch.float32, "plain_linear"),
         (lb.Int4WeightOnly(8), 3, 64, 48, torch.bfloat16, "plain_linear"),
-        (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "int8_linear"),
+        (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "weight_linear"),
         (INT8, 17, 64, 48, torch.bfloat16, "int8_dynamic_kernel"),
         (INT8, 16, 64, 48, torch.bfloat16, "int8_dynamic_kernel"),
         (INT8, 64, 67, 48, torch.float16, "int8_dynamic_kernel"),

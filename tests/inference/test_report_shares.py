@@ -1,4 +1,4 @@
-"""Reports on weights that are left alone, on shares of the model, and on a layer's further weights."""
+"""Reports: weights that were left alone, shares of the model, and second weights in a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.inference.test_report import INT4, INT8, Model
 
 
 class Conv1D(nn.Module):
-    """The linear of GPT-2, whose weight is [K, N]."""
+    """GPT-2's: a linear whose weight is [K, N]."""
 
     def __init__(self, k: int, n: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A linear, and weights that the default filter does not choose."""
+    """A linear, and modules that the default filter does not take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ class Mixed(nn.Module):
         self.embedding = nn.Embedding(20, 16)
 
 
-def test_every_weight_left_alone_is_reported_with_its_share() -> None:
+def test_weights_left_alone_are_reported_with_their_share() -> None:
     model = Mixed()
     report = lb.quantize_(model, INT8)
     own = "filter_fn can select it, the default takes nn.Linear only"
     assert report.left == {
-        "position": f"of a Mixed: {own}",
+        "position": f"a parameter of a Mixed: {own}",
         "conv.weight": "no low-bit product for Conv2d",
-        "c_attn.weight": f"of a Conv1D: {own}",
-        "experts.up": f"of a Experts: {own}",
+        "c_attn.weight": f"a parameter of a Conv1D: {own}",
+        "experts.up": f"a parameter of a Experts: {own}",
         "embedding.weight": "not selected by the filter",
     }
     total = sum(
@@ -76,12 +76,12 @@ def test_a_tied_weight_counts_once() -> None:
     assert report.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_the_share_counts_weights_converted_before() -> None:
+def test_the_share_counts_what_was_converted_before() -> None:
     model = Model()
     lb.quantize_(model, {"head": INT8})
     report = lb.quantize_(model, {"layers.0.up": INT4})
     assert report.low_bits == 20 * 16 + 24 * 16
-    assert report.left["head.weight"] == "already a AffineTensor"
+    assert report.left["head.weight"] == "already in low bits (AffineTensor)"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_every_report_says_how_much_is_in_low_bits(prepare, says) -> None:
     ) in str(report)
 
 
-def test_a_chosen_conv1d_multiplies_by_its_dequantized_values() -> None:
+def test_a_chosen_conv1d_computes_what_its_values_do() -> None:
     model = Mixed()
     report = lb.quantize_(model, lb.Int8WeightOnly(16), lambda m, name: isinstance(m, Conv1D))
     assert report.converted == ["c_attn.weight"]
@@ -127,7 +127,7 @@ def test_a_chosen_conv1d_multiplies_by_its_dequantized_values() -> None:
 
 
 class Gated(nn.Linear):
-    """Two weights and one bias in one module; `lora` is not for products in low bits."""
+    """Two weights and one bias in one module, and `lora`, which stays in high precision."""
 
     def __init__(self) -> None:
         super().__init__(16, 24)
@@ -216,7 +216,7 @@ class Router(nn.Module):
         lambda module, name: isinstance(module, nn.Linear) and name != "head",
     ],
 )
-def test_a_filter_that_excludes_by_name_chooses_no_parameter_of_the_module(exclude) -> None:
+def test_a_filter_that_excludes_by_name_chooses_no_parameter_of_what_it_excludes(exclude) -> None:
     model = nn.ModuleDict(
         {"up": nn.Linear(32, 32), "head": Adapted(), "router": Router(), "emb": nn.Embedding(9, 32)}
     )

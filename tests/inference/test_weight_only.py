@@ -57,7 +57,7 @@ def test_the_kernel_serves(ops: CountedOps, scheme: lb.Scheme, dtype, shape) -> 
     group = scheme.weight.block_size((24, 100))[-1]
     tokens = x.shape[:-1].numel()
     ((name, *rest),) = ops.calls
-    assert name == f"int{scheme.weight.format.bits}_linear"
+    assert name == f"int{scheme.weight.format.bits}"
     assert rest == [tokens, 24, 100, group, "bias"]
     expected = F.linear(x.double(), weight.double(), original.bias.detach().double())
     assert y.dtype is dtype and y.shape == (*shape[:-1], 24)
@@ -122,7 +122,7 @@ def test_compiled(ops: CountedOps, size: int) -> None:
     x = torch.randn(size, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(fn(x), model(x))
-    assert {call[0] for call in ops.calls} == {"int4_linear"}
+    assert {call[0] for call in ops.calls} == {"int4"}
     torch._dynamo.reset()
 
 
