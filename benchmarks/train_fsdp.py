@@ -31,7 +31,7 @@ from benchmarks.report import ratio
 from benchmarks.train_llama import SCHEMES as PRODUCT_SCHEMES
 from benchmarks.train_llama import WARM_UP, TrainingCandidate, training_step
 from lowbit import Int8Weight
-from lowbit_kernels.scaled_mm import calls
+from lowbit_kernels import launches
 from recipes.llama import Llama
 
 RANKS = 2
@@ -136,10 +136,11 @@ def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
         loss = step()
     if not loss.isfinite():
         raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
-    calls.clear()
     traffic.sent = traffic.gathered = 0
-    step()
-    sent, gathered, products = traffic.sent, traffic.gathered, sum(calls.values())
+    with launches.counted() as calls:
+        step()
+    sent, gathered = traffic.sent, traffic.gathered
+    products = sum(count for (op, _), count in calls.items() if op == "scaled_mm")
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

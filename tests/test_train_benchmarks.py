@@ -15,8 +15,8 @@ from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
 from benchmarks.train_llama import measure_training, training_step
 from lowbit.train import Int8Weight
-from lowbit_kernels.scaled_mm import calls
 from recipes.llama import LlamaConfig
+from tests.scaled_products import scaled_products
 
 SHAPE = (48, 40, 64)
 
@@ -27,8 +27,8 @@ def test_a_linear_forward_and_backward(name: str | None, monkeypatch: pytest.Mon
     on_cpu = partial(train_linear.arguments, device="cpu")
     monkeypatch.setattr(train_linear, "arguments", on_cpu)
     run = partial(train_linear.forward_and_backward, F.linear)
-    calls.clear()
-    train_linear.check(str(name), run, SHAPE, scheme)
+    with scaled_products() as calls:
+        train_linear.check(str(name), run, SHAPE, scheme)
     assert sum(calls.values()) == (3 if name else 0)
     for y in run(*on_cpu(SHAPE, scheme)):
         assert y.dtype is torch.bfloat16
@@ -63,8 +63,8 @@ def test_the_steps_of_a_whole_model() -> None:
         elif has_products:
             scheme = replace(scheme, always=True)
         small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
-        calls.clear()
-        assert measure_training(small, 2).seconds > 0
+        with scaled_products() as calls:
+            assert measure_training(small, 2).seconds > 0
         layers = has_products * (7 if isinstance(scheme, dict) else 8)
         assert sum(calls.values()) == 4 * 3 * layers, candidate.name
 

@@ -23,9 +23,13 @@ from lowbit.packing import pack, packed_size, unpack
 from lowbit.products import quantized_linear
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen import asks_for_gradient
-from lowbit.tensor.read_on_cpu import ReadOnCpu, expected_product, expected_rows
 from lowbit.tensor.row_parts import count_nonfinite, encode_in_parts
+
+_LINEAR = (
+    F.linear
+)  # a name of this module, because looking up an attribute takes time at each product
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:
@@ -67,6 +71,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
+    caches = ("_known_product", "_reader")
+    stored_as: ClassVar[str | None] = "integers"
+
     formats: ClassVar[type] = Int  # that the class stores
 
     codes: Tensor
@@ -78,6 +85,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     """How the activation of its linear is quantized, or None."""
     transposed: bool
     """The logical tensor is the stored one with its last two dimensions swapped."""
+    _known_product: Any = None
+    """The last decision of `lowbit.products` on a product of this weight."""
 
     def __new__(
         cls,
@@ -176,10 +185,10 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def _dequantize_int4(self) -> Tensor:
         """The same bits from one kernel. Imported here, as all kernels are: at their first use."""
-        from lowbit_kernels import dequantize_int4
+        from lowbit_kernels.dequantize import dequantize
 
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
-        values = dequantize_int4(
+        values = dequantize(
             self.codes.flatten(0, -2),
             self.scale.flatten(0, -2),
             zero_point,
@@ -384,19 +393,13 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and getattr(args[1], "_expected", None) is not None:
-            product = expected_product(*args)
-            if product is not None:
-                return product
-        kwargs = kwargs or {}
-        if func is F.embedding and (rows := expected_rows(*args, **kwargs)) is not None:
-            return rows
-        if func is F.linear and isinstance(
+        if func is _LINEAR and isinstance(
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):
-            # reading shape or dtype of a subclass comes back here, at microseconds each, unless this is off
-            with torch._C.DisableTorchFunctionSubclass():
-                return quantized_linear(*args, **kwargs)
+            return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
+        kwargs = kwargs or {}
+        if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
+            return rows
         if asks_for_gradient(func, args, kwargs):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)

@@ -44,6 +44,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     """Why a weight of this class is not converted once more, if there is more to say than what it is."""
     way_out: ClassVar[str] = "call .dequantize() for a plain tensor first"
     """What to do where an operation is not supported."""
+    stored_as: ClassVar[str | None] = None
+    """What `lowbit.products` chooses the product of a frozen weight by, besides its metadata; None for others."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -127,14 +129,6 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def dequantize(self) -> Tensor:
         """The values, as a plain tensor of this tensor's shape and dtype."""
         raise NotImplementedError
-
-    def _operand(self, x: Tensor) -> Tensor:
-        """The values in x's dtype for one product with `x`, and no longer than that."""
-        return self.dequantize().to(x.dtype)
-
-    def _expect(self, shape: torch.Size, version: int) -> None:
-        """Prepare for more products with an activation of that shape, for which `plain_linear` was chosen at this
-        `lowbit.products.version`."""
 
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""

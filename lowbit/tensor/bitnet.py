@@ -30,6 +30,7 @@ from lowbit.products import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
+    quantize_tokens,
     unflattened,
 )
 from lowbit.tensor.affine_tensor import check_weight
@@ -39,7 +40,6 @@ from lowbit.tensor.mixed_precision import low_bit_product
 from lowbit.tensor.ternary import (
     magnitude,
     pack_ternary,
-    quantize_tokens,
     scale_of,
     ternarize,
     ternary_product,
@@ -339,9 +339,9 @@ def bitnet_linear(
     x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
-        tracer.note(m, n, k, "there is nothing to multiply")
+        tracer.note(m, n, k, "there is nothing to multiply", weight)
         return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
-    note = tracer.note(m, n, k, None)
+    note = tracer.note(m, n, k, None, weight)
     return unflattened(_Linear.apply(x.reshape(m, k), weight, bias, scale, note), x)
 
 

@@ -36,7 +36,7 @@ from lowbit.granularity import PerRow
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, check_weight
 from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.kernels import dequantize_int8, quantize_rowcol, round_rows
+from lowbit.tensor.kernels import dequantize, quantize_rowcol, round_rows
 from lowbit.tensor.trainable import KEEP_OUT
 from lowbit.train_scheme import Int8Weight
 
@@ -71,6 +71,7 @@ class Int8WeightTensor(AffineTensor):
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
     way_out = KEEP_OUT
+    stored_as = None
 
     products: ClassVar[dict[Any, Callable[..., Any]]] = {}
     """What replaces torch's functions on it, such as F.linear: see `lowbit.tensor.int8_weight_ops`."""
@@ -194,7 +195,7 @@ class Int8WeightTensor(AffineTensor):
             return self.dequantize().to(dtype)
         k = self.shape[1]
         options = {"group_size": k, "size": k, "dtype": self.dtype}
-        return dequantize_int8(self.codes, self.scale, **options).to(dtype)
+        return dequantize(self.codes, self.scale, **options).to(dtype)
 
     # ---- what the base asks for ------------------------------------------------------------------------------
 

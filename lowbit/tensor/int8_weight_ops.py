@@ -83,7 +83,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         why = "its scales belong to columns"
     if why is None:
         return mixed_linear(x, weight, bias)  # type: ignore[arg-type]  # it has what that reads
-    tracer.note(m, n, k, f"int8 weight, dequantized: {why}")
+    tracer.note(m, n, k, f"int8 weight, dequantized: {why}", weight)
     return unflattened(_WeightOnly.apply(x.reshape(m, k), weight, bias), x)
 
 

@@ -15,17 +15,16 @@ def quantize_rowcol(
     x: Tensor, format: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`lowbit_kernels.quantize_rowcol`: codes, scales, and both of the transposed copy."""
-    from lowbit_kernels import quantize_rowcol
+    from lowbit_kernels.quantize_rowcol import quantize_rowcol
 
     return quantize_rowcol(x, format, **options)
 
 
 def scaled_mm(format: str, a: Tensor, b: Tensor, *scales: Any, **options: Any) -> Tensor:
     """`lowbit_kernels.scaled_mm` of codes in a format of `quantize_rowcol`, int8 or float8."""
-    from lowbit_kernels import float8_scaled_mm, int8_scaled_mm
+    from lowbit_kernels.scaled_mm import scaled_mm
 
-    multiply = int8_scaled_mm if format == "int8" else float8_scaled_mm
-    return multiply(a, b, *scales, **options)
+    return scaled_mm(a, b, *scales, **options)
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -37,30 +36,44 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
 
 def ternary_mm(a: Tensor, packed: Tensor, *scales: Any, **options: Any) -> Tensor:
     """`lowbit_kernels.ternary_mm`: int8 rows by a matrix of 2-bit codes."""
-    from lowbit_kernels import ternary_mm
+    from lowbit_kernels.ternary_mm import ternary_mm
 
     return ternary_mm(a, packed, *scales, **options)
 
 
 def round_rows(values: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`lowbit_kernels.round_rows`: int8 codes and a scale a row, to nearest or stochastically."""
-    from lowbit_kernels import round_rows
+    from lowbit_kernels.round_rows import round_rows
 
     return round_rows(values, **options)
 
 
-def weight_linear(op: str, x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
-    """`lowbit_kernels.int4_linear` and its siblings, by name: x [..., K] by codes [N, K] and what belongs to them."""
-    import lowbit_kernels
+def weight_linear(x: Tensor, *tensors: Tensor | None, group_size: int) -> Tensor:
+    """`lowbit_kernels.weight_linear`: x [..., K] by a weight [N, K] of 4 or 8 bits."""
+    from lowbit_kernels import weight_linear
 
-    return getattr(lowbit_kernels, op)(x, *tensors, **options)
+    return weight_linear.weight_linear(x, *tensors, group_size=group_size)  # type: ignore[arg-type]
 
 
-def dequantize_int8(codes: Tensor, scale: Tensor, **options: Any) -> Tensor:
-    """`lowbit_kernels.dequantize_int8`: int8 codes [N, K] to floating point."""
-    from lowbit_kernels import dequantize_int8
+def grouped_linear(x: Tensor, *tensors: Tensor | None, group_size: int) -> Tensor:
+    """`lowbit_kernels.grouped_linear`: x [M, K] by the weights [E, N, K] of the tokens' experts."""
+    from lowbit_kernels import grouped_linear
 
-    return dequantize_int8(codes, scale, **options)
+    return grouped_linear.grouped_linear(x, *tensors, group_size=group_size)  # type: ignore[arg-type]
+
+
+def dynamic_linear(x: Tensor, *tensors: Tensor | None) -> Tensor:
+    """`lowbit_kernels.dynamic_linear`: x [..., K], quantized, by a weight [N, K] of int8 or float8."""
+    from lowbit_kernels import dynamic_linear
+
+    return dynamic_linear.dynamic_linear(x, *tensors)  # type: ignore[arg-type]
+
+
+def dequantize(codes: Tensor, scale: Tensor, **options: Any) -> Tensor:
+    """`lowbit_kernels.dequantize`: int8 or packed int4 codes to floating point."""
+    from lowbit_kernels.dequantize import dequantize
+
+    return dequantize(codes, scale, **options)
 
 
 def cpu_dequantizer(format: Mapping[str, Any], *sizes: int) -> Dequantizer | None:

@@ -242,7 +242,7 @@ def mixed_linear(x: Tensor, weight: MixedPrecisionTensor, bias: Tensor | None) -
     n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = scheme.plain_because(x.device, m, n, k)
-    note = tracer.note(m, n, k, why)
+    note = tracer.note(m, n, k, why, weight)
     if why is not None:
         return F.linear(x, Values.apply(weight).to(x.dtype), bias)
     scheme.check_dtype(x.dtype)

@@ -80,7 +80,8 @@ def _grouped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
         _check(x, weight)
         n, k = weight.shape[-1], weight.shape[-2]
-        tracer.note(x.shape[:-1].numel(), n, k, "grouped products run in high precision")
+        m, why = x.shape[:-1].numel(), "grouped products run in high precision"
+        tracer.note(m, n, k, why, weight)
         values = Values.apply(weight).to(x.dtype)
         if isinstance(weight, BitNetTensor):
             x = straight_through(x)
@@ -96,7 +97,8 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, _KINDS):
             return x
         n, k = x.shape
-        tracer.note(args[0].shape[:-1].numel(), n, k, f"{IN_ATTENTION}, in high precision")
+        m, why = args[0].shape[:-1].numel(), f"{IN_ATTENTION}, in high precision"
+        tracer.note(m, n, k, why, x)
         return Values.apply(x).to(x.dtype)
 
     return F.multi_head_attention_forward(*map(as_plain, args), **tree_map(as_plain, kwargs))

@@ -4,7 +4,6 @@ back at plain weights, or to convert for inference."""
 from lowbit.convert import Report
 from lowbit.train.bitnet_scale import precompute_bitnet_scale
 from lowbit.train.convert import convert_
-from lowbit.train.explain import Explanation, explain
 from lowbit.train.locate import locate_
 from lowbit.train.prepare import prepare_, restore_
 from lowbit.train_scheme import (
@@ -17,14 +16,12 @@ from lowbit.train_scheme import (
 
 __all__ = [
     "BitNet",
-    "Explanation",
     "Float8MixedPrecision",
     "Int8MixedPrecision",
     "Int8Weight",
     "Report",
     "TrainingScheme",
     "convert_",
-    "explain",
     "locate_",
     "precompute_bitnet_scale",
     "prepare_",

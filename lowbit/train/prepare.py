@@ -57,7 +57,7 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     Low-bit products run on GPUs that have units for them (int8: compute capability 8.0, float8: 8.9), where they gain
     by what was measured: too small weights are left alone, and products with too few rows run in high precision. What a
     scheme leaves alone by a rule of its own is reported, even if it is all of the model. On a
-    CPU all run in high precision, unless the scheme has `always=True`. `explain` tells which products ran in what.
+    CPU all run in high precision, unless the scheme has `always=True`. `lowbit.trace` tells which products ran in what.
 
     Raises also ValueError for weights on a GPU that has no such units.
     """

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import lowbit
 from lowbit import Int4WeightOnly, Int8WeightOnly, Scheme, quantize_
-from lowbit.inference import LinearReport, fuse_linears_, trace_linears
+from lowbit.inference import fuse_linears_
 from recipes import pages
 from recipes.command_line import UserError, exit_status
 from recipes.decode.decoder import WARM_UP, Decoder, captured, fold_norms_
@@ -251,14 +252,15 @@ class Step(nn.Module):
         self.decoder.step()
 
 
-def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> LinearReport:
-    """Every linear of a decode step."""
+def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> lowbit.Trace:
+    """The products of a decode step."""
     model = build(config, device)
     convert_(model, row, config.group_size)
-    found = trace_linears(Step(Decoder(model, batch, config.positions)))
-    return LinearReport(
-        tuple(dataclasses.replace(f, name=f.name.removeprefix("model.")) for f in found.linears)
+    found = lowbit.trace(Step(Decoder(model, batch, config.positions)), backward=False)
+    products = (
+        dataclasses.replace(p, layer=p.layer.removeprefix("model.")) for p in found.products
     )
+    return dataclasses.replace(found, products=tuple(products))
 
 
 # ---- the page ----------------------------------------------------------------------------------------------
@@ -332,7 +334,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/decode/decode.md"), metavar="FILE",
         help="the page (default: %(default)s)")  # fmt: skip
     add("--shapes", type=Path, metavar="FILE",
-        help="measure nothing: write the linears of one row's step at batch 1 to FILE, for `python -m benchmarks "
+        help="measure nothing: write the products of one row's step at batch 1 to FILE, for `python -m benchmarks "
         "weight_linear --shapes FILE`")  # fmt: skip
     return parser.parse_args(arguments)
 

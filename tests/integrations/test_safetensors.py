@@ -18,7 +18,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 @every_weight
 def test_models(case, tmp_path):
-    """save_model leaves one name of what is tied; load_model knows."""
+    """save_model keeps one name of tied weights, and load_model restores both."""
     source, model = Net(case), Net(case, seed=1)
     safetensors.save_model(source, tmp_path / "m.safetensors")
     missing, unexpected = safetensors.load_model(model, tmp_path / "m.safetensors")
@@ -75,7 +75,7 @@ _DYNAMIC = lowbit.Int8DynamicActivationInt4Weight(32)
 
 
 def test_gathered_by_name_and_written(tmp_path):
-    """get_model_state_dict gives low-bit tensors under the parameters' names; to_plain takes them apart."""
+    """get_model_state_dict returns low-bit tensors under the parameters' names; to_plain splits them into parts."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model, other = (nn.Sequential(nn.Linear(64, 16)) for _ in range(2))

@@ -159,12 +159,12 @@ def test_a_step_calls_four_kernels_a_block(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         decoder.step()
     block = [
-        ("int4_linear", 3, 128, 64, 32, ""),
-        ("int4_linear", 3, 64, 64, 32, "residual"),
-        ("int4_linear", 3, 320, 64, 32, ""),
-        ("int4_linear", 3, 64, 160, 32, "residual"),
+        ("int4", 3, 128, 64, 32, ""),
+        ("int4", 3, 64, 64, 32, "residual"),
+        ("int4", 3, 320, 64, 32, ""),
+        ("int4", 3, 64, 160, 32, "residual"),
     ]
-    assert ops.calls == [*block * 3, ("int8_linear", 3, 256, 64, 64, "")]
+    assert ops.calls == [*block * 3, ("int8", 3, 256, 64, 64, "")]
     assert decoder.position.item() == 1
 
 
@@ -244,13 +244,14 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_shapes_for_the_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "shapes.json"
     assert main(["--preset", "tiny", "--rows", "int4", "--shapes", str(path)]) == 0
-    linears = json.loads(path.read_text())["linears"]
-    assert len(linears) == 3 * 4 + 1
-    assert linears[0] == {
-        **{"name": "blocks.0.attention.query", "m": 1, "n": 128, "k": 64, "scheme": "int4-g32"},
-        **{"implementation": "plain_linear", "calls": 1},
+    products = json.loads(path.read_text())["products"]
+    assert len(products) == 3 * 4 + 1
+    assert products[0] == {
+        **{"layer": "blocks.0.attention.query", "product": "output", "m": 1, "n": 128, "k": 64},
+        **{"weight": "int4-g32", "ran_in": "float32", "implementation": "cpu_linear"},
+        **{"calls": 1, "why": "its scheme quantizes the weight only"},
     }
-    assert trace(CONFIG, ROWS["bf16"], 3, CPU).linears[0].m == 3
+    assert trace(CONFIG, ROWS["bf16"], 3, CPU).products[0].m == 3
 
 
 @pytest.mark.parametrize(
