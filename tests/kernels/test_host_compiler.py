@@ -35,7 +35,6 @@ def _fresh(monkeypatch, tmp_path):
     for function in remembered:
         function.cache_clear()
     yield
-    fused._WARNED.clear()
     for function in remembered:
         function.cache_clear()
 
