@@ -50,6 +50,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     where they hold plain values only."""
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
     """The classes that a description may name, by that name. Each class enters itself."""
+    stored_as: ClassVar[str | None] = None
+    """What `lowbit.products` chooses the product of a frozen weight by, besides its metadata; None for others."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -142,14 +144,6 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def dequantize(self) -> Tensor:
         """The values, as a plain tensor of this tensor's shape and dtype."""
         raise NotImplementedError
-
-    def _operand(self, x: Tensor) -> Tensor:
-        """The values in x's dtype, valid for one product with `x` and no longer."""
-        return self.dequantize().to(x.dtype)
-
-    def _expect(self, shape: torch.Size, version: int) -> None:
-        """Prepare for more products with an activation of that shape, for which `plain_linear` was chosen at this
-        `lowbit.products.version`."""
 
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""

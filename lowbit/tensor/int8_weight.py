@@ -35,12 +35,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit.presets import Int8WeightOnly
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
 from lowbit.tensor.base_ops import copy_, product_below_autograd
 from lowbit.tensor.cpu_values import layout_of
-from lowbit.tensor.kernels import dequantize_int8, quantize_rowcol, round_rows
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
 from lowbit.tensor.trainable import TrainableTensor, dequantized_linear
 from lowbit.train_scheme import Int8Weight
@@ -100,7 +100,7 @@ class Int8WeightTensor(TrainableTensor):
         """
         check_weight(weight)
         rows = weight.detach().float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
-        codes, scale = round_rows(rows)
+        codes, scale = kernels.round_rows.round_rows(rows)
         meta = {"scheme": scheme, "columns": None, "transposed": False}
         tensors = {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
         self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
@@ -187,7 +187,7 @@ class Int8WeightTensor(TrainableTensor):
             start = self.columns.start
             largest = _largest(rows, self.columns.group)
         first = None if place is None else place.reshape(-1)
-        codes, scale = round_rows(
+        codes, scale = kernels.round_rows.round_rows(
             rows, old=self.scale.reshape(-1), largest=largest, first=first, start=start
         )
         return codes.view(self.shape), scale.view(self.scale.shape)
@@ -236,7 +236,9 @@ class Int8WeightTensor(TrainableTensor):
 
     def column_codes(self) -> Codes:
         """Codes [K, N16] and scale [K] of the transpose, rounded again."""
-        _, _, codes, scale = quantize_rowcol(self.dequantize(), "int8", rows=False)
+        _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
+            self.dequantize(), "int8", rows=False
+        )
         return codes, scale
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
@@ -246,7 +248,7 @@ class Int8WeightTensor(TrainableTensor):
             return self.dequantize().to(dtype)
         k = self.shape[1]
         options = {"group_size": k, "size": k, "dtype": self.dtype}
-        return dequantize_int8(self.codes, self.scale, **options).to(dtype)
+        return kernels.dequantize.dequantize(self.codes, self.scale, **options).to(dtype)
 
     # ---- sharding --------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def test_by_names(tmp_path):
 
 
 def check_whole(rank, world_size, folder):
-    """What one process saved loads from a full copy on every rank; what is gathered can be saved."""
+    """Every rank loads the full state dict of one process; a gathered state dict can be saved."""
     everywhere = StateDictOptions(full_state_dict=True)
     sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     for case in SOME:
@@ -200,7 +200,7 @@ def test_tensor_parallel():
 
 
 def check_onto_meta(rank, world_size):
-    """As accelerate shards a model: on meta, every tensor of the whole state dict placed by itself, and assigned."""
+    """Loading as accelerate does: onto a meta model, each tensor of the full state dict sharded and assigned."""
     for case in SOME:
         whole = filled(case, 33, seed=20)
         model = shard(copy.deepcopy(whole).to("meta"))
