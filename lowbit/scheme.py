@@ -281,7 +281,7 @@ class Scheme:
             and gran.shape[:-1]
             and gran.shape[0] > 1
         ):
-            return f"{gran.shape[0]} rows would share a scale, but an embedding looks rows up one by one"
+            return f"its rows would share scales in blocks of {gran.shape[0]}, and are looked up singly"
         return None
 
     def check(self, weight: Tensor) -> None:
