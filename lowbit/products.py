@@ -393,7 +393,8 @@ def _is_rowwise(weight: Weight, format: Int | Float8) -> bool:
     """One symmetric scale a row of the weight and a token of the activation, both in `format`."""
     spec, activation = weight.spec, weight.activation
     return (
-        activation is not None
+        weight.stored_as in ("integers", "float8")
+        and activation is not None
         and not weight.transposed
         and weight.zero_point is None
         and isinstance(spec.granularity, PerRow)

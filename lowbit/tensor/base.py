@@ -12,6 +12,10 @@ collectives, the FSDP2 all-gather hooks (`lowbit.tensor.fsdp`), `new_zeros`, pic
 weights_only=True (`lowbit.tensor.pickled`), and checkpoints. An operation that is not implemented raises
 NotImplementedError; nothing falls back silently.
 
+`LowbitTensor` itself is no operand of a product. A frozen weight subclasses `AffineTensor` and says in `stores(spec)`
+which specs it stores; it needs a `stored_as` of its own where its layout is another one. A weight that trains subclasses
+`lowbit.tensor.trainable.TrainableTensor` and names its `schemes`.
+
 The scales never change dtype: `tensor.to(torch.bfloat16)` changes the logical dtype, which is the dtype of the
 values that `dequantize()` gives, and nothing else.
 """
