@@ -14,6 +14,7 @@ and other loaders ignore it.
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -240,6 +241,16 @@ def _has_format_of(target: Tensor, value: CodebookTensor) -> bool:
     return isinstance(target, CodebookTensor) and target.meta() == value.meta()
 
 
+def check_is_state_dict(state_dict: Any) -> None:
+    """Raise TypeError for anything but the state dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        raise TypeError(
+            "state_dict must be what state_dict() of an optimizer returned, with 'state' and 'param_groups', "
+            f"got {reprlib.repr(got)}"
+        )
+
+
 def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The `state_dict()` of a lowbit optimizer with every state in float32, which its namesake in torch.optim loads.
 
@@ -247,6 +258,7 @@ def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         A new dictionary. It shares states that were float32 with `state_dict`. Step counters are float32 on the CPU, as
         torch.optim keeps them unless `capturable` or `fused` is set; in those cases torch.optim moves them itself.
     """
+    check_is_state_dict(state_dict)
     states = {}
     for key, state in state_dict["state"].items():
         states[key] = {

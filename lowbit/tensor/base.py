@@ -13,7 +13,7 @@ weights_only=True (`lowbit.tensor.pickled`), and checkpoints. An operation that 
 NotImplementedError; nothing falls back silently.
 
 `LowbitTensor` itself is no operand of a product. A frozen weight subclasses `AffineTensor` and says in `stores(spec)`
-which specs it stores; it needs a `stored_as` of its own where its layout is another one. A weight that trains subclasses
+which specs it stores; where its layout is another one it has a `stored_as` of its own. A weight that trains subclasses
 `lowbit.tensor.trainable.TrainableTensor` and names its `schemes`.
 
 The scales never change dtype: `tensor.to(torch.bfloat16)` changes the logical dtype, which is the dtype of the
