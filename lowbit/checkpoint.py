@@ -259,6 +259,8 @@ def save(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is no folder; make it first")
     state_dict = model.state_dict() if isinstance(model, nn.Module) else model
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"save takes an nn.Module or a state dict, got {type(model).__name__}")
     tensors, info = to_plain(state_dict, metadata)
     container.write(path, tensors, info)
 
