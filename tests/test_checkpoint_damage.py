@@ -264,7 +264,7 @@ class Unknown(lb.LowbitTensor):
 
 UNSAVABLE = {
     "object": ({"a": object()}, r"a is a object, which is neither a tensor nor plain JSON"),
-    "nested": ({"state": {"a": torch.ones(2)}}, r"state\.a is a Tensor.*flatten"),
+    "nested": ({"state": {"a": torch.ones(2)}}, r"state\.a is a tensor.*flatten"),
     "set in a list": ({"a": [1, {2}]}, r"a\[1\] is a set"),
     "integer keys": ({"a": {1: 2}}, r"a has the key 1, of type int; JSON has only str keys"),
     "integer names": ({3: torch.ones(2)}, r"names must be str, got 3"),
