@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -179,3 +181,25 @@ def test_lowbits_own_kernels_leave_another_layout_alone():
     torch.testing.assert_close(F.linear(x, weight), F.linear(x, own))
     rows = torch.tensor([3, 1])
     assert torch.equal(F.embedding(rows, weight), F.embedding(rows, own))
+
+
+def test_graphs_on_disk_depend_on_the_file_of_the_class(tmp_path, monkeypatch):
+    """torch takes a graph of an earlier process by this key; the arithmetic in the file may have changed since."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def key(text):
+        (tmp_path / "edited_weight.py").write_text(text)
+        sys.modules.pop("edited_weight", None)
+        importlib.invalidate_caches()
+        own = importlib.import_module("edited_weight").Own
+        weight = lb.AffineTensor.from_float(torch.ones(8, 8), lb.IntxWeightOnly(5))
+        meta, parts = weight.meta(), weight.inner_tensors()
+        return own.from_inner(parts, meta, (8, 8), torch.float32)._stable_hash_for_caching()
+
+    text = "import lowbit\n\n\nclass Own(lowbit.AffineTensor):\n    pass\n"
+    try:
+        assert key(text) == key(text) != key(f"{text}    way_out = 'none'\n")
+    finally:
+        sys.modules.pop("edited_weight", None)
+        lb.LowbitTensor.kinds.pop("Own", None)
