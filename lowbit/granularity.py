@@ -64,7 +64,7 @@ class Granularity:
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a block of a tensor of this shape; every size is at least 1."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no block_size(shape)")
 
     def spans(self, dim: int, rank: int) -> bool:
         """Whether one block covers all of dimension `dim` of a tensor of `rank` dimensions, however long it is."""

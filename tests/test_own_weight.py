@@ -203,3 +203,20 @@ def test_graphs_on_disk_depend_on_the_file_of_the_class(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("edited_weight", None)
         lb.LowbitTensor.kinds.pop("Own", None)
+
+
+def test_what_a_class_lacks_is_named():
+    class Codes(lb.LowbitTensor):
+        is_described = False
+        tensor_attrs = ("codes",)
+
+    codes = {"codes": torch.ones(4, 4, dtype=torch.int8)}
+    t = Codes.from_inner(codes, {}, (4, 4), torch.float32)
+    with pytest.raises(NotImplementedError, match="subclasses of AffineTensor and TrainableTensor"):
+        F.linear(torch.ones(2, 4), t)
+    with pytest.raises(NotImplementedError, match=r"Codes defines no dequantize\(\)"):
+        t.dequantize()
+    with pytest.raises(NotImplementedError, match=r"Codes defines no inner_shapes"):
+        t.inner_shapes((4, 4))
+    with pytest.raises(NotImplementedError, match=r"Granularity defines no block_size"):
+        Granularity().block_size((4, 4))

@@ -171,7 +171,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def dequantize(self) -> Tensor:
         """The values, as a plain tensor of this tensor's shape and dtype."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no dequantize()")
 
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
@@ -204,7 +204,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         """The shape and dtype of each inner tensor of a tensor of that logical shape."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no inner_shapes(shape)")
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         raise self._unsupported("copying high-precision values into it")
@@ -249,7 +249,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def _transposed(self) -> Self:
         """This tensor with its last two dimensions swapped, over the same memory."""
         if "transposed" not in self.meta_attrs:
-            raise self._unsupported("transposition")
+            raise self._unsupported(
+                "transposition, nor products (accepted: subclasses of AffineTensor and TrainableTensor)"
+            )
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return self._with(shape=shape, transposed=not self.transposed)
 
