@@ -64,7 +64,7 @@ def check_block(rank, world_size, names):
 def test_local_shards_reach_the_kernels() -> None:
     for found in launch(check_block, 2, list(SCHEMES)):
         for name in SCHEMES:
-            op = name[:4] + "_linear"
+            op = name[:4]
             assert found[name] == [(op, 10, 96, 128), (op, 10, 64, 96)], name
 
 
