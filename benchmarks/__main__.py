@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         "--shapes",
         type=Path,
         metavar="FILE",
-        help="of the linears to time, as lowbit.inference.trace_linears writes them; for weight_linear",
+        help="of the linears to time, as the write() of a lowbit.trace gives it; for weight_linear",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also write DIR/<benchmark>-<device>.md"

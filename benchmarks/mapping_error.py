@@ -1,10 +1,10 @@
-"""``python -m benchmarks.mapping_error NAME=FILE.safetensors …``: what the two symmetric mappings lose of weights.
+"""``python -m benchmarks.mapping_error NAME=FILE.safetensors …``: the errors of the two symmetric mappings of weights.
 
-The squared error of the dequantized weights, relative to the squared weights, for every width and granularity that the
-presets offer. "symmetric" puts the largest value of a group on a tie, (2^b − 1)/2 steps, of which the positive clips;
-"symmetric_no_clipping_err" puts it on a code. The table shows the second's error over the first's: below 1 it is the
-better one. Of each file the matrices count, at least 32 x 128, with at most 256 rows each; random weights come with
-them.
+The error is the squared error of the dequantized weights relative to the squared weights, for every width and
+granularity that the presets offer. "symmetric" puts the largest value of a group on a tie, (2^b − 1)/2 steps; a
+positive one is clipped. "symmetric_no_clipping_err" puts it on a code. The table shows the error of the second mapping
+divided by that of the first: below 1, the second is better. It uses the matrices of each file of at least 32 x 128,
+with up to 256 rows each, and random weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def squared_error(weights: list[Tensor], spec: Spec, dtype: torch.dtype) -> float:
-    """Σ(ŵ − w)² / Σw² over all weights together, after a cast to `dtype`, in which scales and values are."""
+    """Σ(ŵ − w)² / Σw² over all weights together, cast to `dtype`, in which scales and values are kept too."""
     error = total = 0.0
     for weight in weights:
         w = weight.to(dtype)
@@ -47,8 +47,10 @@ def squared_error(weights: list[Tensor], spec: Spec, dtype: torch.dtype) -> floa
 
 
 def matrices(path: Path) -> list[Tensor]:
-    """Rows of every weight [N, K] of a safetensors file, in float32, but for those too small for a group of each kind:
-    at most `ROWS`, evenly spread."""
+    """Rows of every weight [N, K] of a safetensors file, in float32: at most `ROWS` of each, evenly spread.
+
+    Weights that are too small for a group of each kind are left out.
+    """
     from safetensors.torch import load_file
 
     found = [t for t in load_file(path).values() if t.ndim == 2 and t.is_floating_point()]

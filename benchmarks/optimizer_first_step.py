@@ -1,7 +1,7 @@
-"""The first optimizer step of a fresh process, where kernels are compiled or read from the disk.
+"""The first optimizer step of a fresh process, which compiles kernels or reads them from the disk.
 
-Each optimizer is made in two processes one after the other, that share a new folder as the kernels' cache: the first
-finds it empty, the second finds what the first left.
+Each optimizer runs in two processes, one after the other, with a new folder as the cache of compiled kernels: the first
+process fills it, the second one reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROGRAM = (  # the clock starts before torch is imported
 
 @dataclass(frozen=True)
 class FreshProcess:
-    """An optimizer in processes of its own. ``size``: of a single parameter; None is Llama-3.2-1B."""
+    """An optimizer in fresh processes. ``size``: of its only parameter; None is Llama-3.2-1B."""
 
     choice: OptimizerChoice
     device: str = "cuda"
@@ -50,8 +50,8 @@ class FreshProcess:
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """Seconds in a process with an empty cache and in one with a warm cache: of the first ``step()`` until the device
-    is done, and from the import of torch to there."""
+    """Seconds with an empty cache and with a warm one: of the first ``step()`` until the device has finished, and from
+    the import of torch to that moment."""
 
     cold: float
     cold_from_import: float
@@ -60,7 +60,7 @@ class FirstSteps:
 
 
 def measure_first_steps(candidate: FreshProcess, repeats: int) -> FirstSteps:
-    """One cold and one warm process, whatever ``repeats`` is. RuntimeError with the process's error."""
+    """One cold and one warm process; ignores ``repeats``. RuntimeError with the error of a process that fails."""
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = (_in_fresh_process(candidate, cache) for _ in range(2))
     return FirstSteps(cold["step"], cold["from_import"], warm["step"], warm["from_import"])
@@ -92,8 +92,8 @@ FIRST_STEP_TABLE = Table(
     columns=("cold s", "warm s", "from import, cold s", "from import, warm s"),
     measure=measure_first_steps,
     cells=first_step_cells,
-    legend="The first `step()` alone, and all from the import of torch to its end, random weights included. *cold*: no "
-    "compiled kernel on the disk; *warm*: those of the process before. One process each.",
+    legend="The first `step()` alone, and the time from the import of torch to its end, random weights included. "
+    "*cold*: no compiled kernel on the disk; *warm*: those of the previous process. One process each.",
 )
 
 
@@ -115,7 +115,7 @@ def optimizer_first_step() -> Iterator[Problem]:
 
 
 def take_first_step(started: float, name: str, device: str, *size: str) -> None:
-    """What a fresh process does: one step, and its seconds, as one line of JSON."""
+    """The program of a fresh process: take one step, and print its seconds as one line of JSON."""
     choice = next(choice for choice in _choices() if choice.name == name)
     shapes = [tuple(map(int, size))] if size else LLAMA_1B
     params = random_parameters(shapes, choice.dtype, device)

@@ -1,9 +1,9 @@
-"""One optimizer step over all weights of a model: lowbit's formats and options, torch's, and the other low-bit ones.
+"""One optimizer step over all weights of a model, on a GPU and on a CPU: lowbit's formats and options, torch's fused
+AdamW, and the low-bit optimizers of other libraries.
 
-The step's time is that between CUDA events around each of a row of steps, issued one after another: the GPU's time
-where the host keeps ahead of it, as in a training loop, and the host's where it can't. What the host spends is also
-measured alone, with nothing queued. The floor reads the gradient, and reads and writes the weight and the states in
-the format in which they are stored.
+The step time is the time between CUDA events after consecutive steps, issued one after another: the GPU's time where
+the host keeps ahead of it, as in a training loop, else the host's. The host's time is also measured alone, with nothing
+queued. The floor reads the gradient, and reads and writes the weight and the states in their stored format.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,26 +21,37 @@ from benchmarks.optimizers import (
     LLAMA_1B,
     REFERENCE,
     OptimizerChoice,
+    lowbit_choice,
     lowbit_formats,
     lowbit_options,
     peers,
     random_parameters,
     state_bytes,
+    step_seconds,
+    synchronize,
     torch_fused,
 )
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 
 WARM_UP = 2
+CPU_SHAPES = {
+    "100 tensors of 64 x 64": [(64, 64)] * 100,
+    "4 tensors of 1024 x 1024": [(1024, 1024)] * 4,
+}
+CPU_THREADS = (1, 2)
+CPU_ROUNDS = 5
+"""The best of these rounds counts, as other processes share the machine."""
 
 
 @dataclass(frozen=True)
 class StepCandidate:
-    """An optimizer over parameters of these shapes."""
+    """An optimizer over parameters of these shapes; ``threads`` on a CPU."""
 
     choice: OptimizerChoice
     shapes: Sequence[tuple[int, ...]]
     device: str = "cuda"
+    threads: int = 1
 
     @property
     def name(self) -> str:
@@ -50,16 +60,16 @@ class StepCandidate:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one optimizer. Seconds and bytes; the allocator's figures are None on a CPU.
+    """Seconds and bytes of one optimizer; the allocator's figures are None on a CPU.
 
     Attributes:
-        step: of a step among others, the median.
-        issue: of the host in ``step()``, nothing queued, gradients at new addresses; the median.
-        first: the first step, until the device is done; in this process, which may have compiled for another before.
-        moved: what a step must read and write.
+        step: one step of many, the median.
+        issue: the host's part of ``step()``, nothing queued, gradients at new addresses; the median.
+        first: the first step, until the device has finished. Another candidate may have compiled for it before.
+        moved: the bytes that a step must read and write.
         parameters: elements.
-        held: what the optimizer holds after its steps.
-        extra: the most that a step holds beyond that while it runs.
+        held: memory that the optimizer holds after its steps.
+        extra: memory that a step holds beyond that at its peak.
     """
 
     step: float
@@ -74,7 +84,7 @@ class StepTimes:
 def measure_step(candidate: StepCandidate, repeats: int) -> StepTimes:
     """Time ``repeats`` steps and measure their memory. RuntimeError when the weights don't move, or not to numbers."""
     choice, on_gpu = candidate.choice, candidate.device == "cuda"
-    gc.collect()  # what earlier candidates held is not to be freed while this one is measured
+    gc.collect()  # or the memory of earlier candidates may be freed during this measurement
     params = random_parameters(candidate.shapes, choice.dtype, candidate.device)
     watched = params[min(1, len(params) - 1)]
     before = watched.detach().clone()
@@ -89,7 +99,7 @@ def measure_step(candidate: StepCandidate, repeats: int) -> StepTimes:
     issue = statistics.median(issue_seconds(optimizer, params, gradients, repeats, on_gpu))
     held = extra = None
     if on_gpu:
-        step = statistics.median(event_seconds(optimizer.step, repeats))
+        step = statistics.median(step_seconds(optimizer.step, repeats, on_gpu))
         held = torch.cuda.memory_allocated() - own
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
@@ -106,17 +116,12 @@ def measure_step(candidate: StepCandidate, repeats: int) -> StepTimes:
     return StepTimes(step, issue, first, moved, elements, held, extra)
 
 
-def _synchronize(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()
-
-
 def first_step_seconds(optimizer: torch.optim.Optimizer, on_gpu: bool) -> float:
-    """Seconds of one step, until the device is done."""
-    _synchronize(on_gpu)
+    """Seconds of one step, until the device has finished."""
+    synchronize(on_gpu)
     started = time.perf_counter()
     optimizer.step()
-    _synchronize(on_gpu)
+    synchronize(on_gpu)
     return time.perf_counter() - started
 
 
@@ -127,28 +132,17 @@ def issue_seconds(
     repeats: int,
     on_gpu: bool,
 ) -> list[float]:
-    """Seconds until ``step()`` returns, with nothing queued. Each step finds its gradients at other addresses than the
-    one before, as after ``zero_grad()``; they take turns between the sets of ``gradients``."""
+    """Seconds until ``step()`` returns, with nothing queued. The steps alternate between the sets of ``gradients``: so
+    each finds its gradients at other addresses than the previous one, as after ``zero_grad()``."""
     seconds = []
     for i in range(repeats):
         for param, gradient in zip(params, gradients[(i + 1) % len(gradients)], strict=True):
             param.grad = gradient
-        _synchronize(on_gpu)
+        synchronize(on_gpu)
         started = time.perf_counter()
         optimizer.step()
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def event_seconds(step: Callable[[], object], repeats: int) -> list[float]:
-    """Between the events after each of ``repeats`` + 2 steps in a row, the first two steps left out."""
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 2)]
-    for event in events:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events[1:])]
 
 
 def step_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
@@ -181,10 +175,10 @@ STEP_TABLE = Table(
     ),
     measure=measure_step,
     cells=step_cells,
-    legend="Medians. *floor*: the bytes that a step must move, at the speed of the copy. *host*: what `step()` "
-    "takes to return, nothing queued, the gradients elsewhere than in the step before. *first step*: in this process, "
-    "other rows' compilation before it. *state*: what the optimizer holds, by the allocator. "
-    "*extra peak*: what a step holds beyond that.",
+    legend="Medians. *floor*: the bytes that a step must move, at the speed of the copy. *host*: the time until "
+    "`step()` returns, nothing queued, the gradients at other addresses than in the previous step. *first step*: in "
+    "this process, after the compilation of other rows. *state*: memory of the optimizer, by the allocator. "
+    "*extra peak*: memory of a step beyond that.",
 )
 
 
@@ -196,3 +190,54 @@ def optimizer_step() -> Iterator[Problem]:
     for name, shape in (("20 x 50", (20, 50)), ("1,000", (1000,))):
         small = [StepCandidate(c, [shape] * 5000) for c in [*lowbit_formats()[:3], torch_fused()]]
         yield Problem(f"5,000 tensors of {name}", small, REFERENCE)
+
+
+def measure_best_step(candidate: StepCandidate, repeats: int) -> StepTimes:
+    """The fastest of some rounds, with the first step of the first one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(candidate.threads)
+    try:
+        rounds = [measure_step(candidate, repeats) for _ in range(CPU_ROUNDS)]
+    finally:
+        torch.set_num_threads(before)
+    best = min(rounds, key=lambda times: times.step)
+    return replace(best, first=rounds[0].first)
+
+
+def cpu_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    times: StepTimes = row.measured
+    reference = result.reference.measured
+    tensors = len(row.candidate.shapes)
+    return [
+        f"{times.step / tensors * 1e6:.1f}",
+        f"{times.step / times.parameters * 1e9:.2f}",
+        ratio(times.step, reference and reference.step),
+        f"{times.first:.3f}",
+    ]
+
+
+CPU_TABLE = Table(
+    columns=("µs a tensor", "ns an element", "/ torch fused", "first step s"),
+    measure=measure_best_step,
+    cells=cpu_cells,
+    legend=f"Medians of a whole step, over the number of tensors; the best of {CPU_ROUNDS} rounds. lowbit's first step "
+    "compiles its kernels, unless they are on the disk already.",
+)
+
+
+def cpu_choices() -> list[OptimizerChoice]:
+    """With float32 weights: many CPUs have no instructions for bfloat16."""
+    fp32 = [torch_fused(torch.float32)]
+    choices = [*lowbit_formats(), lowbit_choice("Lion8bit", "Lion8bit"), *fp32, *peers()]
+    return [replace(choice, dtype=torch.float32) for choice in choices]
+
+
+@benchmark("optimizer_step_cpu", "one optimizer step on a CPU", table=CPU_TABLE, device="cpu")
+def optimizer_step_cpu() -> Iterator[Problem]:
+    choices = cpu_choices()
+    reference = torch_fused(torch.float32).name
+    for name, shapes in CPU_SHAPES.items():
+        for threads in CPU_THREADS:
+            each = [StepCandidate(c, shapes, "cpu", threads) for c in choices]
+            label = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+            yield Problem(label, each, reference)

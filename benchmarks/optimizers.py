@@ -1,22 +1,22 @@
-"""The optimizers that the benchmarks compare, and the parameters that they step.
+"""The optimizers that the benchmarks compare, the parameters that they step, and the times of repeated steps.
 
-Each is looked up when it is made, so that one that isn't installed costs a line of the report and nothing else.
+An optimizer is imported when it is made. If its package is missing, only its row of the report is empty.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LLAMA_1B: list[
-    tuple[int, ...]
-] = [  # Llama-3.2-1B: 146 tensors, 1.236e9 elements, embedding and head tied
+LLAMA_1B: list[tuple[int, ...]] = [
     (128_256, 2048),
     *[
         *[(2048, 2048), (512, 2048), (512, 2048), (2048, 2048)],
@@ -25,6 +25,7 @@ LLAMA_1B: list[
     * 16,
     (2048,),
 ]
+"""The shapes of Llama-3.2-1B: 146 tensors, 1.236e9 elements, embedding and head tied."""
 REFERENCE = "torch AdamW fused"
 
 
@@ -41,7 +42,7 @@ class OptimizerChoice:
         name: in the report.
         make: makes it over a list of parameters.
         dtype: of the weights and gradients.
-        gradient_reads: how often a step must read the gradient: clipping knows the norm after one whole reading.
+        gradient_reads: times that a step must read the gradient; clipping reads it once more, for the norm.
     """
 
     name: str
@@ -69,13 +70,13 @@ def lowbit_formats() -> list[OptimizerChoice]:
 
 
 def lowbit_options() -> list[OptimizerChoice]:
-    """Other algorithms, and what can be asked for beside the format."""
+    """Other algorithms and options than the state format."""
     rounded: dict[str, Any] = {"bf16_stochastic_round": True}
     corrected: dict[str, Any] = {"weight_correction": "8bit"}
     clipped: dict[str, Any] = {"max_grad_norm": 1.0, "gradient_reads": 2}
     return [
         lowbit_choice("Lion8bit", "Lion8bit"),
-        # A step of 1e-4 as the others' have, or a bfloat16 weight would not move.
+        # updates of about 1e-4, as the others have; smaller ones would not change a bfloat16 weight
         lowbit_choice("SGD8bit, momentum", "SGD8bit", lr=0.1, momentum=0.9),
         lowbit_choice("AdEMAMix8bit", "AdEMAMix8bit"),
         lowbit_choice("AdamWFp8, stochastic rounding", "AdamWFp8", **rounded),
@@ -93,7 +94,7 @@ def torch_fused(dtype: torch.dtype = torch.bfloat16) -> OptimizerChoice:
 
 
 def peers() -> list[OptimizerChoice]:
-    """What else has low-bit states."""
+    """Low-bit optimizers of other libraries."""
     named = [("bitsandbytes", "bitsandbytes.optim", name) for name in ("AdamW8bit", "Lion8bit")]
     named += [("torchao", "torchao.optim", f"AdamW{form}") for form in ("8bit", "4bit", "Fp8")]
     return [
@@ -105,7 +106,7 @@ def peers() -> list[OptimizerChoice]:
 def random_parameters(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str
 ) -> list[Tensor]:
-    """Parameters of the size of a model's weights, with gradients, from one seed."""
+    """Parameters and gradients as large as a model's, from one seed."""
     generator = torch.Generator(device).manual_seed(0)
     params = []
     for shape in shapes:
@@ -119,7 +120,7 @@ def random_parameters(
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all state tensors, each memory counted once, of any optimizer."""
+    """Bytes of all state tensors of any optimizer; shared memory counts once."""
     sizes: dict[int, int] = {}
 
     def add(value: Any) -> None:
@@ -135,3 +136,25 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values():
             add(value)
     return sum(sizes.values())
+
+
+def synchronize(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def step_seconds(step: Callable[[], object], repeats: int, on_gpu: bool) -> list[float]:
+    """Seconds of each of ``repeats`` steps in a row; on a GPU between the events after them, two more steps first."""
+    if not on_gpu:
+        times = [time.perf_counter()]
+        for _ in range(repeats):
+            step()
+            times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 2)]
+    for event in events:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events[1:])]

@@ -1,4 +1,4 @@
-"""Quantization along rows and columns in one call, beside the formula in PyTorch ops, compiled and plain."""
+"""Quantization along rows and columns in one call, against the formula in PyTorch ops, compiled and plain."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.quantize_rowcol import CASES, Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import measure
 from lowbit_kernels import quantize_rowcol_triton
-from lowbit_kernels.quantize_rowcol import CASES, Case, allocate, reference
+from lowbit_kernels.quantize_rowcol import allocate, reference
 
-WITH_PYTORCH = "llama-8b-attention"  # one shape: compiling it takes as long as all the rest
+WITH_PYTORCH = (
+    "llama-8b-attention"  # only one shape, since compiling takes as long as all other measurements
+)
 
 
 @dataclass(frozen=True)
 class Quantization(Candidate):
-    """``read_again``: bytes of x where it is looked at twice, else 0."""
+    """``read_again``: the bytes of x if x is read twice, else 0."""
 
     read_again: int = 0
 
@@ -49,12 +52,13 @@ def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
 
 
 TABLE = Table(
-    columns=("time", "middle half", "once", "of the copy's speed", "by two looks", "lowbit is"),
+    columns=("time", "middle half", "once", "of the copy's speed", "with two reads", "lowbit is"),
     measure=measure,
     cells=_cells,
-    legend="Medians, with the middle half of the repeats. *once*: x read, codes and scales written. *of the copy's "
-    "speed*: by those bytes. *by two looks*: by these and x again, since no scale of a column is known before all is "
-    "read; rows alone take one look. *lowbit is*: how many times faster lowbit is than this peer.",
+    legend="Medians; *middle half*: between the quartiles. *once*: the bytes if x is read once, codes and scales "
+    "written. *of the copy's speed*: with those bytes. *with two reads*: with x counted twice, since no scale of a "
+    "column is known before all of x is read; rows alone take one read. *lowbit is*: how many times faster lowbit is "
+    "than this peer.",
 )
 
 
@@ -90,7 +94,7 @@ def quantize_rowcol() -> Iterator[Problem]:
         for name, run in runs.items():
             for got, want in zip(run(*arguments), expected, strict=True):
                 far = (got.float() - want.float()).abs() > want.float().abs() * 1e-5
-                # compiled code divides approximately, so that a tie may fall to the other side
+                # Compiled code divides approximately, so a tie may round to the other side.
                 assert far.sum() <= far.numel() * 1e-3, f"{name} is wrong"
         del arguments, expected
         again = case.m * case.k * case.dtype.itemsize if case.columns else 0

@@ -1,124 +1,87 @@
-"""Fresh processes that form one process group, for what is measured on several GPUs."""
+"""Fresh processes that form one process group, for measurements on several GPUs."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+GRACE_SECONDS = 2.0
+"""Time for the other ranks to end after one has failed: they hang, or fail for that reason."""
 
 
 def in_ranks(
     function: Callable[..., Any], ranks: int, device: str, seconds: float, *arguments: Any
 ) -> list[Any]:
-    """What ``function(*arguments)``, of a module's top level, returns on each rank, in their order.
+    """The results of ``function(*arguments)``, a function at the top level of a module, on each rank, in their order.
 
-    On "cuda" each rank has the GPU of its number and NCCL as the environment sets it up; on "cpu" it is gloo. All
+    On "cuda" each rank has the GPU of its number, and NCCL as the environment configures it; on "cpu" it has gloo. All
     processes have ended when this returns or raises.
 
     Raises:
-        RuntimeError: fewer GPUs than ranks; or ranks failed: their tracebacks, or the status that they ended with.
-        TimeoutError: a rank has not answered within so many ``seconds`` of the start of the processes.
+        RuntimeError: fewer GPUs than ranks; or a rank failed: its traceback, or the status that it ended with.
+        TimeoutError: a rank is still running after ``seconds``.
     """
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise RuntimeError(
             f"{ranks} GPUs are needed and {torch.cuda.device_count()} visible; run it where there are more"
         )
-    context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + seconds
-    pipes: list[Connection] = []
-    processes: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
+        inputs = (ranks, device, folder, seconds, function, arguments)
+        context = multiprocessing.spawn(_run_rank, inputs, ranks, join=False, daemon=True)
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                place = (rank, ranks, device, f"file://{folder}/store", seconds)
-                process = context.Process(
-                    target=_serve, args=(theirs, place, function, arguments), daemon=True
-                )
-                process.start()
-                theirs.close()  # so that the end of the process is the end of the pipe
-                pipes.append(ours)
-                processes.append(process)
-            answers = _answers(pipes, processes, deadline, seconds)
-            for process in processes:
-                process.join(10)  # they leave the group
-            return answers
+            while not context.join(max(0.0, deadline - time.monotonic()), GRACE_SECONDS):
+                if time.monotonic() >= deadline:
+                    running = [str(i) for i, p in enumerate(context.processes) if p.is_alive()]
+                    names = " and ".join(running)
+                    raise TimeoutError(f"rank {names} gave no answer within {seconds:g} s")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RuntimeError(f"rank {error.error_index}: {error.msg.strip()}") from None
         finally:
-            for pipe in pipes:
-                pipe.close()
-            for process in processes:
-                process.terminate()
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return [torch.load(_answer(folder, rank), weights_only=False) for rank in range(ranks)]
 
 
-def _answers(
-    pipes: list[Connection], processes: list[Any], deadline: float, seconds: float
-) -> list[Any]:
-    answers: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    while missing := [r for r in range(len(pipes)) if r not in answers and r not in failures]:
-        left = deadline - time.monotonic()
-        # once one has failed, the others hang, or fail for that reason: they are not waited for
-        ready = wait([pipes[r] for r in missing], max(0.0, min(left, 1.0) if failures else left))
-        if not ready:
-            break
-        for rank in missing:
-            if pipes[rank] not in ready:
-                continue
-            try:
-                worked, answer = pipes[rank].recv()
-            except EOFError:
-                processes[rank].join(5)
-                worked, answer = False, f"ended with status {processes[rank].exitcode}"
-            (answers if worked else failures)[rank] = answer
-    if failures:
-        raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
-    if missing:
-        names = " and ".join(map(str, missing))
-        raise TimeoutError(f"rank {names} gave no answer within {seconds:g} s")
-    return [answers[rank] for rank in range(len(pipes))]
+def _answer(folder: str, rank: int) -> Path:
+    return Path(folder, f"{rank}.pt")
 
 
-def _serve(
-    pipe: Connection,
-    place: tuple[int, int, str, str, float],
+def _run_rank(
+    rank: int,
+    ranks: int,
+    device: str,
+    folder: str,
+    seconds: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """What a process does: join the group, and send (True, result) or (False, error and traceback)."""
-    rank, ranks, device, store, seconds = place
-    try:
-        options: dict[str, Any] = {}
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-            options["device_id"] = torch.device("cuda", rank)
-        elif sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=store,
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=max(seconds, 1.0)),
-            **options,
-        )
-        pipe.send((True, function(*arguments)))
-    except Exception as error:
-        pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    finally:
-        pipe.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Join the process group, and save the function's result to a file."""
+    options: dict[str, Any] = {}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    elif sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=max(seconds, 1.0)),
+        **options,
+    )
+    torch.save(function(*arguments), _answer(folder, rank))
+    dist.destroy_process_group()

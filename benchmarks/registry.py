@@ -1,16 +1,16 @@
-"""The registry: what a benchmark is, and how it is found.
+"""The registry of benchmarks.
 
-A benchmark is a generator of problems; a problem is a list of candidates that do the same work, lowbit's first::
+A benchmark is a generator of problems. A problem is a list of candidates that do the same work; lowbit's is the first::
 
-    @benchmark("dequantize_int4", "packed int4 weights to bf16")
-    def dequantize_int4() -> Iterator[Problem]:
+    @benchmark("dequantize", "int4 and int8 weights to bf16")
+    def dequantize() -> Iterator[Problem]:
         yield Problem("4096 x 4096", [Candidate("lowbit", run, arguments, moved_bytes), ...])
 
-It should hold the candidates' results against each other before it yields them. Adding a benchmark is adding a
-module to this folder: the runner imports them all.
+A benchmark should compare the candidates' results with each other before it yields them. To add a benchmark, add a
+module to this folder: the runner imports all of them.
 
-What is measured of a candidate, and the columns that it fills, is the benchmark's `Table`. That of a kernel is
-`report.KERNEL_TABLE`; a benchmark of something else brings its own, and its own kind of candidate, which has at
+A benchmark's `Table` says what is measured of a candidate, and its columns. The default, for kernels, is
+`report.KERNEL_TABLE`. A benchmark of something else brings its own table and its own kind of candidate, which has at
 least a ``name``.
 """
 
@@ -30,13 +30,13 @@ class Candidate:
     """One way to do the work.
 
     Attributes:
-        name: in the report; the first candidate of a problem is lowbit's, the others are its peers.
-        run: called with ``arguments``; what it returns is kept until all is timed.
-        arguments: makes one set of arguments on the current CUDA device. Called several times, so that
-            repeated runs don't find their data in the L2 cache.
-        moved_bytes: that it must read and write at the least. Divided by the measured copy bandwidth this is
-            its floor.
-        graph: time it as a CUDA graph (the GPU's time alone), or call by call (the host's time included).
+        name: the name in the report. The first candidate of a problem is lowbit's, the others are its peers.
+        run: the function to time, called with ``arguments``. Its results are kept until all runs are timed.
+        arguments: makes one set of arguments on the current CUDA device. It is called several times, so that repeated
+            runs do not find their data in the L2 cache.
+        moved_bytes: the fewest bytes that the candidate must read and write. Divided by the measured copy bandwidth,
+            they are its floor.
+        graph: time a CUDA graph (the GPU's time alone) or single calls (with the host's time).
     """
 
     name: str
@@ -48,15 +48,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """Work of one shape. ``reference``: the candidate that the ratios refer to, measured whatever is selected."""
+    """Work of one shape. Ratios refer to the candidate named ``reference``, which runs whatever is selected."""
 
     name: str
     candidates: Sequence[Any]
     reference: str = ""
 
     def selected(self, only: list[str], skip: list[str]) -> Problem:
-        """This problem with the candidates whose "problem / candidate" contains any of ``only`` and none of
-        ``skip``; the reference stays if any other does."""
+        """This problem with the candidates whose "problem / candidate" has a text of ``only`` and none of ``skip``.
+
+        The reference stays if any other candidate does.
+        """
 
         def wanted(candidate: Any) -> bool:
             full = f"{self.name} / {candidate.name}"
@@ -71,7 +73,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate with what was measured of it, or in one line why nothing was."""
+    """A candidate, with its measurement or one line that says why there is none."""
 
     candidate: Any
     measured: Any = None
@@ -87,7 +89,7 @@ class Result:
 
     @property
     def reference(self) -> Row:
-        """The row that ratios refer to: the problem's reference, by default the first."""
+        """The row that ratios refer to: the problem's reference, or else the first row."""
         named = [r for r in self.rows if r.candidate.name == self.problem.reference]
         return (named or self.rows)[0]
 
@@ -97,11 +99,12 @@ class Table:
     """What is measured of each candidate, and how the report shows it.
 
     Attributes:
-        columns: their headings, after those of the problem and the implementation.
-        measure: (candidate, repeats) to anything that ``cells`` reads. ImportError where a package is missing and
-            torch.OutOfMemoryError are results too; any other exception is a failure.
-        cells: (row, its problem's result, bytes a second of a copy) to one text a column. ``row.measured`` is there.
-        legend: says what the columns mean.
+        columns: the headings, after those of the problem and the implementation.
+        measure: maps (candidate, repeats) to any value that ``cells`` reads. An ImportError, for a missing package, and
+            torch.OutOfMemoryError count as results; any other exception is a failure.
+        cells: maps (row, result of its problem, bytes a second of a copy) to one text per column. ``row.measured`` is
+            not None.
+        legend: explains the columns.
     """
 
     columns: tuple[str, ...]
@@ -112,8 +115,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``device``: "cuda", or "cpu" for what is measured on the processor. ``takes_shapes``: ``problems`` takes the file
-    that ``--shapes`` names, or None."""
+    """A registered benchmark.
+
+    ``device`` is "cuda", or "cpu" for measurements on the CPU. If ``takes_shapes``, ``problems`` takes the file that
+    ``--shapes`` names, or None.
+    """
 
     name: str
     about: str
@@ -134,8 +140,10 @@ def benchmark(
     device: str = "cuda",
     takes_shapes: bool = False,
 ) -> Callable[[Callable[..., Iterator[Problem]]], Callable[..., Iterator[Problem]]]:
-    """Register the decorated generator of problems as ``name``, with a line that says what it times. Without a
-    ``table`` it is that of a kernel."""
+    """Register the decorated generator of problems as ``name``; ``about`` says in a line what it times.
+
+    The default of ``table`` is that of kernels.
+    """
 
     def register(problems: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:
         if name in _BENCHMARKS:
@@ -147,7 +155,7 @@ def benchmark(
 
 
 def all_benchmarks() -> dict[str, Benchmark]:
-    """Every benchmark by name: those of all modules in this folder."""
+    """The benchmarks of all modules in this folder, by name."""
     for module in pkgutil.iter_modules(benchmarks.__path__):
         if module.name != "__main__":
             importlib.import_module(f"benchmarks.{module.name}")

@@ -1,4 +1,4 @@
-"""A run as a markdown page: where and when, and each speed beside its peers and its floor."""
+"""A run as a markdown page: machine, date, and each time next to its peers and its floor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.timing import COPY_BYTES, measure
 
 @dataclass(frozen=True)
 class Machine:
-    """What a figure depends on besides the code. On the processor ``capability`` is the number of threads."""
+    """What a figure depends on in addition to the code. On a CPU, ``capability`` is the number of threads."""
 
     gpu: str
     capability: str
@@ -48,7 +48,7 @@ class Machine:
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The name of the CPU, as far as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -65,8 +65,7 @@ def render(
     command: str,
     date: datetime.date,
 ) -> str:
-    """The page. ``bandwidths`` are those of a copy before and after the run; the faster makes the floors. None:
-    nothing was copied."""
+    """The page. ``bandwidths``: of a copy before and after the run; the faster one sets the floors. None: no copy."""
     table = benchmark.table or KERNEL_TABLE
     lines = [
         f"# {benchmark.name}: {benchmark.about}",
@@ -79,7 +78,7 @@ def render(
         before, after = (f"{b / 1e12:.2f}" for b in bandwidths)
         lines.append(
             f"- copying {COPY_BYTES / 2**30:.0f} GiB in the same run: {before} TB/s before, {after} TB/s after "
-            "(read plus written); the faster makes the floors"
+            "(read plus written); the faster one sets the floors"
         )
     headings = ("problem", "implementation", *table.columns)
     lines += [
@@ -102,12 +101,12 @@ def render(
 
 
 def readable(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """A time in a suitable unit."""
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
 def ratio(value: float, reference: float | None) -> str:
-    """``value`` as a multiple of the reference's, if there is one."""
+    """``value`` as a multiple of ``reference``; empty without one."""
     return "" if not reference else f"{value / reference:.2f}"
 
 
@@ -129,6 +128,6 @@ KERNEL_TABLE = Table(
     columns=("time", "middle half", "moves", "TB/s", "time / floor", "lowbit is"),
     measure=measure,
     cells=_kernel_cells,
-    legend="Medians, with the middle half of the repeats. *floor*: the bytes that must be moved, at the speed of the "
-    "copy. *lowbit is*: how many times faster lowbit is than this peer.",
+    legend="Medians; *middle half*: between the quartiles. *floor*: the time to move the necessary bytes at the speed "
+    "of the copy. *lowbit is*: how many times faster lowbit is than this peer.",
 )

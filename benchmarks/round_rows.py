@@ -1,4 +1,4 @@
-"""Rows of float32 rounded to int8 by chance, as int8 weights are after a step, beside the formula in PyTorch ops."""
+"""float32 rows rounded stochastically to int8, as int8 weights are after a step, against PyTorch ops."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.round_rows import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.round_rows import CASES, Case, reference
+from lowbit_kernels.round_rows import reference
 
 
 def moved_bytes(case: Case) -> int:
-    """Values read, codes written; of each row the old scale, the new one and where its draws begin."""
+    """Values read, codes written; for each row the old scale, the new scale and the random-number offset."""
     return case.rows * (case.columns * 5 + 16)
 
 

@@ -1,4 +1,4 @@
-"""Products of int8 and float8 matrices with scales, beside bf16 and torch's own, at the shapes of a Llama 3 8B."""
+"""Scaled products of int8 and float8 matrices, against bf16 and torch's own, at the shapes of Llama 3 8B."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.scaled_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import measure
 from lowbit_kernels import int8_mm_triton
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import CASES, Case, reference
+from lowbit_kernels.scaled_mm import reference
 
-LAYOUTS = {  # of x [M, K] by w: which operand the product sums over rows of
+LAYOUTS = {  # for each operand: whether the product sums over its rows in memory, and so takes the transposed copy
     "NT after quantize_rowcol": (False, False),
     "NN after quantize_rowcol": (False, True),
     "TN after quantize_rowcol": (True, True),
@@ -35,7 +36,7 @@ def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
     if bf16.measured is None:
         return [readable(seconds), speed, "", ""]
     ratio = bf16.measured.median / seconds
-    # 8-bit units multiply at twice the speed of 16-bit ones; reading and writing each matrix once takes at least
+    # 8-bit units multiply twice as fast as 16-bit units; and each matrix must be read or written once
     floor = max(bf16.measured.median / 2, row.candidate.moved_bytes / bandwidth)
     return [readable(seconds), speed, f"{ratio:.2f}x", f"{seconds / floor:.2f}"]
 
@@ -44,8 +45,8 @@ TABLE = Table(
     columns=("time", "TFLOP/s or TOPS", "speed / bf16", "time / floor"),
     measure=measure,
     cells=_cells,
-    legend="Medians. *speed / bf16*: of bf16's in the same run. *floor*: half of bf16's time, since units of 8 bits "
-    "multiply twice as fast, or that of moving each matrix once at the speed of the copy, if longer.",
+    legend="Medians. *speed / bf16*: relative to bf16 in the same run. *floor*: half of bf16's time, since 8-bit units "
+    "multiply twice as fast, or the time to move each matrix once at the speed of the copy, if longer.",
 )
 
 
@@ -56,7 +57,7 @@ def _bf16(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _quantized(case: Case) -> tuple:
-    """Codes as those of normal numbers: the power that a product takes, and so its speed, depends on them."""
+    """Codes distributed like those of normal numbers: power consumption, and so speed, depends on the codes."""
     _, _, a_scale, b_scale, *_ = case.arguments("cuda")
     codes = []
     for rows in (case.m, case.n):
@@ -68,16 +69,16 @@ def _quantized(case: Case) -> tuple:
     return (*codes, a_scale, b_scale, None, torch.bfloat16)
 
 
-def _after_quantizing(case: Case, turned: tuple[bool, bool]) -> tuple:
-    """Operands as the quantize pass writes them; of one that is `turned`, [K, rows] in memory, the transposed copy."""
+def _after_quantizing(case: Case, transposed: tuple[bool, bool]) -> tuple:
+    """Operands as quantize_rowcol writes them; for a `transposed` one, [K, rows] in memory, the transposed copy."""
     operands = []
-    for rows, is_turned in zip((case.m, case.n), turned, strict=True):
-        shape = (case.k, rows) if is_turned else (rows, case.k)
+    for rows, is_transposed in zip((case.m, case.n), transposed, strict=True):
+        shape = (case.k, rows) if is_transposed else (rows, case.k)
         x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         codes, scale, codes_t, scale_t = quantize_rowcol(
-            x, "int8", rows=not is_turned, columns=is_turned
+            x, "int8", rows=not is_transposed, columns=is_transposed
         )
-        operands.append((codes_t, scale_t) if is_turned else (codes, scale))
+        operands.append((codes_t, scale_t) if is_transposed else (codes, scale))
     (a, a_scale), (b, b_scale) = operands
     return a, b, a_scale, b_scale, None, torch.bfloat16
 
@@ -95,11 +96,11 @@ def _rowwise(a, b, a_scale, b_scale, bias, out_dtype) -> torch.Tensor:
 def _runs(case: Case) -> dict[str, Callable]:
     if case.a_dtype != torch.int8:
         return {
-            "lowbit, float8": torch.ops.lowbit.float8_scaled_mm,
+            "lowbit, float8": torch.ops.lowbit.scaled_mm,
             "torch._scaled_mm, float8 by rows": _rowwise,
         }
     return {
-        "lowbit, int8": torch.ops.lowbit.int8_scaled_mm,
+        "lowbit, int8": torch.ops.lowbit.scaled_mm,
         "lowbit in Triton, int8": int8_mm_triton.int8_mm,
         "torch._int_mm": lambda a, b, *rest: torch._int_mm(a, b.T),
         "torch._int_mm and scales": _int_mm,
@@ -107,17 +108,17 @@ def _runs(case: Case) -> dict[str, Callable]:
 
 
 def _products(case: Case) -> list[Product]:
-    """Of one shape and format, once they have been held against the reference."""
+    """The products of one shape and format, after a comparison with the reference."""
     runs, arguments = _runs(case), _quantized(case)
     expected = reference(*arguments).float()
     for name, run in runs.items():
-        if name != "torch._int_mm":  # which has no scales
+        if name != "torch._int_mm":  # it has no scales
             error = (run(*arguments).float() - expected).norm() / expected.norm()
             assert error < 1e-2, f"{name} is wrong: {error}"
     make = {name: (run, partial(_quantized, case)) for name, run in runs.items()}
     if case.name == "8192-cubed":
-        for layout, turned in LAYOUTS.items():
-            quantized = partial(_after_quantizing, case, turned)
+        for layout, transposed in LAYOUTS.items():
+            quantized = partial(_after_quantizing, case, transposed)
             make[f"lowbit, int8, {layout}"] = (runs["lowbit, int8"], quantized)
     operations = 2 * case.m * case.n * case.k
     moved = (case.m + case.n) * case.k + case.m * case.n * 2
@@ -127,7 +128,7 @@ def _products(case: Case) -> list[Product]:
     ]
 
 
-@benchmark("scaled_mm", "products of int8 and float8 matrices, scaled, to bf16", table=TABLE)
+@benchmark("scaled_mm", "scaled products of int8 and float8 matrices, to bf16", table=TABLE)
 def scaled_mm() -> Iterator[Problem]:
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in CASES:

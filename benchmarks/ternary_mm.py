@@ -1,4 +1,4 @@
-"""Few int8 rows by a matrix of 2 bits an element, beside the same in int8 and in bf16."""
+"""Few int8 rows times a matrix of 2 bits an element, against int8 and bf16 matrices."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.cases.ternary_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.ternary_mm import CASES, Case, reference
+from lowbit_kernels.ternary_mm import reference
 
 
 def _ternary(case: Case) -> tuple:
@@ -27,7 +28,7 @@ def _bf16(case: Case) -> tuple:
     return a, b, case.arguments("cuda")[4]
 
 
-@benchmark("ternary_mm", "few int8 rows by a ternary matrix of 2 bits an element")
+@benchmark("ternary_mm", "few int8 rows times a ternary matrix of 2 bits an element")
 def ternary_mm() -> Iterator[Problem]:
     for case in CASES:
         if not case.large:
@@ -37,10 +38,10 @@ def ternary_mm() -> Iterator[Problem]:
         error = (torch.ops.lowbit.ternary_mm(*arguments).float() - expected).norm()
         assert error < 1e-2 * expected.norm(), f"lowbit is wrong: {error}"
         del arguments, expected
-        # bits of a weight's element and of a's
+        # function, arguments, bits of an element of the weight, bits of an element of a
         ways: dict[str, tuple[Callable, Callable[[Case], tuple], int, int]] = {
             "lowbit": (torch.ops.lowbit.ternary_mm, _ternary, 2, 8),
-            "lowbit, int8 weights": (torch.ops.lowbit.int8_scaled_mm, _int8, 8, 8),
+            "lowbit, int8 weights": (torch.ops.lowbit.scaled_mm, _int8, 8, 8),
             "bf16": (torch.nn.functional.linear, _bf16, 16, 16),
         }
         yield Problem(

@@ -1,8 +1,8 @@
-"""Timing on a CUDA device: medians, cold caches, and the copy bandwidth of the same run.
+"""Timing on a CUDA device: medians with cold caches, and the copy bandwidth of the same run.
 
-A candidate gets so many sets of arguments that a full round over them is several times the L2 cache, and runs over
-them in turn; so each run finds its data in memory, as in a model. The rounds are captured in a CUDA graph, which
-is replayed and timed with events: no launch overhead, no host.
+A candidate gets enough sets of arguments that a round over them moves several times the size of the L2 cache, and runs
+on each set in turn. So each run loads its data from memory, as in a model. A CUDA graph captures the rounds; events
+time its replays, without launch overhead or host time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.registry import Candidate
 
-COPY_BYTES = 2**32  # read, and as many written
+COPY_BYTES = 2**32  # read; as many are written
 CACHES_PER_ROUND = 4
 MAX_SETS = 32
 RUNS_PER_GRAPH = 16
@@ -25,7 +25,7 @@ REPEATS = 30
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run: the median over the repeats, and the quarter that was fastest and slowest at the best."""
+    """Seconds of one run: the median over the repeats, and the lower and the upper quartile."""
 
     median: float
     low: float
@@ -38,7 +38,7 @@ class Timing:
 
 
 def number_of_sets(moved_bytes: int, cache_bytes: int) -> int:
-    """Sets of arguments, so that a round over them moves several times the cache."""
+    """The number of sets of arguments with which a round moves several times the size of the cache."""
     return max(1, min(MAX_SETS, -(-CACHES_PER_ROUND * cache_bytes // max(moved_bytes, 1))))
 
 
@@ -49,7 +49,7 @@ def measure(candidate: Candidate, repeats: int = REPEATS) -> Timing:
 
 
 def measure_over(candidate: Candidate, number: int, repeats: int = REPEATS) -> Timing:
-    """The same, over so many sets of arguments in turn."""
+    """Time one candidate over `number` sets of arguments in turn."""
     sets = [candidate.arguments() for _ in range(number)]
     time_sets = _time_graph if candidate.graph else _time_calls
     return time_sets(candidate.run, sets, repeats)
@@ -58,7 +58,7 @@ def measure_over(candidate: Candidate, number: int, repeats: int = REPEATS) -> T
 def copy_bandwidth(repeats: int = REPEATS) -> float:
     """Bytes per second, read plus written, of ``copy_`` between two large buffers of random bits.
 
-    Plain calls, not a graph: captured, the copy becomes a memcpy node, which runs at two thirds of this.
+    It times plain calls: a captured copy becomes a memcpy node of the graph, which runs at two thirds of this speed.
     """
     source = torch.randint(-(2**62), 2**62, (COPY_BYTES // 8,), device="cuda")
     target = torch.empty_like(source)
@@ -78,7 +78,7 @@ def _time_graph(run: Callable, sets: list[tuple], repeats: int) -> Timing:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for arguments in sets + sets[:2]:
-            run(*arguments)  # compiles, and warms allocators up
+            run(*arguments)  # compiles kernels and warms up the allocator
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 
@@ -88,7 +88,7 @@ def _time_graph(run: Callable, sets: list[tuple], repeats: int) -> Timing:
     with torch.cuda.graph(graph):
         for _ in range(rounds):
             for i, arguments in enumerate(sets):
-                results[i] = run(*arguments)  # kept, so that no two sets write to one place
+                results[i] = run(*arguments)  # kept, so that no two sets share memory
     graph.replay()
     torch.cuda.synchronize()
 

@@ -1,16 +1,17 @@
-"""A training step of the 1.2B Llama of `train_memory` on two GPUs under FSDP2, low-bit beside plain bfloat16.
+"""A training step of the 1.2B Llama of `train_llama` on two GPUs under FSDP2, low-bit beside plain bfloat16.
 
 Each block is sharded and compiled by itself; the last norm and the embedding, tied to the head, are sharded with the
-model. Where a product will quantize a weight anyway, each rank quantizes its rows and those codes are gathered; the
-embedding then looks its rows up in them. FSDP2 gathers a block before its forward and again before its backward, and
-the rest once, as it keeps that from forward to backward.
+model. Where a product will quantize a weight anyway, each rank quantizes its rows, and FSDP2 gathers the codes; the
+embedding then looks up its rows in them. FSDP2 gathers a block before its forward and again before its backward. It
+gathers the rest once, and keeps it from forward to backward.
 
-What travels is counted in the all-gather itself, which is FSDP2's own with a counter. Each candidate has two fresh
-processes, that end with it or when its time is up, so that a collective that hangs costs a line of the report.
+A counter in FSDP2's all-gather counts the bytes. Each candidate runs in two fresh processes, which end with it or at
+its time limit. So a collective that hangs costs only a row of the report.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,26 +24,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from benchmarks.optimizers import lowbit_choice, torch_fused
+from benchmarks.optimizers import lowbit_choice, step_seconds, torch_fused
 from benchmarks.ranks import in_ranks
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
-from benchmarks.train_memory import WARM_UP, TrainingCandidate, median_seconds, training_step
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
-from lowbit_kernels.scaled_mm import calls
+from benchmarks.train_llama import SCHEMES as PRODUCT_SCHEMES
+from benchmarks.train_llama import WARM_UP, TrainingCandidate, training_step
+from lowbit import Int8Weight
+from lowbit_kernels import launches
 from recipes.llama import Llama
 
 RANKS = 2
 SCHEMES: dict[str, Any] = {
-    "int8": Int8MixedPrecision(),
-    "float8 rowwise": Float8MixedPrecision(),
+    **{name: PRODUCT_SCHEMES[name] for name in ("int8", "float8 rowwise")},
     "int8 weights and products": Int8Weight(True, True, True),
 }
 
 
 @dataclass(frozen=True)
 class ShardedCandidate(TrainingCandidate):
-    """Training in `RANKS` processes. ``batch`` is that of each; ``most_seconds``: from their start to their end."""
+    """Training in `RANKS` processes. ``batch``: of each process; ``most_seconds``: the time limit of the processes."""
 
     most_repeats: int = 10
     most_seconds: float = 120.0
@@ -50,16 +51,16 @@ class ShardedCandidate(TrainingCandidate):
 
 @dataclass(frozen=True)
 class ShardedCost:
-    """Of one training step, on one rank or, joined, on all.
+    """The cost of one training step, on one rank or, joined, on all.
 
     Attributes:
-        seconds: of the step; joined, the slowest rank's.
-        tokens: that the loss is of.
+        seconds: of the step; joined, of the slowest rank.
+        tokens: tokens of the loss.
         parameters: elements of the whole model.
-        sent: bytes handed to all-gathers.
-        gathered: elements of the weights that these bytes stand for.
-        products: in 8 bits, forward and backward.
-        peak: GiB that tensors took at the most; joined, on the fullest rank. None on a CPU.
+        sent: bytes passed to all-gathers.
+        gathered: elements of the weights in these bytes.
+        products: products in 8 bits, forward and backward.
+        peak: the most GiB of tensors; joined, on the fullest rank. None on a CPU.
     """
 
     seconds: float
@@ -86,7 +87,7 @@ class ShardedCost:
 
 @dataclass
 class Traffic:
-    """What this rank handed to all-gathers. ``parameters``: of the whole model."""
+    """Counts of this rank's all-gathers. ``parameters``: of the whole model."""
 
     parameters: int = 0
     sent: int = 0
@@ -94,7 +95,7 @@ class Traffic:
 
 
 class CountedAllGather(DefaultAllGather):
-    """FSDP2's all-gather; each of this one's hands over ``elements`` elements of weights, in whatever form."""
+    """FSDP2's all-gather with counters; ``elements``: elements of weights in each call, in any format."""
 
     def __init__(self, traffic: Traffic, elements: int) -> None:
         self.traffic, self.elements = traffic, elements
@@ -112,7 +113,7 @@ class CountedAllGather(DefaultAllGather):
 
 
 def shard(model: Llama, device: str, traffic: Traffic) -> None:
-    """`fully_shard` each block and then the model, with all-gathers that count; give each rank tokens of its own."""
+    """`fully_shard` each block and then the model, with counting all-gathers; give each rank its own random seed."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     left = traffic.parameters = sum(p.numel() for p in model.parameters())
     for module in [*model.blocks, model]:
@@ -127,7 +128,7 @@ def shard(model: Llama, device: str, traffic: Traffic) -> None:
 
 
 def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
-    """What one rank of the process group finds. RuntimeError when the loss is no number."""
+    """The cost on one rank of the process group. RuntimeError when the loss is not finite."""
     on_gpu = candidate.device == "cuda"
     traffic = Traffic()
     step = training_step(candidate, partial(shard, device=candidate.device, traffic=traffic))
@@ -135,17 +136,20 @@ def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
         loss = step()
     if not loss.isfinite():
         raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
-    calls.clear()
     traffic.sent = traffic.gathered = 0
-    step()
-    sent, gathered, products = traffic.sent, traffic.gathered, sum(calls.values())
+    with launches.counted() as calls:
+        step()
+    sent, gathered = traffic.sent, traffic.gathered
+    products = sum(count for (op, _), count in calls.items() if op == "scaled_mm")
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    seconds = median_seconds(step, min(repeats, candidate.most_repeats), on_gpu)
+    times = step_seconds(step, min(repeats, candidate.most_repeats), on_gpu)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     tokens = candidate.batch[0] * candidate.batch[1]
-    return ShardedCost(seconds, tokens, traffic.parameters, sent, gathered, products, peak)
+    return ShardedCost(
+        statistics.median(times), tokens, traffic.parameters, sent, gathered, products, peak
+    )
 
 
 def measure_sharded(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
@@ -185,10 +189,10 @@ SHARDED_TABLE = Table(
     measure=measure_sharded,
     cells=sharded_cells,
     legend=f"{RANKS} GPUs of one host. Forward, backward and optimizer step; the median of the slower rank, the tokens "
-    "of both. *gathered*: in a step, the bytes of the tensors that both ranks hand to FSDP2's all-gathers, counted "
-    "there; with two ranks each crosses the link once. The same by parameter of the model, and by element of the "
-    "weights gathered, blocks twice a step. Gradients are reduced in bfloat16 and not counted. *8-bit products*: of "
-    "both ranks in a step. *peak*: the most that tensors took, by the allocator.",
+    "of both. *gathered*: the bytes that both ranks pass to FSDP2's all-gathers in a step; with two ranks each byte "
+    "crosses the link once. The same for each parameter of the model, and for each element of the gathered weights "
+    "(blocks twice a step). Gradients are reduced in bfloat16 and not counted. *8-bit products*: of both ranks in a "
+    "step. *peak*: the most memory of tensors, by the allocator.",
 )
 
 

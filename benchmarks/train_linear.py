@@ -1,7 +1,7 @@
-"""Forward and backward of one linear layer: low-bit products with all that quantizing costs, beside bf16 and torchao.
+"""Forward and backward of one linear layer: low-bit products, quantization included, beside bf16 and torchao.
 
-Each is compiled by torch.compile. From the small shapes come the costs in `lowbit.train_scheme.Least`, by which
-a layer is left alone.
+Each is compiled by torch.compile. The small shapes give the costs in `lowbit.train_scheme.Least`, which decide which
+layers stay plain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_DECIBELS = 20.0
 
 
 def arguments(shape: tuple[int, int, int], scheme: Any, device: str = "cuda") -> tuple:
-    """x [M, K], a weight [N, K], prepared if there is a scheme, and the gradient of the output [M, N]; bfloat16."""
+    """x [M, K], the weight [N, K], prepared if there is a scheme, and the gradient of the output [M, N]; bfloat16."""
     m, n, k = shape
     x, weight, grad = (
         torch.randn(size, dtype=torch.bfloat16, device=device) for size in ((m, k), (n, k), (m, n))
@@ -46,8 +46,8 @@ def arguments(shape: tuple[int, int, int], scheme: Any, device: str = "cuda") ->
 
 
 class LazilyCompiled:
-    """The linear that `make` gives, compiled at its first call: a peer that isn't installed fails only there. Unless it
-    must be compiled as a `whole`, a part may be left as it is."""
+    """The linear that `make` makes, at its first call, so that a missing package fails only there. It is then compiled:
+    with `whole` as one graph."""
 
     def __init__(self, make: Callable[[], Callable[..., Tensor]], whole: bool) -> None:
         self.make, self.whole = make, whole
@@ -60,7 +60,7 @@ class LazilyCompiled:
             def linear(x: Tensor, weight: Tensor) -> Tensor:
                 return made(x, weight)
 
-            torch.compiler.reset()  # past its limit of recompilations it would run what it is given
+            torch.compiler.reset()  # past its limit of recompilations torch.compile runs uncompiled
             self.linear = torch.compile(linear, fullgraph=self.whole, dynamic=False)
         return self.linear(x, weight)
 
@@ -74,7 +74,7 @@ def forward_and_backward(
 
 
 def check(name: str, run: Callable[..., tuple], shape: tuple[int, int, int], scheme: Any) -> None:
-    """Every result is within the noise of quantization. RuntimeError if not."""
+    """RuntimeError unless every result is within the noise of quantization."""
     x, weight, grad = arguments(shape, scheme)
     plain = weight.master() if isinstance(weight, MixedPrecisionTensor) else weight.detach()
     expected = (x @ plain.t(), grad @ plain, grad.t() @ x)
@@ -85,7 +85,7 @@ def check(name: str, run: Callable[..., tuple], shape: tuple[int, int, int], sch
 
 
 def measure_checked(candidate: Candidate, repeats: int) -> Timing:
-    """Only what is right is timed."""
+    """Check the results, then time them."""
     check(candidate.name, candidate.run, *candidate.arguments.args)  # type: ignore[attr-defined]
     return measure(candidate, repeats)
 
@@ -104,8 +104,8 @@ TABLE = Table(
     columns=("forward + backward", "TFLOP/s", "speed / bf16's"),
     measure=measure_checked,
     cells=cells,
-    legend="Output, gradient of the input, gradient of the weight, and the quantization of all that they multiply; "
-    "compiled, captured in a CUDA graph; medians. *TFLOP/s*: 6 M N K operations in that time.",
+    legend="Output, gradient of the input, gradient of the weight, and the quantization of their operands; compiled, "
+    "captured in a CUDA graph; medians. *TFLOP/s*: 6 M N K operations in that time.",
 )
 
 

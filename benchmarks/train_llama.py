@@ -1,28 +1,268 @@
-"""A whole training step of the 1.2B Llama of `train_memory` with low-bit products or weights, beside plain bfloat16.
+"""A whole training step of a 1.2B Llama in bfloat16: its time, and its memory at the peak.
 
-In each block seven linears and in the end the head, which is tied to the embedding, are prepared; those that are too
-small to gain stay plain, as `prepare_` reports. int8 weights are those of the blocks: the embedding and its head stay.
+`train_memory` compares optimizers, alone and with `CPUOffloadOptimizer`, which keeps the states in host memory. In its
+last problem the process has limited memory: the states of torch's optimizer do not fit beside the model, and its row
+says so. `train_llama` compares low-bit products and weights with plain bfloat16. They take part in the seven linears of
+each block, and in the head, which is tied to the embedding, except for linears too small to gain, as `prepare_`
+reports; int8 weights take part only in the blocks.
+
+Blocks and loss are compiled anew for each row: past its limit of recompilations torch.compile runs them uncompiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import importlib
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from benchmarks.optimizers import REFERENCE, lowbit_choice, torch_fused
-from benchmarks.registry import Problem, benchmark
-from benchmarks.train_memory import TRAINING_TABLE, TrainingCandidate
-from benchmarks.train_peers import PEERS
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from benchmarks.optimizers import (
+    REFERENCE,
+    OptimizerChoice,
+    from_module,
+    lowbit_choice,
+    step_seconds,
+    torch_fused,
+)
+from benchmarks.registry import Problem, Result, Row, Table, benchmark
+from benchmarks.report import ratio
+from benchmarks.train_peers import PEERS
+from lowbit import Float8MixedPrecision, Int8MixedPrecision, Int8Weight, train
+from recipes.llama import Llama, LlamaConfig
+
+LLAMA_1B_CONFIG = LlamaConfig(
+    vocab_size=128_256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, context=4096
+)
 SCHEMES: dict[str, Any] = {
     "int8": Int8MixedPrecision(),
     "float8 rowwise": Float8MixedPrecision(),
     "float8 tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2"),
 }
+WARM_UP = 2
+CAPPED_GIB = 9.0
+"""Weights and gradients take 4.6 GiB, the states of torch's AdamW 4.6 GiB more, activations and logits about 2 GiB."""
 
 
-def candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
+@dataclass(frozen=True)
+class TrainingCandidate:
+    """Training with one optimizer.
+
+    Attributes:
+        batch: sequences, and tokens in each.
+        limit: GiB that the process may take; None sets no limit.
+        most_repeats: the most steps to time, for steps that take seconds.
+        products: a name for the products of the linear layers, where they are not plain.
+        scheme: of those products, for `lowbit.train.prepare_`; or a peer's function that converts the model.
+    """
+
+    choice: OptimizerChoice
+    batch: tuple[int, int]
+    limit: float | None = None
+    config: LlamaConfig = LLAMA_1B_CONFIG
+    device: str = "cuda"
+    compile: bool = True
+    most_repeats: int = 100
+    products: str = ""
+    scheme: Any = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.products}, {self.choice.name}" if self.products else self.choice.name
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """Seconds of one training step, and GiB at its peak and between steps; memory is None on a CPU."""
+
+    seconds: float
+    tokens: int
+    peak: float | None
+    held: float | None
+
+
+def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost:
+    """Time ``repeats`` steps after two others. RuntimeError when the loss is not finite."""
+    on_gpu = candidate.device == "cuda"
+    repeats = min(repeats, candidate.most_repeats)
+    gc.collect()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    with memory_limit(candidate.limit):
+        step = training_step(candidate)
+        for _ in range(WARM_UP):
+            loss = step()
+        if not loss.isfinite():
+            raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
+        tokens = candidate.batch[0] * candidate.batch[1]
+        peak = held = None
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        seconds = statistics.median(step_seconds(step, repeats, on_gpu))
+        if on_gpu:
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+            held = (torch.cuda.memory_allocated() - before) / 2**30
+        return TrainingCost(seconds, tokens, peak, held)
+
+
+@contextmanager
+def memory_limit(gib: float | None) -> Iterator[None]:
+    """Limit this process to ``gib`` GiB of GPU memory; beyond that torch.OutOfMemoryError is raised."""
+    if gib is None:
+        yield
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def training_step(
+    candidate: TrainingCandidate, shard: Callable[[Llama], None] | None = None
+) -> Callable[[], Tensor]:
+    """A function that takes one training step on random tokens and returns its loss.
+
+    ``shard`` gets the model, prepared and compiled, before its optimizer is made and its tokens are drawn.
+    """
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(candidate.choice.dtype)
+    try:
+        with torch.device(candidate.device):
+            model = Llama(candidate.config)
+    finally:
+        torch.set_default_dtype(before)
+    if callable(candidate.scheme):
+        candidate.scheme(model)
+    elif candidate.scheme is not None:
+        train.prepare_(model, candidate.scheme)
+    loss_of = next_token_loss
+    if candidate.compile:
+        torch.compiler.reset()
+        loss_of = torch.compile(next_token_loss, dynamic=False)
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    if shard is not None:
+        shard(model)
+    optimizer = candidate.choice.make(model.parameters())
+    rows, length = candidate.batch
+    tokens = torch.randint(candidate.config.vocab_size, (rows, length + 1), device=candidate.device)
+
+    def step() -> Tensor:
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def training_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    cost: TrainingCost = row.measured
+    reference = result.reference.measured
+    compared = reference is not None and cost.peak is not None and row is not result.reference
+    return [
+        f"{cost.seconds * 1e3:.1f}",
+        ratio(cost.seconds, reference and reference.seconds),
+        f"{cost.tokens / cost.seconds / 1e3:.1f}",
+        "" if cost.peak is None else f"{cost.peak:.2f}",
+        f"{cost.peak - reference.peak:+.2f}" if compared else "",
+        "" if cost.held is None else f"{cost.held:.2f}",
+    ]
+
+
+TRAINING_TABLE = Table(
+    columns=(
+        "step ms",
+        "/ torch fused",
+        "ktok/s",
+        "peak GiB",
+        "peak - torch's",
+        "between steps GiB",
+    ),
+    measure=measure_training,
+    cells=training_cells,
+    legend="Forward, backward and optimizer step; medians. *peak*: the most memory of tensors in a step, by the "
+    "allocator; *between steps*: weights and states, gradients freed.",
+)
+
+
+def offloaded(
+    module: str, name: str, *, gradients: bool = False, **options: object
+) -> OptimizerChoice:
+    """``module.name`` with its states in host memory."""
+
+    def make(params: object) -> torch.optim.Optimizer:
+        base = getattr(importlib.import_module(module), name)
+        options_of_all = {"lr": 1e-4, "offload_gradients": gradients, **options}
+        return from_module(
+            "lowbit.optim", "CPUOffloadOptimizer", params, base_class=base, **options_of_all
+        )
+
+    package = "lowbit" if module.startswith("lowbit") else "torch"
+    also = " and gradients" if gradients else ""
+    return OptimizerChoice(f"{package} {name}, states{also} offloaded", make)
+
+
+def _choices() -> list[OptimizerChoice]:
+    return [
+        lowbit_choice("AdamW4bit", "AdamW4bit"),
+        lowbit_choice("AdamW8bit", "AdamW8bit"),
+        lowbit_choice("AdamWFp8", "AdamWFp8"),
+        lowbit_choice("AdamW8bit, stochastic rounding", "AdamW8bit", bf16_stochastic_round=True),
+        lowbit_choice("AdamW8bit, weight correction", "AdamW8bit", weight_correction="8bit"),
+        torch_fused(),
+    ]
+
+
+def _offloaded_choices() -> list[OptimizerChoice]:
+    return [
+        offloaded("torch.optim", "AdamW", fused=True),
+        offloaded("torch.optim", "AdamW", gradients=True, fused=True),
+        offloaded("lowbit.optim", "AdamW8bit"),
+    ]
+
+
+@benchmark(
+    "train_memory", "peak memory and time of a training step, 1.2B Llama", table=TRAINING_TABLE
+)
+def train_memory() -> Iterator[Problem]:
+    for batch in ((4, 4096), (1, 4096)):
+        candidates = [TrainingCandidate(c, batch) for c in _choices()]
+        candidates += [offloading(c, batch) for c in _offloaded_choices()]
+        yield Problem(f"batch {batch[0]} x {batch[1]}", candidates, REFERENCE)
+    capped = partial(TrainingCandidate, batch=(1, 1024), limit=CAPPED_GIB)
+    candidates = [
+        capped(lowbit_choice("AdamW4bit", "AdamW4bit")),
+        *[offloading(c, (1, 1024), CAPPED_GIB) for c in _offloaded_choices()[:2]],
+        capped(torch_fused()),
+    ]
+    yield Problem(f"batch 1 x 1024, {CAPPED_GIB} GiB of memory", candidates, REFERENCE)
+
+
+def offloading(
+    choice: OptimizerChoice, batch: tuple[int, int], limit: float | None = None
+) -> TrainingCandidate:
+    """A candidate whose optimizer steps on the CPU, in seconds."""
+    return TrainingCandidate(choice, batch, limit, most_repeats=3)
+
+
+def low_bit_candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
     adamw8bit = lowbit_choice("AdamW8bit", "AdamW8bit")
     for name, scheme in SCHEMES.items():
         without_head = {"head": None, "*": scheme}
@@ -44,4 +284,4 @@ def candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
 )
 def train_llama() -> Iterator[Problem]:
     batch = (4, 4096)
-    yield Problem(f"batch {batch[0]} x {batch[1]}", list(candidates(batch)), REFERENCE)
+    yield Problem(f"batch {batch[0]} x {batch[1]}", list(low_bit_candidates(batch)), REFERENCE)

@@ -1,6 +1,6 @@
-"""torchao's ways to train in low bits: functions that convert the linears of a model, as `lowbit.train.prepare_` does.
+"""Training in low bits with torchao: functions that convert the linears of a model, as `lowbit.train.prepare_` does.
 
-Each imports torchao when it is called, so that where it isn't installed it costs a line of the report.
+They import torchao when they are called. If it is missing, only their rows of the report are empty.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.func import functional_call
 
 
 def is_chosen(module: nn.Module, name: str) -> bool:
-    """Linears but the head, which torchao's own recipes leave in bfloat16."""
+    """All linears except the head, which torchao's own recipes leave in bfloat16."""
     return isinstance(module, nn.Linear) and name != "head"
 
 
 def float8(recipe: str, model: nn.Module) -> None:
-    """Three products of each in float8, by a recipe of torchao: "rowwise" or "tensorwise"."""
+    """float8 products, forward and backward, by a recipe of torchao: "rowwise" or "tensorwise"."""
     torchao = importlib.import_module("torchao.float8")
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     torchao.convert_to_float8_training(model, config=config, module_filter_fn=is_chosen)
 
 
 def int8(model: nn.Module) -> None:
-    """Three products of each in int8, by new modules: the tensor subclass runs in bfloat16 (torchao 0.18)."""
+    """int8 products, forward and backward, by new modules: the tensor subclass runs in bfloat16 (torchao 0.18)."""
     quantize_ = importlib.import_module("torchao.quantization").quantize_
     training = importlib.import_module("torchao.prototype.quantized_training")
     quantize_(model, training.int8_mixed_precision_training(module_swap=True), is_chosen)
@@ -43,7 +43,7 @@ PEERS: dict[str, Callable[[nn.Module], None]] = {
 def as_function(
     convert: Callable[[nn.Module], Any], n: int, k: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x [..., k], weight [n, k]) -> the linear [..., n] that a peer makes of a plain one."""
+    """The function (x [..., k], weight [n, k]) -> [..., n] that a peer makes of a plain linear."""
     holder = nn.Sequential(nn.Linear(k, n, bias=False, device="meta"))
     convert(holder)
     (linear,) = holder

@@ -1,4 +1,4 @@
-"""Linears of low-bit weights at the shapes of Llama 3 layers, for 1 to 4,096 tokens, beside bf16 and torch's own."""
+"""Linears of low-bit weights at the shapes of Llama 3 layers, 1 to 4,096 tokens, against bf16 and PyTorch's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from benchmarks.cases.dynamic_linear import Case as DynamicCase
+from benchmarks.cases.weight_linear import Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import Timing, measure_over
@@ -19,16 +21,16 @@ from lowbit_kernels import dynamic_linear, weight_linear
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))
 GROUP = 128
-ROTATED_BYTES = 2**28  # of weights, so that none is found in the L2 cache
-MOST_TINYGEMM_TOKENS = 256  # beyond, it takes tens of milliseconds
+ROTATED_BYTES = 2**28  # of weights used in turn, so that none is in the L2 cache
+MOST_TINYGEMM_TOKENS = 256  # more tokens take it tens of milliseconds
 LARGEST_ERROR = 1e-2
 MOST_CHECKED_OPERATIONS = 2**37
 
 
 @dataclass(frozen=True)
 class Linear(Candidate):
-    """``moved_bytes``: those of the weight and its scales. ``operations``: multiplications and additions. The result
-    is compared with the ``reference``'s before it is timed."""
+    """``moved_bytes`` counts the weight and its scales, ``operations`` multiplications and additions. The result is
+    compared with the ``reference``'s before timing."""
 
     operations: int = 0
     reference: Callable | None = None
@@ -40,7 +42,9 @@ def _measure(candidate: Linear, repeats: int) -> Timing:
         expected = candidate.reference(*given).float()
         error = (candidate.run(*given).float() - expected).norm() / expected.norm()
         if not error < LARGEST_ERROR:
-            raise ValueError(f"wrong: its error is {error:.1e}")
+            raise ValueError(
+                f"wrong: its error is {error:.1e}, at most {LARGEST_ERROR:.0e} is accepted"
+            )
         del given, expected
     return measure_over(candidate, -(-ROTATED_BYTES // candidate.moved_bytes), repeats)
 
@@ -69,11 +73,11 @@ def _bf16(m: int, n: int, k: int) -> tuple:
 
 def _weight_only(bits: int, m: int, n: int, k: int) -> tuple:
     group = GROUP if bits == 4 else k
-    return weight_linear.Case("", m, n, k, group, bits).arguments("cuda")
+    return Case("", m, n, k, group, bits).arguments("cuda")
 
 
 def _dynamic(format: str, m: int, n: int, k: int) -> tuple:
-    return dynamic_linear.Case("", m, n, k, format).arguments("cuda")
+    return DynamicCase("", m, n, k, format).arguments("cuda")
 
 
 def _tinygemm_arguments(m: int, n: int, k: int) -> tuple:
@@ -85,7 +89,7 @@ def _tinygemm_arguments(m: int, n: int, k: int) -> tuple:
 
 
 def _scaled_mm(x, codes, scale, bias, residual, tensorwise) -> torch.Tensor:
-    """What a user writes with torch alone, to be compiled: the quantization in one pass, then the product."""
+    """The code of a user with torch alone, for torch.compile: quantization in one pass, then the product."""
     t = (x.float().abs().amax(1, keepdim=True) / 448).clamp(min=2.0**-126)
     q = (x.float() / t).clamp(-448, 448).to(torch.float8_e4m3fn)
     return torch._scaled_mm(
@@ -99,19 +103,19 @@ def _candidates(m: int, n: int, k: int) -> Iterator[Linear]:
     ops = torch.ops.lowbit
     scaled = torch.compile(_scaled_mm, fullgraph=True, dynamic=False)
     only, dynamic = weight_linear.reference, dynamic_linear.reference
-    ways: list[tuple[str, Callable, Callable[[], tuple], int, Callable | None]] = [
-        ("int4", ops.int4_linear, partial(_weight_only, 4, *shape), n * k // 2 + by_group, only),
-        ("int8", ops.int8_linear, partial(_weight_only, 8, *shape), n * k + 2 * n, only),
+    candidates: list[tuple[str, Callable, Callable[[], tuple], int, Callable | None]] = [
+        ("int4", ops.weight_linear, partial(_weight_only, 4, *shape), n * k // 2 + by_group, only),
+        ("int8", ops.weight_linear, partial(_weight_only, 8, *shape), n * k + 2 * n, only),
         (
             "int8 dynamic",
-            ops.int8_dynamic_linear,
+            ops.dynamic_linear,
             partial(_dynamic, "int8", *shape),
             n * k + by_row,
             dynamic,
         ),
         (
             "float8",
-            ops.float8_linear,
+            ops.dynamic_linear,
             partial(_dynamic, "e4m3", *shape),
             n * k + by_row,
             dynamic,
@@ -128,23 +132,26 @@ def _candidates(m: int, n: int, k: int) -> Iterator[Linear]:
     if m <= MOST_TINYGEMM_TOKENS and n % 8 == 0 and k % 1024 == 0:
         tinygemm = torch.ops.aten._weight_int4pack_mm
         arguments = partial(_tinygemm_arguments, *shape)
-        ways.append(("torch tinygemm, int4", tinygemm, arguments, n * k // 2 + 2 * by_group, None))
-    for name, run, made, moved, reference in ways:
+        candidates.append(
+            ("torch tinygemm, int4", tinygemm, arguments, n * k // 2 + 2 * by_group, None)
+        )
+    for name, run, made, moved, reference in candidates:
         checked = reference if operations <= MOST_CHECKED_OPERATIONS else None
         yield Linear(name, run, made, moved, operations=operations, reference=checked)
 
 
 def shapes_of(file: Path) -> list[tuple[int, int, int]]:
-    """M, N, K of the linears in a file of ``lowbit.inference.trace_linears``, each once."""
-    linears = json.loads(file.read_text(encoding="utf-8"))["linears"]
-    return sorted({(line["m"], line["n"], line["k"]) for line in linears}, key=lambda s: s[::-1])
+    """The distinct M, N, K of the forward products that ran, in a file that ``lowbit.trace`` wrote."""
+    products = json.loads(file.read_text(encoding="utf-8"))["products"]
+    ran = [p for p in products if p["product"] == "output" and p["calls"]]
+    return sorted({(p["m"], p["n"], p["k"]) for p in ran}, key=lambda s: s[::-1])
 
 
 @benchmark(
     "weight_linear", "linears of int4, int8 and float8 weights", table=TABLE, takes_shapes=True
 )
 def weight_linears(file: Path | None = None) -> Iterator[Problem]:
-    """At the shapes of a file, or at those of Llama 3 layers, and 8192 cubed."""
+    """At the shapes in a file, or at those of Llama 3 layers and 8192 cubed."""
     shapes = [(m, n, k) for n, k in LAYERS for m in TOKENS] + [(8192, 8192, 8192)]
     for m, n, k in shapes if file is None else shapes_of(file):
         torch.compiler.reset()

@@ -1,5 +1,5 @@
-"""``python -m benchmarks.write_linear_table``: measures every way of a weight-only product, and writes the table of the
-fastest anew, `lowbit_kernels.linear_table.REGIMES`. On the GPU that the table is for; it takes some minutes.
+"""``python -m benchmarks.write_linear_table`` measures every implementation of a weight-only product and rewrites the
+table of the fastest, `lowbit_kernels.linear_table.REGIMES`. Run it on the GPU that the table is for; it takes minutes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cases.weight_linear import Case
 from benchmarks.registry import Candidate
 from benchmarks.timing import measure_over
 from benchmarks.weight_linear import LAYERS, ROTATED_BYTES
-from lowbit_kernels import linear_table, weight_mm_few, weight_mm_many, weight_mm_triton
+from lowbit_kernels import linear_table
 from lowbit_kernels.linear_table import Regime
-from lowbit_kernels.weight_linear import Case, _linear
+from lowbit_kernels.weight_linear import IMPLEMENTATIONS, run
+from lowbit_kernels.weight_operands import WeightOperands
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-GROUPS = {4: (128,), 8: (0,)}  # 0: one a row; the nearest serves for others
+GROUPS = {4: (128,), 8: (0,)}  # 0: one scale a row; other groups take the row of the nearest
 SMALL = ((1024, 4096),)
 REPEATS = 10
 
@@ -29,8 +31,9 @@ Rows = tuple[tuple[int, Regime], ...]
 
 
 def thresholds(fastest: Mapping[int, Regime]) -> Rows:
-    """The fastest regime by numbers of tokens, as the most tokens of each run of equal ones. The last run, which has no
-    end, must be "dequantize": where it isn't, the table ends with what was measured."""
+    """Pairs of the largest number of tokens and the regime, for each run of equal fastest regimes.
+
+    Beyond the last pair the table means "dequantize", so a last run of "dequantize" is left out."""
     runs: list[tuple[int, Regime]] = []
     for tokens, regime in sorted(fastest.items()):
         if runs and runs[-1][1] == regime:
@@ -42,7 +45,7 @@ def thresholds(fastest: Mapping[int, Regime]) -> Rows:
 
 
 def written(source: str, table: Mapping[tuple[int, int, int, int], Rows]) -> str:
-    """The module's source with another table."""
+    """The module's source with another table in it."""
     lines = [f"    {key}: {rows},".replace("'", '"') for key, rows in table.items()]
     head = re.search(r"^REGIMES: .* = \{\n", source, re.M)
     assert head, "linear_table has no REGIMES"
@@ -50,29 +53,29 @@ def written(source: str, table: Mapping[tuple[int, int, int, int], Rows]) -> str
     return source[: head.end()] + "\n".join(lines) + source[end:]
 
 
-def _regimes(m: int, arguments: tuple, bits: int) -> list[Regime]:
-    """Those that take it; Triton's only where neither CUDA kernel does."""
-    x, codes, scale, *_, group = arguments
+def _regimes(arguments: tuple) -> list[Regime]:
+    """The regimes that take the operands; Triton only where neither CUDA kernel does."""
+    *tensors, group = arguments
+    operands = WeightOperands.of(*tensors, group_size=group)
     found: list[Regime] = ["dequantize"]
-    if m <= 16 and weight_mm_few.is_available(x, codes, scale, bits=bits, group_size=group):
-        found.append("few")
-    if weight_mm_many.is_available(x, codes, scale, bits=bits, group_size=group):
-        found.append("many")
-    if len(found) == 1 and m <= weight_mm_triton.MOST_TOKENS:
+    for regime in ("decode", "large_batch"):
+        if IMPLEMENTATIONS[regime].product(operands) is not None:
+            found.append(regime)
+    if len(found) == 1 and IMPLEMENTATIONS["triton"].product(operands) is not None:
         found.append("triton")
     return found
 
 
 def fastest(bits: int, group: int, n: int, k: int) -> dict[int, Regime]:
-    """By numbers of tokens."""
+    """The fastest regime for each number of tokens."""
     found: dict[int, Regime] = {}
     for m in TOKENS:
         case = Case("", m, n, k, group or k, bits)
         times = {}
-        for regime in _regimes(m, case.arguments("cuda"), bits):
-            run = partial(_linear, bits=bits, regime=regime)
+        for regime in _regimes(case.arguments("cuda")):
+            timed = partial(run, implementation=regime)
             moved = n * k * bits // 8
-            one = Candidate(regime, run, partial(case.arguments, "cuda"), moved)
+            one = Candidate(regime, timed, partial(case.arguments, "cuda"), moved)
             times[regime] = measure_over(one, -(-ROTATED_BYTES // moved), REPEATS).median
         found[m] = min(times, key=lambda regime: times[regime])
         shown = ", ".join(f"{regime} {1e6 * t:.1f}" for regime, t in times.items())

@@ -36,6 +36,8 @@ from lowbit.tensor import (
     MixedPrecisionTensor,
     TernaryTensor,
 )
+from lowbit.traced import Trace, TracedProduct
+from lowbit.tracer import trace
 from lowbit.train_scheme import (
     BitNet,
     Float8MixedPrecision,
@@ -78,6 +80,8 @@ __all__ = [
     "Scheme",
     "Spec",
     "TernaryTensor",
+    "Trace",
+    "TracedProduct",
     "TrainingScheme",
     "choose_qparams_affine",
     "dequantize_",
@@ -92,6 +96,7 @@ __all__ = [
     "quantize_affine",
     "register_linear",
     "save",
+    "trace",
     "train",
     "unregister_linear",
 ]

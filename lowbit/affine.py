@@ -6,11 +6,11 @@ One (scale, zero_point) serves each block of `block_size`, which has the rank of
 arithmetic is float32 whatever the input; rounding is half to even; the order of operations is the one above,
 everywhere, because `x · (1/scale)` and `x / scale` differ in the last bit and so, at ties, in the code.
 
-Number types are told by `target_dtype` and the range: any integer range (int4 is `torch.int8` with −8..7), or
-float8, where the range is the largest finite value and the cast does the rounding.
+`target_dtype` and the range define the number type: any integer range (int4 is `torch.int8` with −8..7), or float8,
+where the range ends at the largest finite value and the cast does the rounding.
 
-NaN gets the code of 0, the zero point; float8 keeps it. `choose_qparams_affine` gives its block a scale of NaN, so the
-dequantized block is NaN.
+NaN gets the code of 0, which is the zero point; float8 keeps NaN. `choose_qparams_affine` gives a block with a NaN a
+scale of NaN, so the whole dequantized block is NaN.
 
 A zero point of integer dtype is a code. A zero point of floating dtype is a value in the input's own domain, the
 tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
@@ -86,7 +86,7 @@ def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
 
 
 def _smallest_scale(scale_dtype: torch.dtype) -> float:
-    """The least scale whose reciprocal is finite in float32 and which `scale_dtype` represents."""
+    """The smallest scale that `scale_dtype` represents and whose reciprocal is finite in float32."""
     if scale_dtype is torch.float16:
         return 2.0**-24
     return max(torch.finfo(scale_dtype).tiny, torch.finfo(torch.float32).tiny)
@@ -113,8 +113,8 @@ def _min_max(
 def _divide(x: Tensor, divisor: float | Tensor) -> Tensor:
     """x / divisor in float32, rounded once, on every device, eager and compiled.
 
-    Through float64, which gives the very quotient that IEEE float32 division does: CUDA replaces division by a
-    number by a product, and Triton divides float32 approximately, but at ties of the codes the last bit counts.
+    The division runs in float64, which gives exactly the quotient of IEEE float32 division. CUDA replaces division by a
+    constant with a product, and Triton divides float32 approximately; at ties of the codes the last bit counts.
     """
     wide = (
         divisor.double()
@@ -125,7 +125,7 @@ def _divide(x: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def _multiply_add(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """a · b + c in float32 where b is a code: through float64, in which the product is exact, fused or not."""
+    """a · b + c in float32, where b is a code. It runs in float64, where the product is exact, fused or not."""
     wide = b.double() if isinstance(b, Tensor) else b
     return (a.double() * wide + c.double()).float()
 
@@ -136,7 +136,8 @@ _LIBRARY.impl("cast", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplici
 
 
 def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)` as an op of its own, which torch.compile can't leave out: from `x.to(bfloat16).float()` it does."""
+    """`x.to(dtype)` as an op of its own. torch.compile removes the rounding from `x.to(bfloat16).float()`, but cannot
+    remove an op that it does not know."""
     return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
 
 
@@ -177,16 +178,16 @@ def choose_qparams_affine(
     - "float_zero_point": the same scale, zero_point = min + scale · (mid − quant_min), floating.
 
     Args:
-        input: real floating tensor of any shape. Of no use but its shape if `min_val` and `max_val` are given.
+        input: real floating tensor of any shape. With `min_val` and `max_val` only its shape is used.
         block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
         target_dtype: int8, uint8, int16, int32, or float8 (symmetric only).
-        eps: the least scale. Default, and at least: the smallest that `scale_dtype` has and whose reciprocal is
-            finite, so that all-zero blocks are safe.
+        eps: the smallest scale allowed. Scales are never below the smallest number of `scale_dtype` whose reciprocal is
+            finite, so all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
-        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point". It holds every zero point that the
-            mapping may choose, as a code (integer) or, for "float_zero_point", a value (floating).
-        keepdim: keep dimensions that a block covers, as size 1 (shape: blocks along each dimension).
-            Otherwise they are dropped: () per tensor, (N,) per row, (N, K/g) per group.
+        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point". It must hold every zero point that the
+            mapping may choose: an integer dtype for codes, a floating one for "float_zero_point".
+        keepdim: keep a dimension that one block covers, as size 1 (shape: blocks along each dimension).
+            Otherwise it is dropped: () per tensor, (N,) per row, (N, K/g) per group.
         min_val, max_val: observed range, one element a block, instead of `input`'s own.
 
     Returns:
@@ -244,8 +245,8 @@ def choose_qparams_affine(
 
 
 def _nan_to(value: float, x: Tensor) -> Tensor:
-    """`x`, which is overwritten, with `value` in place of NaN."""
-    if torch.compiler.is_compiling():  # Inductor vectorises a comparison on CPUs, and not isnan
+    """`x` with `value` in place of NaN; overwrites `x`."""
+    if torch.compiler.is_compiling():  # on CPUs Inductor vectorises a comparison, but not isnan
         return torch.where(x == x, x, value)
     return x.nan_to_num_(value, torch.inf, -torch.inf)
 
@@ -255,7 +256,8 @@ def _to_grid(
 ) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it.
 
-    NaN (inf times a scale of inf gives one too) takes the code of the zero point, so that the cast is defined.
+    NaN, also from infinity times the reciprocal of an infinite scale, takes the code of the zero point, so the cast is
+    defined.
     """
     inverse = _divide(torch.ones_like(scale), scale)
     if dtype in FLOAT8_DTYPES:
@@ -297,8 +299,8 @@ def unclamped_codes(
 ) -> Tensor:
     """round(x · (1/scale)) + zero_point before the clamp to the range: float32, in `input`'s shape, no NaN.
 
-    A code outside quant_min..quant_max is one that clips. Arguments and errors are those of `quantize_affine`;
-    for float8 these are x · (1/scale), which the cast has yet to round and where NaN stays.
+    A code outside quant_min..quant_max clips. Arguments and errors are those of `quantize_affine`. For float8 the
+    result is x · (1/scale), which the cast has yet to round; NaN stays NaN.
     """
     _check_input(input)
     low, high = quant_range(dtype, quant_min, quant_max)
@@ -318,9 +320,9 @@ def quantize_affine(
 ) -> Tensor:
     """Codes of `input`: same shape, dtype `output_dtype`, within quant_min..quant_max.
 
-    `scale` and `zero_point` have one element a block, in any shape. `zero_point` None means 0, without rounding
-    for float8 (the cast rounds). What lies beyond the range takes its nearest end, infinities too; a NaN takes the
-    code of the zero point (with a floating one the middle code, whose value that is), or stays NaN in float8.
+    `scale` and `zero_point` have one element a block, in any shape. A `zero_point` of None means 0. Values beyond the
+    range, infinities too, take the code at the nearest end. NaN takes the code of the zero point (the middle code, if
+    the zero point is a value); in float8 it stays NaN.
 
     Raises ValueError for integer or complex input, a block that does not tile, or a bad range.
     """

@@ -1,24 +1,24 @@
-"""Checkpoints in plain tensors: readable without lowbit, loadable under every later version of it.
+"""Checkpoints in plain tensors: readable without lowbit, loadable by every later version.
 
 A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weight.scale` and, where it has one,
-`layer.weight.zero_point`; plain tensors as they are. A small JSON text beside them says what they are:
+`layer.weight.zero_point`; plain tensors are stored unchanged. A small JSON text beside them describes them:
 
     {"format_version": 1,
      "tensors": {"layer.weight": {"kind": "AffineTensor", "shape": [N, K], "dtype": "bfloat16", …}},
      "ties": {"lm_head.weight": "embedding.weight"},      tensors that share memory, stored once
-     "values": {…}, "metadata": {…},                      what is not a tensor; what the user added
+     "values": {…}, "metadata": {…},                      entries that are no tensors; the user's own
      "stored": {"layer.weight.codes": {"dtype": "uint8", "shape": [N, K / 2], "sha256": "…"}, …}}
 
 `*.safetensors` keeps that text in the file's own metadata under "lowbit" (needs the safetensors package), and the
 text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": text, "lowbit_sha256": …, "tensors": {…}}.
-The layout of codes is told in `lowbit.tensor.affine_tensor`.
+`lowbit.tensor.affine_tensor` describes the layout of codes.
 
-Both digests were added within version 1: an older reader skips them, and a file without them loads as before. So a
-damaged file never loads other values in silence: the error names the tensors, or the description. `load` verifies up
-to 64 MiB at once, and of a larger file each tensor when it is first taken out of the state dict: hashing takes 0.6 s a
-GB and core, and a `*.safetensors` file is mapped into memory in milliseconds.
+The digests make a damaged file an error that names the damaged tensors or the description. They were added within
+version 1: an older reader skips them, and a file without them loads unverified. `load` verifies up to 64 MiB at once.
+In a larger file it verifies each tensor at the first access, because hashing takes 0.6 s a GB and core, whereas a
+`*.safetensors` file is mapped into memory in milliseconds.
 
-When the format changes, its version rises by one and `MIGRATIONS` gains a function from the old to the new.
+When the format changes, its version rises by one and `MIGRATIONS` gains a function from the old version to the new.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
 
 
 def _identity(t: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same memory seen in the same way."""
+    """Equal for tensors that view the same memory in the same way."""
     if isinstance(t, LowbitTensor):
         inner = tuple(_identity(part) for part in t.inner_tensors().values())
         return (type(t), inner, tuple(t.shape), t.dtype, *t.meta().values())
@@ -61,7 +61,7 @@ def _identity(t: Tensor) -> tuple[Any, ...]:
 def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Plain:
     """Plain contiguous tensors by name, and the JSON-able description, of a flat state dict.
 
-    Views of one memory are stored whole and apart, so a slice takes its own size only. Tuples become lists.
+    Different views of one memory are stored separately, so a slice takes only its own size. Tuples become lists.
 
     Raises CheckpointError for a DTensor, a sparse or meta tensor, a transposed tensor, a name that is taken, or a
     value that is neither a tensor nor plain JSON.
@@ -99,7 +99,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
             info["ties"][name] = first
         elif isinstance(value, LowbitTensor):
             info["tensors"][name] = _describe(name, value)
-            # Absent parts too: a reader would take a tensor of that name for a part.
+            # Absent parts count too: a reader would take a tensor of that name for the part.
             for part in value.tensor_attrs:
                 if f"{name}.{part}" in state_dict:
                     raise CheckpointError(
@@ -122,7 +122,7 @@ def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each with a memory of its own and no more of it than it needs; copied only where that isn't so."""
+    """The tensors, each in a memory of its own that is no larger than it needs; copies only where necessary."""
     found, taken = {}, set()
     for name, t in tensors.items():
         storage = t.untyped_storage()
@@ -136,11 +136,11 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 _MOST_LEVELS = 100
 _MOST_BITS = 14_000
-"""Bits of the largest int: Python writes and reads up to 4,300 digits."""
+"""Bits of the largest int: Python's JSON writes and reads up to 4,300 digits."""
 
 
 def _plain_json(name: str, value: Any, way_out: str, levels: int = 0) -> Any:
-    """`value` in dicts and lists. Raises CheckpointError, which names the place, for what JSON cannot hold."""
+    """`value` as dicts, lists and scalars. Raises CheckpointError with the path of a value that JSON cannot hold."""
     if levels > _MOST_LEVELS:
         raise CheckpointError(
             f"{name[:40]}… is nested more than {_MOST_LEVELS} levels deep, or holds itself; accepted: fewer levels"
@@ -185,7 +185,7 @@ def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
 
 
 def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict that `to_plain` was given, from its tensors and description of any version up to this one.
+    """The state dict that `to_plain` stored, from its tensors and its description, of this version or an earlier one.
 
     Raises CheckpointError for a newer version, an unknown kind, or a missing or misshapen part.
     """
@@ -251,8 +251,8 @@ def save(
 ) -> None:
     """Write a module's state dict, or a flat state dict, to `path` (.safetensors or .pt).
 
-    The file appears whole or not at all. `metadata`, any JSON (str keys; NaN and infinities as Python writes them), is
-    given back by `load_metadata`. Raises CheckpointError; see `to_plain`.
+    The file appears whole or not at all. `metadata` may be any JSON (str keys; NaN and infinities as Python writes
+    them); `load_metadata` returns it. Raises CheckpointError; see `to_plain`.
     """
     path = Path(path)
     container.check_suffix(path)
@@ -268,8 +268,8 @@ def load(
 ) -> dict[str, Any]:
     """The state dict that was saved; for a module, `model.load_state_dict(lowbit.load(path), assign=True)`.
 
-    What is read is compared with the digests of what was saved, unless `verify` is False: up to 64 MiB of tensors here,
-    and in a larger file each tensor when it is first taken out of the state dict, which then raises the error.
+    Unless `verify` is False, tensors are compared with the digests that were saved: up to 64 MiB of them here, and in a
+    larger file each tensor at the first access to the state dict's entry, which then raises the error.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -297,7 +297,7 @@ def _stored_names(value: Any, names: Mapping[int, str]) -> list[str]:
 
 
 def load_metadata(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
-    """The `metadata` that `save` was given. No tensor is looked at. Errors are those of `load`."""
+    """The `metadata` that `save` was given. Reads no tensor. Errors are those of `load`."""
     _, info, _ = container.read(Path(path), "meta", with_tensors=False, verify=verify)
     _check_version(info)
     metadata = info.get("metadata")

@@ -1,7 +1,7 @@
-"""Ranges of codes: which codes a dtype and quant_min..quant_max allow, and the last step to them.
+"""Code ranges: which codes a dtype and quant_min..quant_max allow, the clamp to them, and the cast.
 
-Codes are computed in float32, which holds every end of a range of 16 bits or fewer, but not of int32: 2^31 − 1
-rounds to 2^31 there, which wraps to −2^31 in the cast. So ranges of int32 are compared and clamped in float64.
+Codes are computed in float32. float32 represents both ends of every range of 16 bits or fewer, but not of int32: it
+rounds 2^31 − 1 to 2^31, which the cast wraps to −2^31. So int32 ranges are compared and clamped in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def quant_range(
     dtype: torch.dtype, quant_min: float | None, quant_max: float | None
 ) -> tuple[float, float]:
-    """The code range: the one given, or the whole range of `dtype`.
+    """The given code range, or the whole range of `dtype`.
 
     Raises ValueError where the range is empty, does not fit `dtype`, or ends between two of its numbers.
     """
@@ -47,13 +47,14 @@ def quant_range(
         if end % step:
             below = end // step * step
             raise ValueError(
-                f"{name}={end} is no {dtype}, so codes could pass it; the nearest are {below} and {below + step}"
+                f"{name}={end} is not a {dtype} number, so codes could exceed it; the nearest are {below} and "
+                f"{below + step}"
             )
     return low, high
 
 
 def _step(dtype: torch.dtype, number: float) -> float:
-    """From `number` to the next number of `dtype` that is larger in magnitude."""
+    """The distance from `number` to the next `dtype` number of larger magnitude."""
     if dtype not in FLOAT8_DTYPES:
         return 1
     info = torch.finfo(dtype)
@@ -61,7 +62,7 @@ def _step(dtype: torch.dtype, number: float) -> float:
 
 
 def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    """Where unclamped codes do not clip. A float8 within half a step of an end of the range rounds to it."""
+    """Where unclamped codes do not clip. A float8 code within half a step of an end of the range rounds to that end."""
     if dtype is torch.int32:
         codes = codes.double()
     elif dtype in FLOAT8_DTYPES:
@@ -70,7 +71,8 @@ def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> 
 
 
 def clamped(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    """Float32 codes as `dtype`, within low..high: integral and without NaN, except float8, where the cast rounds."""
+    """Clamp float32 codes to low..high and cast them to `dtype`. Integer codes must be integral and free of NaN; for
+    float8 the cast rounds."""
     if dtype is torch.int32:
         codes = codes.double()
     return codes.clamp(low, high).to(dtype)
@@ -83,9 +85,10 @@ def check_zero_point_dtype(
 
     Args:
         dtype: of the zero points.
-        codes: the least and the largest that they may be, for zero points that are codes; None for those that are
-            values in the input's domain. The dtype tells the two apart, so neither takes the other's.
-        mapping: named in the error.
+        codes: the smallest and largest zero point, where zero points are codes; None where they are values in the
+            input's domain. Readers tell the two kinds apart by dtype, so codes need an integer dtype and values a
+            floating one.
+        mapping: the mapping that the error names.
     """
     if codes is None:
         if dtype not in FLOATS:

@@ -13,22 +13,22 @@ optimizers, arXiv 2309.01507).
 
 Nearest in constant time
 ------------------------
-A search of the table costs log2(size) dependent reads an element. Instead the upper 16 bits of a float32
-(sign, exponent, 7 bits of mantissa) are taken as the index of a *cell*. The values of every book are so far
-apart that at most one boundary between two codes falls into a cell; so a cell knows the code g of its
-smallest element, and the lower 16 bits settle whether ``x`` takes g or g + 1. Both come out of one read and one
-addition, whose carry is the comparison (arithmetic modulo 2**32; the shift keeps the sign)::
+A search of the table costs log2(size) dependent reads an element. Instead, the upper 16 bits of a float32
+(sign, exponent, 7 bits of mantissa) are the index of a *cell*. The values of every book are so far apart that at most
+one boundary between two codes falls into a cell. So a cell stores the code g of its smallest element, and the lower 16
+bits decide whether ``x`` takes g or g + 1. One read and one addition give both; the carry of the addition is the
+comparison (arithmetic modulo 2**32; the shift keeps the sign)::
 
     code = abs((step[bits(x) >> 16] + bits(x)) >> 16)
     step[cell] = ((g - cell) << 16) + 2**16 - first        cell >= 0: first = lower bits of the first x of g + 1
-    step[cell] = ((-g - 1 - cell) << 16) + 2**16 - first   cell < 0, where x falls as its bits rise: of code g
+    step[cell] = ((-g - 1 - cell) << 16) + 2**16 - first   cell < 0, where x falls as its bits rise: first x of g
 
-The boundary is the largest float32 that is not above the midpoint of the values g and g + 1. So the result is
-the table's nearest for every float32, an exact tie going to the lower code, and as nothing in it rounds, it is
-the same on every device and under every compiler. Inverting the formula above with logarithms is four times
-slower in plain PyTorch ops, and still needs a comparison with an exact boundary to get ties right.
+The boundary is the largest float32 that is not above the midpoint of the values g and g + 1. So the result is the
+nearest code for every float32, and an exact tie takes the lower code. Nothing in this rounds, so the result is the same
+on every device and under every compiler. Inverting the formula above with logarithms is four times slower in plain
+PyTorch ops, and still needs a comparison with an exact boundary for ties.
 
-Two packed codes of 4 bits are decoded at a time: their byte is the index of a table of pairs of values.
+Codes of 4 bits are decoded two at a time: their byte is the index of a table of pairs of values.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Far below the second moments of the smallest gradients that train (1e-12 would be the moment of one of 1e-6), and
-# still a normal float32 when divided by 448.
+# Far below the second moments of the smallest useful gradients (a gradient of 1e-6 has a moment of 1e-12), and still a
+# normal float32 when divided by 448.
 ABSMAX_FLOOR = 2.0**-100
 FLOAT8_MAX = 448.0
 _CELLS = 2**16
@@ -78,11 +78,11 @@ class Codebook:
         """The codes of the nearest values.
 
         Args:
-            x: float32, any shape. Beyond the ends of the table it is clamped.
+            x: float32, any shape. Values beyond the ends of the table are clamped.
 
         Returns:
-            uint8 of the shape of ``x``. An exact tie takes the lower code. NaN takes some valid code, the
-            same on every device (:func:`quantize_blockwise` keeps NaN in the scale).
+            uint8 of the shape of ``x``. An exact tie takes the lower code. NaN takes a valid code, the same one
+            on every device (:func:`quantize_blockwise` keeps NaN in the scale).
 
         Raises:
             TypeError: ``x`` is not float32.
@@ -103,15 +103,15 @@ class Codebook:
         return values if values.shape[-1] == size else values[..., :size].contiguous()
 
     def cells(self) -> Cells:
-        """The table in the form in which a kernel looks codes up: see :class:`Cells`.
+        """The table for the lookup in a kernel, see :class:`Cells`.
 
         Raises:
-            ValueError: the linear book (4 bits, unsigned), whose codes are computed.
+            ValueError: this is the linear book (4 bits, unsigned), whose codes are computed.
         """
         return _cells(self.bits, self.signed)
 
     def encode_by_search(self, x: Tensor) -> Tensor:
-        """What :meth:`encode` must equal, by binary search over exact float64 midpoints."""
+        """The oracle of :meth:`encode`: a binary search over exact float64 midpoints."""
         values = _values(self.bits, self.signed).astype(np.float64)
         midpoints = torch.from_numpy((values[:-1] + values[1:]) / 2).to(x.device)
         return torch.searchsorted(midpoints, x.double(), right=False).to(torch.uint8)
@@ -147,7 +147,7 @@ def quantize_blockwise(
     joined = absmax[0] if len(absmax) == 1 else torch.cat(absmax, dim=-1)
     scale = torch.where(joined.isfinite(), joined.clamp_min(ABSMAX_FLOOR), math.nan)
     if not isinstance(book, Codebook):
-        # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp off.
+        # By a tensor: CUDA multiplies with the reciprocal of a Python number, which is off by an ulp.
         scale = scale / torch.full_like(scale, FLOAT8_MAX)
     each = zip(_blocks(y, block), _scales(y, scale, block), strict=True)
     parts = [(part / part_scale).flatten(-2) for part, part_scale in each]
@@ -226,7 +226,7 @@ def _values(bits: int, signed: bool) -> np.ndarray:
 
 
 def _boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Between neighbouring values: the midpoints, float64, and the largest float32 that are not above them."""
+    """The midpoints of neighbouring values, float64, and the largest float32 that are not above them."""
     wide = values.astype(np.float64)
     midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
     below = midpoints.astype(np.float32)
@@ -235,15 +235,15 @@ def _boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Cells(NamedTuple):
-    """A book's boundaries between magnitudes, packed for one read of 4 bytes an element.
+    """A book's boundaries between magnitudes, packed into 4 bytes for one read an element.
 
-    The cell of ``y`` is ``r >> shift``, where r are the bits of float32 y rotated left by one (the sign comes
-    last), clamped to ``first .. first + len(words) - 1``. Then the rank of \\|y\\| among the magnitudes of the book,
-    nearest and with ties to the lower code (for negative y the larger magnitude), is::
+    The cell of ``y`` is ``r >> shift``, where r are the bits of float32 y rotated left by one (the sign becomes the
+    last bit), clamped to ``first .. first + len(words) - 1``. Then the rank of \\|y\\| among the magnitudes of the
+    book, nearest and with ties to the lower code (for negative y the larger magnitude), is::
 
         (words[cell - first] + (r & (2**shift - 1))) >> shift
 
-    A word is the rank of the cell's smallest element above ``shift`` bits, which carry where the boundary lies.
+    A word is the rank of the cell's smallest element, above ``shift`` bits that carry into it beyond the boundary.
     """
 
     first: int
@@ -259,7 +259,7 @@ def _cells(bits: int, signed: bool) -> Cells:
     values = values[values >= 0]
     midpoints, below = _boundaries(values)
     boundary_bits = below.view(np.uint32)
-    # keep as few bits of the mantissa as leave at most one boundary in a cell
+    # keep the fewest bits of the mantissa that leave at most one boundary in a cell
     low = next(n for n in range(22, 0, -1) if len(set(boundary_bits >> n)) == len(boundary_bits))
     cell = (boundary_bits >> low).astype(np.int64)
     first = int(cell[0]) - 1
@@ -299,7 +299,7 @@ def _steps(values: np.ndarray) -> np.ndarray:
     last = (bits | 0xFFFF).view(np.float32)
     smallest = np.where(cell < 0, last, bits.view(np.float32))
     minus_infinity = np.float32(-np.inf)
-    smallest[bits == minus_infinity.view(np.int32)] = minus_infinity  # the cell's others are NaN
+    smallest[bits == minus_infinity.view(np.int32)] = minus_infinity  # the rest of this cell is NaN
     code = np.searchsorted(boundary, smallest, side="left").clip(max=len(boundary) - 1)
     limit = boundary[code].view(np.int32).astype(np.int64)
     inside, low = limit >> 16 == cell, limit & 0xFFFF
@@ -318,13 +318,12 @@ def _float8_values(device: torch.device) -> Tensor:
 
 
 def _from_float8(codes: Tensor) -> Tensor:
-    if codes.device.type == "cuda":  # it has an instruction for that; CPUs convert one by one
+    if codes.device.type == "cuda":  # CUDA has an instruction for this; CPUs convert one by one
         return codes.to(torch.float32)
     return torch.ops.lowbit.float8_decode(codes)
 
 
-# Operators, so that tracing (torch.compile, fake tensors, a tensor subclass under either) never
-# meets the cached tables: they live inside.
+# Operators hide the cached tables from tracing (torch.compile, fake tensors, a tensor subclass under either).
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
 _LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed) -> Tensor")
 _LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor")

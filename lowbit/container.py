@@ -1,8 +1,8 @@
-"""The file of a checkpoint: plain tensors by name, a description in JSON beside them, and digests of both.
+"""The file of a checkpoint: plain tensors by name, a JSON description beside them, and digests of both.
 
-The description has an entry of each tensor under "stored" (`lowbit.digests`). The description's own digest lies beside
-it, under "lowbit_sha256": in the metadata of a *.safetensors file, in the dictionary of a *.pt file. A file of an
-earlier version has neither, and loads as it is. Earlier versions skip both, so the format version is still theirs.
+The description has an entry for each tensor under "stored" (`lowbit.digests`). The digest of the description lies
+beside it under "lowbit_sha256": in the metadata of a *.safetensors file, in the dictionary of a *.pt file. Files of
+earlier versions have no digests and load unverified. Those versions skip digests, so the format version is the same.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _safetensors(module: str) -> Any:
 
 
 def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write both to `path`, with their digests. The file appears whole or not at all.
+    """Write tensors and description to `path`, with their digests. The file appears whole or not at all.
 
-    Raises CheckpointError for a name that *.safetensors has no room for.
+    Raises CheckpointError for a name that *.safetensors cannot hold.
     """
     if path.suffix == ".safetensors":
         for name in tensors:
@@ -67,7 +67,7 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; give the name of a file in it")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # The rights that the umask leaves are read off a new file. Reading the umask itself sets it, for all threads.
+    # A new file shows the permissions that the umask leaves. Asking for the umask itself would set it, in all threads.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     rights = os.fstat(handle).st_mode & 0o777
     os.close(handle)
@@ -79,7 +79,7 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
             _safetensors("torch").save_file(tensors, temporary, metadata=metadata)
         else:
             torch.save({"lowbit": text, SEAL: seal, "tensors": tensors}, temporary)
-        os.chmod(temporary, rights)  # safetensors has put a file of its own there
+        os.chmod(temporary, rights)  # safetensors replaced the file by its own
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def _is_utf8(name: str) -> bool:
 
 
 class Unverified:
-    """Tensors that were read and have not been compared with their digests."""
+    """Tensors that were read but not yet compared with their digests."""
 
     def __init__(
         self, path: Path, entries: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -108,9 +108,9 @@ class Unverified:
         self.nbytes = sum(t.nbytes for t in tensors.values())
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Compare these (by default: all), and some that follow, if that has not been done.
+        """Compare the tensors of these names (default: all) with their digests, and some that follow them in the file.
 
-        Raises CheckpointError, which names those of them that are damaged.
+        Each tensor is compared once. Raises CheckpointError, which names the damaged ones among `names`.
         """
         asked = [*self._tensors] if names is None else list(names)
         if any(name in self._tensors for name in asked):
@@ -131,14 +131,14 @@ class Unverified:
 def read(
     path: Path, device: str | torch.device, *, with_tensors: bool = True, verify: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any], Unverified]:
-    """The tensors, on `device`, the description, and what remains to be verified: the tensors' values.
+    """The tensors on `device`, the description, and the tensors whose values are still unverified.
 
-    Raises FileNotFoundError, and CheckpointError for the rest.
+    Raises FileNotFoundError for a missing file and CheckpointError for everything else.
     """
     check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
-    torch.empty(0, device=device)  # a device that isn't there raises what torch says of it
+    torch.empty(0, device=device)  # raises torch's own error for a device that does not exist
     reader = _read_safetensors if path.suffix == ".safetensors" else _read_pt
     try:
         text, seal, as_read = reader(path, device if with_tensors else "meta", with_tensors)
@@ -173,7 +173,7 @@ def read(
 
 
 def _read_safetensors(path: Path, _: Any, with_tensors: bool) -> _Content:
-    """Tensors on the CPU are views of the file, mapped into memory: their values are read when they are used."""
+    """Tensors on the CPU are views of the memory-mapped file: their values are read when they are used."""
     with _safetensors("").safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else [])}
@@ -187,20 +187,20 @@ def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
     return content["lowbit"], content.get(SEAL), dict(content["tensors"])
 
 
-# ---- verified later ------------------------------------------------------------------------------------------
+# ---- verification on access ------------------------------------------------------------------------------------------
 
 
 class VerifiedOnAccess(dict[str, Any]):
-    """A state dict each of whose values is compared with its digests when it is first taken out.
+    """A state dict that compares each value with its digests at the first access to it.
 
-    Copies and pickles of it are ordinary dicts, for which all values are taken out. Raises CheckpointError where one of
-    them is damaged.
+    A copy or a pickle is an ordinary dict, so making one verifies all values. Each access raises CheckpointError where
+    the value is damaged.
     """
 
     def __init__(
         self, values: Mapping[str, Any], stored: Mapping[str, list[str]], unverified: Unverified
     ) -> None:
-        """`stored`: the names, in the file, of the tensors that each value is made of."""
+        """`stored`: for each value, the names of its tensors in the file."""
         super().__init__(values)
         self._stored, self._unverified = stored, unverified
 
@@ -223,14 +223,14 @@ class VerifiedOnAccess(dict[str, Any]):
     def popitem(self) -> tuple[str, Any]:
         for name in reversed(self.keys()):
             return name, self.pop(name)
-        return super().popitem()  # which says that it is empty
+        return super().popitem()  # raises, since the dict is empty
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         self._check(name)
         return super().setdefault(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Without an `__iter__` of its own, dict(self) would read the values past `__getitem__`."""
+        """Makes dict(self) read the values through `__getitem__`; without it, dict() copies them directly."""
         return iter(self.keys())
 
     def values(self) -> Any:
@@ -243,7 +243,7 @@ class VerifiedOnAccess(dict[str, Any]):
         return dict(self)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return OrderedDict, (self.items(),)  # which torch.load(weights_only=True) takes
+        return OrderedDict, (self.items(),)  # torch.load(weights_only=True) accepts it
 
 
 register_pytree_node(

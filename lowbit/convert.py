@@ -1,17 +1,16 @@
-"""Walk a model, choose a scheme for each weight, replace it, and report what was done and what was not.
+"""Walk a model, choose a scheme for each weight, replace the weights, and report what was done and what was not.
 
-Shared by `lowbit.quantize_`, `lowbit.qat` and `lowbit.train`. Everything is checked before the first weight is
-replaced, so a model that is refused is as it was. A tensor that several modules share is converted
-once and stays shared.
+`lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
+so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,31 +21,37 @@ from lowbit.tensor.base import LowbitTensor, check_weight
 from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]
-AnyScheme = Scheme | TrainingScheme
 Schemes = Scheme | Mapping[str, Scheme | None]
 TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
-AnySchemes = Schemes | TrainingSchemes
-Owners = Sequence[tuple[nn.Module, str, str]]
-"""The modules that hold a parameter, each with the attribute and the parameter's name there."""
 USES = ("linear", "embedding", "attention", "other")
-"""What a module that holds a weight may be to a scheme: `attention` is the `out_proj` of nn.MultiheadAttention."""
+"""How a module uses its weight, as schemes ask; "attention" is the `out_proj` of nn.MultiheadAttention."""
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the attribute, and the parameter's fully qualified name there."""
+
+    module: nn.Module
+    attribute: str
+    fqn: str
 
 
 @dataclass(frozen=True)
 class Target:
-    """A weight to convert: where it lives (`owners`: module, attribute, its name there) and by which scheme."""
+    """A weight to convert, its scheme (a `Scheme` or `TrainingScheme`), and every module that holds it."""
 
     weight: Tensor
     scheme: Any
-    """An `AnyScheme`."""
-    owners: tuple[tuple[nn.Module, str, str], ...]
+    owners: tuple[Owner, ...]
+
+
+# ---- the report -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One weight: its fully qualified name, shape, what became of it, and why.
+    """One weight: its fully qualified name, shape, whether it was converted, and how or why not.
 
-    nbytes: what it takes now. Of a tied weight, only the first entry has them.
+    nbytes: the bytes that it takes now. Of a tied weight, only the first entry has them.
     """
 
     fqn: str
@@ -65,9 +70,9 @@ class Report:
         parameters: elements of all parameters of the model.
         low_bits: how many of them are now stored in low bits.
         prepared: how many are kept in high precision, with products in low bits.
-        nbytes: what all parameters take now.
+        nbytes: bytes that all parameters take now.
         vectors: how many parameters of fewer than two dimensions there are, such as biases and norms.
-        vector_nbytes: what these take.
+        vector_nbytes: bytes that these take.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -96,8 +101,7 @@ class Report:
         for name, param in model.named_parameters():  # tied ones once
             if isinstance(param, nn.UninitializedParameter):
                 continue
-            size = _nbytes(param)
-            sizes[name] = size
+            sizes[name] = size = _nbytes(param)
             self.parameters += param.numel()
             self.nbytes += size
             local = param.to_local() if isinstance(param, DTensor) else param
@@ -112,30 +116,31 @@ class Report:
         self.entries = [replace(e, nbytes=sizes.get(e.fqn, 0)) for e in self.entries]
         return self
 
-    def _share(self, part: int, whole: int) -> str:
-        share = 100 * part / whole if whole else 0.0
-        return "<0.1%" if 0 < share < 0.05 else f"{share:.1f}%"
-
     def __str__(self) -> str:
         count = len(self.converted)
         head = f"{count} weights converted, {len(self.entries) - count} left alone"
         if self.parameters:
-            share = self._share(self.low_bits, self.parameters)
+            share = _share(self.low_bits, self.parameters)
             head += f"; {share} of {self.parameters:,} parameters are now in low bits"
         if self.prepared:
-            head += f", {self._share(self.prepared, self.parameters)} have low-bit products"
+            head += f", {_share(self.prepared, self.parameters)} have low-bit products"
         lines = [head]
         width = max((len(e.fqn) for e in self.entries), default=0)
         for e in self.entries:
-            mark = "+" if e.converted else "-"
-            share = f"{self._share(e.nbytes, self.nbytes):>6} of bytes" if e.nbytes else ""
-            share = share or ("counted above" if self.parameters and e.shape else "")
+            tied = "counted above" if self.parameters and e.shape else ""
+            share = f"{_share(e.nbytes, self.nbytes):>6} of bytes" if e.nbytes else tied
             shape = "x".join(map(str, e.shape))
+            mark = "+" if e.converted else "-"
             lines.append(f"  {mark} {e.fqn:<{width}}  {shape:<14}  {share:>15}  {e.note}")
         if self.vectors:
-            share = self._share(self.vector_nbytes, self.nbytes)
+            share = _share(self.vector_nbytes, self.nbytes)
             lines.append(f"    and {self.vectors} vectors (biases, norms): {share} of bytes")
         return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    percent = 100 * part / whole if whole else 0.0
+    return "<0.1%" if 0 < percent < 0.05 else f"{percent:.1f}%"
 
 
 def _nbytes(param: Any) -> int:
@@ -148,41 +153,25 @@ def _nbytes(param: Any) -> int:
     return local.nbytes_stored() * param.numel() // local.numel()
 
 
-def is_linear(module: nn.Module, fqn: str) -> bool:
-    """The filter in use when none is given: every `nn.Linear`."""
-    return isinstance(module, nn.Linear)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
-
+# ---- arguments ------------------------------------------------------------------------------------------------
 
 _ACCEPTED: dict[type, tuple[str, str, str]] = {
-    Scheme: (
-        "a Scheme, e.g. lowbit.Int4WeightOnly(group_size=128)",
-        "Scheme",
-        "{'lm_head': None, '*': lowbit.Int8WeightOnly()}",
-    ),
-    TrainingScheme: (
-        "a training scheme, e.g. lowbit.train.Int8MixedPrecision()",
-        "training scheme",
-        "{'lm_head': None, '*': lowbit.train.Int8MixedPrecision()}",
-    ),
+    Scheme: ("a Scheme", "Scheme", "lowbit.Int4WeightOnly(group_size=128)"),
+    TrainingScheme: ("a training scheme", "training scheme", "lowbit.train.Int8MixedPrecision()"),
 }
+"""How messages name a kind of schemes, with an example."""
 
 
-def _check_schemes(schemes: AnySchemes, kind: type) -> None:
-    values = schemes.values() if isinstance(schemes, Mapping) else [schemes]
-    for scheme in values:
-        if not (isinstance(scheme, kind) or (scheme is None and isinstance(schemes, Mapping))):
-            one, name, patterns = _ACCEPTED[kind]
+def _check_schemes(schemes: Any, kind: type) -> None:
+    by_pattern = isinstance(schemes, Mapping)
+    for scheme in schemes.values() if by_pattern else [schemes]:
+        if not (isinstance(scheme, kind) or (scheme is None and by_pattern)):
+            one, name, example = _ACCEPTED[kind]
             raise TypeError(
-                f"unknown scheme {scheme!r}; accepted: {one}, or a dict of name patterns to a {name} or None, e.g. "
-                f"{patterns}"
+                f"unknown scheme {scheme!r}; accepted: {one}, e.g. {example}, or a dict of name patterns to a {name} "
+                f"or None, e.g. {{'lm_head': None, '*': {example}}}"
             )
-    for pattern in schemes if isinstance(schemes, Mapping) else ():
+    for pattern in schemes if by_pattern else ():
         if not isinstance(pattern, str):
             raise TypeError(f"a pattern must be a str, got {pattern!r}")
         if pattern.startswith("re:"):
@@ -192,12 +181,14 @@ def _check_schemes(schemes: AnySchemes, kind: type) -> None:
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
 
 
-def _pattern_for(schemes: Mapping[str, Any], names: tuple[str, str]) -> str | None:
-    """The first pattern that matches the module's or the weight's name."""
-    return next((p for p in schemes if any(_matches(p, name) for name in names)), None)
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
 
 
 def check_module(model: Any) -> None:
+    """Raise TypeError for anything but a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
@@ -205,223 +196,248 @@ def check_module(model: Any) -> None:
         )
 
 
-def find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
-    """id of a parameter → every (module, attribute, fully qualified name) that holds it. Raises TypeError for what is
-    no module."""
+# ---- the walk -------------------------------------------------------------------------------------------------
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def find_owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """id of a parameter → everything that holds it. Raises TypeError for anything but a module."""
     check_module(model)
-    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    owners: dict[int, list[Owner]] = {}
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is not None:
-                fqn = f"{prefix}.{name}" if prefix else name
-                owners.setdefault(id(param), []).append((module, name, fqn))
+                owners.setdefault(id(param), []).append(Owner(module, name, _join(prefix, name)))
     return owners
 
 
-def _has_own_product(module: nn.Module) -> bool:
-    """Whether its product, or its lookup, is that of one parameter, `weight`."""
-    return isinstance(module, nn.Linear | nn.Embedding)
-
-
-def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a product could take, with their attribute names: of two or more dimensions, or of a selected
-    module, where they have no shape yet."""
-    for name, param in module._parameters.items():
-        if param is None:
-            continue
-        if isinstance(param, nn.UninitializedParameter):
-            if name == "weight" if _has_own_product(module) else selected:
-                yield name, param
-        elif param.ndim >= 2 or (name == "weight" and _has_own_product(module)):
-            yield name, param
-
-
-def _refusal(owners: Owners, weight: Tensor, trains: bool) -> str | None:
-    """Why a selected weight is left alone, whatever the scheme, or None. `trains`: by a training scheme."""
-    if isinstance(weight, LowbitTensor):
-        return weight.already or f"already a {type(weight).__name__}"
-    for module, _, _ in owners:
-        if hasattr(module, "converted_as"):  # lowbit's own, which stands for others
-            return str(module.converted_as)
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            return "its max_norm rewrites rows at every lookup"
-        if isinstance(module, nn.Embedding) and module.sparse and trains:
-            return "its embedding has sparse=True, and a low-bit weight takes dense gradients"
-        if type(module).__module__.startswith("torch.nn") and not isinstance(
-            module, nn.Linear | nn.Embedding
-        ):
-            return f"no low-bit product for {type(module).__name__}"
-    if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
-        return f"no low-bit product takes {weight.ndim} dimensions"
-    return None
-
-
-def _use(module: nn.Module, attentions: set[int]) -> str:
-    """Which of `USES`. `attentions`: ids of the modules that only nn.MultiheadAttention's own product reads."""
-    if id(module) in attentions:
-        return "attention"
-    kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
-    return next((name for kind, name in kinds.items() if isinstance(module, kind)), "other")
-
-
 def find_targets(
-    model: nn.Module, schemes: AnySchemes, filter_fn: Filter | None, kind: type = Scheme
+    model: nn.Module,
+    schemes: Schemes | TrainingSchemes,
+    filter_fn: Filter | None,
+    kind: type = Scheme,
 ) -> tuple[list[Target], Report]:
-    """The weights to convert, all of them checked, and a report of the ones left alone. `kind`: of schemes.
+    """The weights to convert, all of them checked, and a report of the ones left alone.
+
+    Args:
+        schemes: one of `kind`, `Scheme` or `TrainingScheme`; or a dict of name patterns to one of `kind` or None.
+        filter_fn: chooses modules; None chooses every `nn.Linear`.
 
     Raises:
-        TypeError: not a scheme, no module, no filter.
+        TypeError: not a scheme, not a module, not a filter.
         ValueError: a pattern that matches nothing; nothing to convert, unless a training scheme left something alone by
             a rule of its own; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
             already sharded.
     """
     _check_schemes(schemes, kind)
-    filter_fn = is_linear if filter_fn is None else filter_fn
+    if filter_fn is None:
+        filter_fn = _is_linear
     if not callable(filter_fn):
         raise TypeError(
             f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}; to choose by name "
             "give patterns, {'layers.*': scheme}"
         )
-    walk = _Walk(model, schemes, filter_fn, kind)
+    patterns = schemes if isinstance(schemes, Mapping) else {"*": schemes}
+    walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme)
     for prefix, module in model.named_modules():
         walk.visit(prefix, module)
-    report = walk.report
-    _check_targets(schemes, walk.targets, walk.used, report)
-    if not walk.targets and not walk.left_by_rule:
+    targets, report = list(walk.targets.values()), walk.report
+    for target in targets:
+        _check_target(target)
+    if isinstance(schemes, Mapping):
+        _check_patterns(walk)
+    if not targets and not walk.left_by_rule:
         reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
         raise ValueError(
             f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
             "choose modules with filter_fn(module, name), or by patterns that give them a scheme"
         )
-    shared = {fqn for t in walk.targets.values() for _, _, fqn in t.owners}
+    shared = {owner.fqn for target in targets for owner in target.owners}
     report.entries = [e for e in report.entries if e.fqn not in shared]
-    return list(walk.targets.values()), report
+    return targets, report
+
+
+def _check_target(target: Target) -> None:
+    fqn = target.owners[0].fqn
+    if isinstance(target.weight, DTensor):
+        raise ValueError(
+            f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
+        )
+    if isinstance(target.weight, nn.UninitializedParameter):
+        raise ValueError(
+            f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"
+        )
+    check_weight(target.weight, fqn)
+    try:
+        target.scheme.check(target.weight)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from error
+
+
+def _check_patterns(walk: _Walk) -> None:
+    unused = [pattern for pattern in walk.patterns if pattern not in walk.used]
+    if unused:
+        targets = walk.targets.values()
+        names = [e.fqn for e in walk.report.entries][:3] or [t.owners[0].fqn for t in targets][:3]
+        raise ValueError(
+            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like {names}"
+        )
+
+
+class _Walk:
+    """Visits each module and sorts its weights: to convert, by which scheme, or left alone, and why."""
+
+    def __init__(
+        self, model: nn.Module, patterns: Mapping[str, Any], filter_fn: Filter, trains: bool
+    ) -> None:
+        self.patterns, self.filter_fn, self.trains = patterns, filter_fn, trains
+        self.owners = find_owners(model)
+        attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+        self.attentions = {id(m.out_proj) for m in attentions}
+        self.report = Report()
+        self.targets: dict[int, Target] = {}
+        self.used: set[str] = set()
+        """The patterns that chose a weight, or left one alone."""
+        self.schemes: dict[int, tuple[str, Any]] = {}
+        """id of a parameter → the first name that a pattern matched, and its scheme or None."""
+        self.left_by_rule = False
+        """Whether a training scheme left a weight alone."""
+
+    def visit(self, prefix: str, module: nn.Module) -> None:
+        selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
+        if _has_own_product(module) and module._parameters.get("weight") is None:
+            note = "computed from other parameters, so none to convert"
+            self.report.entries.append(Entry(_join(prefix, "weight"), (), False, note))
+        for name, param in _weights_of(module, selected):
+            owner = Owner(module, name, _join(prefix, name))
+            choice = self._choose(owner, prefix, param, selected)
+            if isinstance(choice, str):
+                self.report.entries.append(Entry(owner.fqn, _shape(param), False, choice))
+            else:
+                owners = tuple(self.owners[id(param)])
+                self.targets.setdefault(id(param), Target(param, choice, owners))
+
+    def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
+        """The scheme for this weight, or as a str the reason why it is left alone."""
+        names = (prefix, owner.fqn)
+        pattern = next((p for p in self.patterns if any(_matches(p, n) for n in names)), None)
+        refusal = _refusal(self.owners[id(param)], param, self.trains)
+        if not self._is_selected(owner, prefix, pattern, selected):
+            return _why_not_selected(owner, refusal)
+        if refusal is not None:
+            return refusal
+        scheme = None
+        if pattern is not None:
+            self.used.add(pattern)
+            scheme = self.patterns[pattern]
+            self._check_ties(owner.fqn, param, scheme)
+        if scheme is None:
+            return "no scheme for this name"
+        if isinstance(param, nn.UninitializedParameter):
+            return scheme
+        uses = {_use(other.module, self.attentions) for other in self.owners[id(param)]}
+        obstacle = scheme.obstacle(_shape(param), uses)
+        self.left_by_rule |= obstacle is not None and self.trains
+        return scheme if obstacle is None else obstacle
+
+    def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:
+        """Whether the filter or a pattern asks for this parameter. `selected`: the filter takes the module."""
+        if _has_own_product(owner.module):
+            if owner.attribute == "weight":
+                return selected
+            if selected:  # an adapter beside the weight must not be frozen along with it
+                return pattern is not None and not _matches(pattern, prefix)
+        return selected or self._filter_names(owner, prefix)
+
+    def _filter_names(self, owner: Owner, prefix: str) -> bool:
+        """Whether the filter, which doesn't take the module, takes this parameter of it by name. A filter that would
+        take any other name as well excludes the module by its name; it doesn't choose the parameter."""
+        others = _join(prefix, _NO_PARAMETER)
+        return self.filter_fn(owner.module, owner.fqn) and not self.filter_fn(owner.module, others)
+
+    def _check_ties(self, fqn: str, param: nn.Parameter, scheme: Any) -> None:
+        first, its_scheme = self.schemes.setdefault(id(param), (fqn, scheme))
+        if its_scheme != scheme:
+            raise ValueError(
+                f"{first} and {fqn} are one tied weight, but the patterns give them {its_scheme} and {scheme}; give "
+                "both one scheme, or leave both alone"
+            )
 
 
 _NO_PARAMETER = "<no parameter>"
 """A name that no parameter has."""
 
 
-class _Walk:
-    """From module to module: what is to be converted, by which scheme, and what is left alone, and why."""
-
-    def __init__(
-        self, model: nn.Module, schemes: AnySchemes, filter_fn: Filter, kind: type
-    ) -> None:
-        self.schemes, self.filter_fn, self.kind = schemes, filter_fn, kind
-        self.owners = find_owners(model)
-        attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-        self.attentions = {id(m.out_proj) for m in attentions}
-        self.report = Report()
-        self.used: set[str] = set()
-        self.targets: dict[int, Target] = {}
-        self.chosen: dict[int, tuple[str, AnyScheme | None]] = {}
-        self.left_by_rule = False
-
-    def visit(self, prefix: str, module: nn.Module) -> None:
-        selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
-        if _has_own_product(module) and module._parameters.get("weight") is None:
-            fqn = f"{prefix}.weight" if prefix else "weight"
-            note = "computed from other parameters, so none to convert"
-            self.report.entries.append(Entry(fqn, (), False, note))
-        for name, param in _weights_of(module, selected):
-            fqn = f"{prefix}.{name}" if prefix else name
-            shape = () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
-            why, scheme = self._look_at(module, prefix, name, fqn, param, selected)
-            if why is None and scheme is not None and shape:
-                uses = {_use(owner, self.attentions) for owner, _, _ in self.owners[id(param)]}
-                why = scheme.obstacle(shape, uses)
-                self.left_by_rule |= why is not None and self.kind is TrainingScheme
-            if why is not None or scheme is None:
-                why = why or "no scheme for this name"
-                self.report.entries.append(Entry(fqn, shape, False, why))
-            elif id(param) not in self.targets:
-                owners = tuple(self.owners[id(param)])
-                self.targets[id(param)] = Target(param, scheme, owners)
-
-    def _look_at(
-        self,
-        module: nn.Module,
-        prefix: str,
-        name: str,
-        fqn: str,
-        param: nn.Parameter,
-        selected: bool,
-    ) -> tuple[str | None, AnyScheme | None]:
-        """Why this weight is left alone, or None, and the scheme for it, or None."""
-        schemes = self.schemes
-        pattern = _pattern_for(schemes, (prefix, fqn)) if isinstance(schemes, Mapping) else None
-        is_second = _has_own_product(module) and name != "weight"
-        is_first = _has_own_product(module) and not is_second
-        if is_second and selected:  # adapters beside a weight shall not be frozen along with it
-            selected = pattern is not None and not _matches(pattern, prefix)
-        elif not selected and not is_first:
-            selected = self._chosen_by_name(module, prefix, fqn)
-        if not selected:
-            return self._not_selected(module, param, is_first, is_second), None
-        note = _refusal(self.owners[id(param)], param, self.kind is TrainingScheme)
-        if note is not None or not isinstance(schemes, Mapping):
-            return note, schemes if isinstance(schemes, self.kind) else None  # type: ignore[return-value]
-        if pattern is None:
-            return None, None
-        self.used.add(pattern)
-        scheme = schemes[pattern]
-        _check_ties(self.chosen.setdefault(id(param), (fqn, scheme)), (fqn, scheme))
-        return None, scheme
-
-    def _chosen_by_name(self, module: nn.Module, prefix: str, fqn: str) -> bool:
-        """Whether the filter, which does not take the module, takes this parameter of it. A filter that would take
-        any other name as well excludes the module by its name; it does not choose the parameter."""
-        no_parameter = f"{prefix}.{_NO_PARAMETER}" if prefix else _NO_PARAMETER
-        return self.filter_fn(module, fqn) and not self.filter_fn(module, no_parameter)
-
-    def _not_selected(
-        self, module: nn.Module, param: nn.Parameter, is_first: bool, is_second: bool
-    ) -> str:
-        kind = type(module).__name__
-        if is_first:
-            return "not selected by the filter"
-        if is_second:
-            return f"beside the weight of a {kind}: a pattern or filter that names it converts it"
-        refusal = _refusal(self.owners[id(param)], param, self.kind is TrainingScheme)
-        return refusal or f"of a {kind}: filter_fn can select it, the default takes nn.Linear only"
+def _is_linear(module: nn.Module, fqn: str) -> bool:
+    return isinstance(module, nn.Linear)
 
 
-def _check_ties(first: tuple[str, AnyScheme | None], other: tuple[str, AnyScheme | None]) -> None:
-    if first[1] != other[1]:
-        raise ValueError(
-            f"{first[0]} and {other[0]} are one tied weight, but the patterns give them {first[1]} and {other[1]}; "
-            "give both one scheme, or leave both alone"
+def _has_own_product(module: nn.Module) -> bool:
+    """Whether the module multiplies by, or looks up, its parameter `weight` and no other."""
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    return () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
+
+
+def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a product could take, by attribute: those of two or more dimensions, and of a selected module
+    those without a shape yet."""
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
+        is_own = _has_own_product(module) and name == "weight"
+        if isinstance(param, nn.UninitializedParameter):
+            is_weight = is_own if _has_own_product(module) else selected
+        else:
+            is_weight = is_own or param.ndim >= 2
+        if is_weight:
+            yield name, param
+
+
+def _refusal(owners: list[Owner], weight: Tensor, trains: bool) -> str | None:
+    """Why no scheme can convert this weight, or None. `trains`: the schemes are training schemes."""
+    if isinstance(weight, LowbitTensor):
+        return weight.already or f"already in low bits ({type(weight).__name__})"
+    for module, _, _ in owners:
+        if hasattr(module, "converted_as"):  # a module of lowbit that stands for others
+            return str(module.converted_as)
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return "its max_norm rewrites rows at every lookup"
+        if isinstance(module, nn.Embedding) and module.sparse and trains:
+            return "its embedding has sparse=True, and a low-bit weight takes dense gradients"
+        if type(module).__module__.startswith("torch.nn") and not _has_own_product(module):
+            return f"no low-bit product for {type(module).__name__}"
+    if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
+        return f"no low-bit product takes {weight.ndim} dimensions"
+    return None
+
+
+def _why_not_selected(owner: Owner, refusal: str | None) -> str:
+    kind = type(owner.module).__name__
+    if not _has_own_product(owner.module):
+        return refusal or (
+            f"a parameter of a {kind}: filter_fn can select it, the default takes nn.Linear only"
         )
+    if owner.attribute == "weight":
+        return "not selected by the filter"
+    return f"beside the weight of a {kind}: a pattern or filter that names it converts it"
 
 
-def _check_targets(
-    schemes: AnySchemes,
-    targets: Mapping[int, Target],
-    used: set[str],
-    report: Report,
-) -> None:
-    for target in targets.values():
-        fqn = target.owners[0][2]
-        if isinstance(target.weight, DTensor):
-            raise ValueError(
-                f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
-            )
-        if isinstance(target.weight, nn.UninitializedParameter):
-            raise ValueError(
-                f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"
-            )
-        check_weight(target.weight, fqn)
-        try:
-            target.scheme.check(target.weight)
-        except ValueError as error:
-            raise ValueError(f"{fqn}: {error}") from error
-    unused = [p for p in schemes if p not in used] if isinstance(schemes, Mapping) else []
-    if unused:
-        raise ValueError(
-            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like "
-            f"{[e.fqn for e in report.entries][:3] or [t.owners[0][2] for t in targets.values()][:3]}"
-        )
+def _use(module: nn.Module, attentions: set[int]) -> str:
+    """One of `USES`. `attentions`: ids of the modules whose weight nn.MultiheadAttention multiplies by itself."""
+    if id(module) in attentions:
+        return "attention"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+# ---- the replacement ------------------------------------------------------------------------------------------
 
 
 def replace_weights(
@@ -431,11 +447,14 @@ def replace_weights(
     trainable: bool,
     note: str | None = None,
 ) -> Report:
-    """Replace each target by `make(target)` in every module that holds it, and complete the report, with `note`
-    or what the scheme has to say. What stays trainable keeps the gradient that it has accumulated, and its hooks; an
-    optimizer that holds the old parameters raises at its next step (`lowbit.replaced`).
+    """Replace each target by `make(target)` in every module that holds it, and complete the report.
 
-    Empties `targets` on the way, so that each old weight's memory is free before the next one's turn.
+    A weight that stays trainable keeps its accumulated gradient and its hooks. An optimizer that holds the old
+    parameters raises at its next step (`lowbit.replaced`). Empties `targets` on the way: each old weight's memory is
+    free before the next one's turn.
+
+    Args:
+        note: what the report says of each; None for the scheme's description.
     """
     while targets:
         target = targets.pop(0)
@@ -443,7 +462,7 @@ def replace_weights(
         new = nn.Parameter(make(target), requires_grad=keeps_grad)
         for module, name, _ in target.owners:
             module.register_parameter(name, new)
-        first, *others = (fqn for _, _, fqn in target.owners)
+        first, *others = (owner.fqn for owner in target.owners)
         left_behind = hand_over(target.weight, new, first, trainable)
         about = note or target.scheme.describe(new.shape)
         about = f"{about}; {left_behind}" if left_behind else about

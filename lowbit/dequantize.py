@@ -1,4 +1,4 @@
-"""dequantize_: a model in low bits, of whatever kind, as a plain one."""
+"""dequantize_: turn a model in low bits, of any kind, into a plain one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FROZEN = "plain, frozen as it was: requires_grad_(True) trains it"
 
 
 def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
-    """Replace every low-bit weight of `model` by a plain one of the values that its products see, in place.
+    """Replace every low-bit weight of `model` by a plain one with the values that its products see, in place.
 
         lowbit.dequantize_(model)                  # before PEFT's merge_and_unload, an export, another quantization
         lowbit.dequantize_(model, lambda module, name: name == "lm_head")
@@ -27,23 +27,22 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     |                                            | `lowbit.train.restore_`, and `weight.master()`, give them       |
     | `Int8MixedPrecision`, `Float8MixedPrecision` | the trained weights themselves, in the same memory            |
 
-    Each keeps its dtype, device, `requires_grad` and gradient: what was trainable stays so, and a quantized weight,
-    which is frozen, becomes a plain frozen one, which `model.requires_grad_(True)` then makes trainable. The parameters
-    are replaced: make an optimizer afterwards. Ties stay ties, fused linears are unfused, and modules are again what
-    they were before they were prepared.
+    Each weight keeps its dtype, device, `requires_grad` and gradient. A quantized weight is frozen and becomes a plain
+    frozen one, which `model.requires_grad_(True)` then makes trainable. The parameters are replaced: make an optimizer
+    afterwards. Ties stay ties, fused linears are unfused, and prepared modules are again what they were before.
 
     Args:
         model: any module.
-        filter_fn: `(module, name) -> bool`, which modules' weights; default: all. A tied weight is chosen by any of the
-            modules that hold it.
+        filter_fn: `(module, name) -> bool`, which modules' weights to replace; default: all. Any module that holds a
+            tied weight can choose it.
 
     Returns:
         A report of the weights.
 
     Raises:
-        TypeError: `model` is no module, `filter_fn` no function. ValueError: no weight that is chosen is in low bits,
-        unless `lowbit.train.prepare_` left all alone; one is sharded; a filter for fused linears. The model is then as
-        it was.
+        TypeError: `model` is no module, or `filter_fn` no function.
+        ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is sharded;
+            a filter with fused linears. The model is then as it was.
     """
     check_module(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -68,7 +67,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
         chosen = _targets(model, None, left)
     frozen = [t for t in chosen if not t.weight.requires_grad]
     trained = [t for t in chosen if t.weight.requires_grad]
-    del chosen  # each old weight's memory is free before the next one's turn
+    del chosen  # so that the memory of each old weight is free before the next one is replaced
     report = replace_prepared(frozen, _plain, _FROZEN, trainable=True, report=left)
     report = replace_prepared(trained, _plain, "plain", trainable=True, report=report)
     if filter_fn is None:
@@ -77,7 +76,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
 
 def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[Target]:
-    """The low-bit weights that are chosen; `left` gets the others. Raises ValueError for a sharded one."""
+    """The chosen low-bit weights; `left` gets the others. Raises ValueError for a sharded one."""
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]

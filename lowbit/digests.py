@@ -1,9 +1,9 @@
-"""SHA-256 digests of tensors: what a checkpoint says of each, and which of those that were read differ from it.
+"""SHA-256 digests of tensors: the entry that a checkpoint stores for each, and the comparison after reading.
 
     {"dtype": "uint8", "shape": [N, K], "sha256": "…"}      of the elements' bytes, row after row, little-endian
 
-They find damage, not forgery: whoever can change a tensor can change its digest. Several threads hash at once, since
-OpenSSL lets go of Python's lock; a core takes about 0.6 s a GB.
+Digests find damage, not forgery: whoever can change a tensor can change its digest. Several threads hash at once,
+since OpenSSL releases Python's lock; one core takes about 0.6 s a GB.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _layout(t: Tensor) -> dict[str, Any]:
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """What the functions below compare with, by name."""
+    """The entry of each tensor by name: dtype, shape and digest."""
     with ThreadPoolExecutor(threads()) as pool:
         found = dict(zip(tensors, pool.map(of_tensor, tensors.values()), strict=True))
     return {name: {**_layout(t), "sha256": found[name]} for name, t in tensors.items()}
 
 
 def misplaced(entries: Any, tensors: Mapping[str, Tensor]) -> str | None:
-    """Which tensors are missing, strange, or of another dtype or shape; None: none. No values are read."""
+    """Which tensors are missing, unexpected, or differ in dtype or shape; None if all agree. Reads no values."""
     if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
         return "its digests are damaged"
     for names, problem in (
@@ -73,7 +73,7 @@ def misplaced(entries: Any, tensors: Mapping[str, Tensor]) -> str | None:
 def damaged(
     entries: Mapping[str, Any], tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> set[str]:
-    """The names, among these, of tensors whose bytes are not the ones that were saved."""
+    """The subset of `names` whose tensors hold other bytes than were saved."""
     names = list(names)
     with ThreadPoolExecutor(threads()) as pool:
         found = pool.map(_digest, [tensors[name] for name in names])

@@ -1,7 +1,7 @@
 """Granularity: which elements of a tensor share one scale and zero point.
 
-Each granularity answers one question, `block_size(shape)`: the shape of the block that shares quantization
-parameters. It has the rank of the tensor; the tensor is tiled by it.
+Each granularity answers one question, `block_size(shape)`: the shape of the block whose elements share quantization
+parameters. The block has the rank of the tensor and tiles it.
 
 | granularity      | block of a [N, K] tensor | parameters |
 |------------------|--------------------------|------------|

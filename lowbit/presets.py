@@ -1,10 +1,9 @@
 """The usual schemes by name: functions that return a `Scheme`.
 
-The symmetric mapping of a preset is the one with the smaller squared error over trained and random weights
-(`python -m benchmarks.mapping_error`; the table is in `benchmarks/LOG.md`). "symmetric" has the finer step, but
-the largest positive value of a block clips; "symmetric_no_clipping_err" puts the largest value on a code. That value
-matters more with more bits and smaller groups. A checkpoint carries its own mapping,
-whatever the presets choose.
+A preset takes the symmetric mapping with the smaller squared error over trained and random weights
+(`python -m benchmarks.mapping_error`; the table is in `benchmarks/LOG.md`). "symmetric" has the finer step, but clips
+the largest positive value of a block; "symmetric_no_clipping_err" puts the largest value on a code. That value matters
+more with more bits and smaller groups. A checkpoint carries its own mapping, whatever the presets choose.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from lowbit.granularity import PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 
 _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
-"""By bits, the largest group for which "symmetric_no_clipping_err" has the smaller error; with more bits always."""
+"""For each number of bits, the largest group in which "symmetric_no_clipping_err" has the smaller error. With 6 or more
+bits it always has."""
 
 
 def _better_mapping(bits: int, group_size: int | None) -> Mapping:
@@ -29,10 +29,11 @@ def _better_mapping(bits: int, group_size: int | None) -> Mapping:
 def IntxWeightOnly(
     bits: int, group_size: int | None = None, mapping: Mapping | None = None
 ) -> Scheme:
-    """Weights of 1 to 8 bits, one scale a group of `group_size` inputs or (None) a row; activations as they are.
+    """Weights of 1 to 8 bits with one scale a group of `group_size` inputs, or a row (None). Activations stay as they
+    are.
 
     `mapping` defaults to the symmetric one with the smaller error: "symmetric_no_clipping_err" for 6 to 8 bits, for 5
-    in groups of up to 128 and for 4 in groups of up to 64; else "symmetric". One bit is "asymmetric".
+    bits in groups of up to 128 and for 4 bits in groups of up to 64; "symmetric" otherwise. One bit is "asymmetric".
     """
     fmt = Int(bits)
     granularity = PerRow() if group_size is None else PerGroup(group_size)
@@ -42,15 +43,15 @@ def IntxWeightOnly(
 
 
 def Int4WeightOnly(group_size: int = 128, mapping: Mapping | None = None) -> Scheme:
-    """4-bit weights, one scale a group of `group_size` inputs: 0.5 byte a weight plus scales.
+    """4-bit weights with one scale a group of `group_size` inputs: 0.5 byte a weight plus scales.
 
-    `mapping` is by default that of `IntxWeightOnly`.
+    `mapping` defaults to that of `IntxWeightOnly`.
     """
     return IntxWeightOnly(4, group_size, mapping)
 
 
 def Int8WeightOnly(group_size: int | None = None) -> Scheme:
-    """8-bit weights, one scale a row, or a group of `group_size` inputs."""
+    """8-bit weights with one scale a row, or a group of `group_size` inputs."""
     return IntxWeightOnly(8, group_size)
 
 
@@ -58,23 +59,23 @@ _DYNAMIC_INT8 = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
 
 
 def Int8DynamicActivationInt8Weight() -> Scheme:
-    """int8 × int8 products: weights one scale a row, activations one a token, computed as they come."""
+    """int8 × int8 products: one scale a row of the weight, and one a token of the activation, computed at each call."""
     return Scheme(weight=Int8WeightOnly().weight, activation=_DYNAMIC_INT8)
 
 
 def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping | None = None) -> Scheme:
-    """4-bit weights in groups of `group_size`, activations in 8 bits, one scale a token.
+    """4-bit weights in groups of `group_size`, activations in 8 bits with one scale a token.
 
-    `mapping`, of the weights, is by default that of `IntxWeightOnly`.
+    `mapping` of the weights defaults to that of `IntxWeightOnly`.
     """
     return Scheme(weight=Int4WeightOnly(group_size, mapping).weight, activation=_DYNAMIC_INT8)
 
 
 def Float8WeightOnly() -> Scheme:
-    """float8 (e4m3) weights, one scale a row."""
+    """float8 (e4m3) weights with one scale a row."""
     return Scheme(weight=Spec(Float8(), PerRow()))
 
 
 def Float8DynamicActivationFloat8Weight() -> Scheme:
-    """float8 × float8 products (e4m3): weights one scale a row, activations one a token."""
+    """float8 × float8 products (e4m3): one scale a row of the weight, and one a token of the activation."""
     return Scheme(weight=Spec(Float8(), PerRow()), activation=Spec(Float8(), PerToken()))

@@ -1,59 +1,246 @@
-"""The linear of a quantized weight: an ordered table of (condition, implementation), the last registered first.
+"""Decide what runs each product of a quantized weight, and run it.
+
+Every `F.linear` with a quantized weight, and every `lowbit.inference.linear`, ends in `quantized_linear`. It goes
+through a list of rows (condition, implementation) and runs the first whose condition holds: first the registrations
+of `register_linear`, the last registered first; then `BUILT_IN`, the literal list at the end of this file.
+
+A condition decides by shapes, dtypes, devices and the weight's metadata alone. The weight therefore remembers its
+last decision, together with everything that decided it (`_Known`). The next product with equal arguments takes the
+same row and checks nothing again; registering or unregistering an implementation makes all weights decide anew.
 
 A kernel or backend is one registration:
 
-    @register_linear(lambda x, w, bias: x.is_cuda and isinstance(w, AffineTensor) and w.spec.format == Int(4))
+    @register_linear(lambda x, w, bias: x.is_cuda and w.spec.format == Int(4))
     def my_linear(x, w, bias):
         return ...
 
-`condition(x, w, bias) -> bool` sees the activation [..., K], the quantized weight [N, K] and the bias [N] or None;
-it must decide from shapes, dtypes, devices and metadata alone, never from values. `implementation(x, w, bias)`
-returns [..., N] in x's dtype; registered with `takes_residual=True` it gets a fourth argument, a tensor [..., N] of
-x's dtype, or None, to add to the product. Gradients are not its concern: `quantized_linear` gives the input's, by one
-dequantize, the bias's and the residual's, whatever the implementation.
-
-Decoding calls a linear for every layer and token, so what runs for each is kept short, and conditions should be.
+This module imports no representation (representations import it). Conditions read `weight.stored_as`,
+`weight.spec` and `weight.activation` instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
+from lowbit import tracer
+from lowbit.granularity import PerGroup, PerRow, PerToken
+from lowbit.scheme import Float8, Int
 from lowbit.tensor.base import LowbitTensor
 
-Condition = Callable[[Tensor, LowbitTensor, Tensor | None], bool]
+Weight = Any
+"""A LowbitTensor [N, K] with the attributes of an AffineTensor."""
+Condition = Callable[[Tensor, Weight, Tensor | None], bool]
 Implementation = Callable[..., Tensor]
 """(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
-Watcher = Callable[[Tensor, LowbitTensor, Implementation], AbstractContextManager[None]]
-
-_table: list[tuple[Condition, Implementation, bool]] = []
-_watchers: list[Watcher] = []
-version = 0
-"""Differs from what it was once another implementation may be chosen for like operands, or is to be watched."""
 
 
-def _changed() -> None:
-    global version
-    version += 1
+class Row(NamedTuple):
+    """One row of the list."""
+
+    name: str
+    """As reports name it."""
+    condition: Condition
+    implementation: Implementation
+    takes_residual: bool = False
+
+
+# ---- the public product ------------------------------------------------------------------------------------
+
+# Names of this module, because looking up an attribute takes as long as some of these calls.
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_has_transforms = torch._C._are_functorch_transforms_active
+# Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
+
+
+def quantized_linear(
+    input: Tensor, weight: Weight, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """input [..., K] times weight [N, K] transposed, plus bias [N], plus residual [..., N]: [..., N].
+
+    Differentiable in input, bias and residual.
+
+    Raises:
+        RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
+        ValueError: shapes or dtypes that do not fit, or tensors on several devices.
+        NotImplementedError: an input in low bits, or a transform of torch.func.
+    """
+    x: Tensor = input
+    known: Any = None
+    arguments: Any = None
+    if not _is_compiling():
+        known = weight._known_product
+        is_autocast = _is_any_autocast_enabled()
+        if is_autocast:
+            x, bias = autocast_inputs(x, weight, bias)
+        # All that conditions and checks depend on and that can change during the life of a weight object.
+        arguments = (x.shape, x.dtype, x.device, weight.spec, weight.activation, is_autocast)
+        if bias is not None:
+            arguments += ("bias", bias.shape, bias.dtype, bias.device)
+        if residual is not None:
+            arguments += ("residual", residual.shape, residual.dtype, residual.device)
+    if (
+        known is not None
+        and known.arguments == arguments
+        and known.rows is _rows
+        and type(x) is Tensor
+        and not _has_transforms()
+    ):
+        row = known.row
+    else:
+        with _PlainAttributes():
+            x, bias, row = _decide(x, weight, bias, residual, arguments)
+    if _is_grad_enabled():
+        with _PlainAttributes():
+            if weight.requires_grad:
+                raise RuntimeError(
+                    f"{weight!r} is quantized and cannot be trained: call .requires_grad_(False) on it, or train with "
+                    "lowbit.qat.prepare_ and convert afterwards"
+                )
+            if (
+                x.requires_grad
+                or (bias is not None and bias.requires_grad)
+                or (residual is not None and residual.requires_grad)
+            ):
+                y = _Linear.apply(x, weight, bias, row)
+                return y if residual is None else y + residual
+    return _run(row, x, weight, bias, residual)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] and residual [..., N].
+
+    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. Kernels of
+    quantized weights add the residual before they round: it costs neither a launch nor a second rounding. With a plain
+    weight the residual is a separate addition.
+
+        h = lowbit.inference.linear(attended, block.out.weight, residual=h)
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        RuntimeError: the same with a plain weight, from F.linear.
+    """
+    if isinstance(weight, LowbitTensor) and weight.stored_as is not None:
+        return quantized_linear(x, weight, bias, residual)
+    _check_addend("residual", residual, (*x.shape[:-1], weight.shape[0]), x, weight)
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+# ---- the decision ------------------------------------------------------------------------------------------
+
+
+class _Known:
+    """A weight's last decision: for such `arguments` and this list of `rows`, `row`. Never changed, only replaced."""
+
+    __slots__ = ("arguments", "row", "rows")
+
+    def __init__(self, rows: tuple[Row, ...], arguments: tuple[Any, ...], row: Row) -> None:
+        self.rows, self.arguments, self.row = rows, arguments, row
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the weight decides for itself."""
+
+
+def _decide(
+    input: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, arguments: Any
+) -> tuple[Tensor, Tensor | None, Row]:
+    """Check the arguments, cast them as autocast does, choose the row, and let the weight remember it."""
+    check_linear(input, weight)
+    n = weight.shape[0]
+    _check_addend("bias", bias, (n,), input, weight)
+    _check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
+    x, bias = autocast_inputs(input, weight, bias)
+    row = choose_linear(x, weight, bias)
+    if arguments is not None and type(x) is Tensor:
+        weight._known_product = _Known(_rows, arguments, row)
+    return x, bias, row
+
+
+def choose_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Row:
+    """The first row whose condition holds for this product."""
+    for row in _rows:
+        if row.condition(x, weight, bias):
+            return row
+    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
+
+
+def _run(
+    row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """Run a product: the one place where an implementation is called."""
+    if tracer.active is not None:
+        with tracer.running(x, weight, row.name):
+            return _product(row, x, weight, bias, residual)
+    return _product(row, x, weight, bias, residual)
+
+
+def _product(
+    row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    if residual is None:
+        return row.implementation(x, weight, bias)
+    if row.takes_residual and residual.dtype is x.dtype:
+        return row.implementation(x, weight, bias, residual)
+    return row.implementation(x, weight, bias) + residual
+
+
+class _Linear(torch.autograd.Function):
+    """The same for every implementation: the gradient of the input is a product with the dequantized weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
+        # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
+        ctx.save_for_backward(weight.detach())
+        return _run(row, x, weight, bias, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (grad,) = grads
+        (weight,) = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            with _PlainAttributes():
+                grad_x = grad @ weight.dequantize().to(grad.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
+        return grad_x, None, grad_bias, None
+
+
+# ---- registrations -----------------------------------------------------------------------------------------
 
 
 def register_linear(
     condition: Condition, impl: Implementation | None = None, *, takes_residual: bool = False
 ) -> Callable[[Implementation], Implementation]:
-    """Put `impl` first in the table; as `@register_linear(condition)`, a decorator. Returns the decorator.
+    """Try `impl` before everything that is in the list; as `@register_linear(condition)`, a decorator.
 
-    `takes_residual`: it may be called with a fourth argument, the residual or None.
+    Args:
+        condition: `(x, weight, bias) -> bool`, of the activation [..., K], the quantized weight [N, K] and the bias [N]
+            or None. It decides by shapes, dtypes, devices and the weight's metadata alone: its answer is remembered,
+            and asked for again once one of these changes.
+        impl: `(x, weight, bias) -> Tensor`, [..., N] in x's dtype. It needs no gradient: those of input, bias and
+            residual are computed in the same way for all implementations.
+        takes_residual: `impl` may be called with a fourth argument, a tensor [..., N] of x's dtype that it adds.
+
+    Returns:
+        The decorator.
     """
 
     def register(fn: Implementation) -> Implementation:
-        _table.insert(0, (condition, fn, takes_residual))
-        _changed()
+        global _rows
+        name = getattr(fn, "__name__", type(fn).__name__)
+        _rows = (Row(name, condition, fn, takes_residual), *_rows)
         return fn
 
     if impl is not None:
@@ -62,122 +249,24 @@ def register_linear(
 
 
 def unregister_linear(impl: Implementation) -> None:
-    """Take every registration of `impl` out of the table again.
+    """Remove every registration of `impl`.
 
     Raises ValueError if there is none.
     """
-    kept = [entry for entry in _table if entry[1] is not impl]
-    if len(kept) == len(_table):
-        raise ValueError(
-            f"{impl!r} is not registered; registered: {[fn.__name__ for _, fn, _ in _table]}"
-        )
-    _table[:] = kept
-    _changed()
+    global _rows
+    kept = tuple(row for row in _rows if row.implementation is not impl)
+    if len(kept) == len(_rows):
+        names = [row.name for row in _rows]
+        raise ValueError(f"{impl!r} is not registered; registered: {names}")
+    _rows = kept
 
 
-def _find(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> tuple[Implementation, bool]:
-    for condition, impl, takes_residual in _table:
-        if condition(x, weight, bias):
-            return impl, takes_residual
-    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
-
-
-def choose_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None = None) -> Implementation:
-    """The implementation that serves this product."""
-    return _find(x, weight, bias)[0]
-
-
-@contextmanager
-def watch_linears(watcher: Watcher) -> Iterator[None]:
-    """Run each product of a quantized weight within `watcher(x, weight, implementation)`, until the context ends."""
-    _watchers.append(watcher)
-    _changed()
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def _multiply(
-    x: Tensor, weight: LowbitTensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    impl, takes_residual = _find(x, weight, bias)
-    if _watchers:
-        with _watchers[-1](x, weight, impl):
-            return _call(impl, takes_residual, x, weight, bias, residual)
-    if impl is plain_linear and bias is residual is None:
-        weight._expect(x.shape, version)
-    return _call(impl, takes_residual, x, weight, bias, residual)
-
-
-def _call(
-    impl: Implementation,
-    takes_residual: bool,
-    x: Tensor,
-    weight: LowbitTensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    if not takes_residual:
-        y = impl(x, weight, bias)
-        return y if residual is None else y + residual
-    if residual is None or residual.dtype is x.dtype:
-        return impl(x, weight, bias, residual)
-    return impl(x, weight, bias, None) + residual
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
-        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
-        ctx.save_for_backward(weight.detach())
-        return _multiply(x, weight, bias, None)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        (grad,) = grads
-        (weight,) = ctx.saved_tensors
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.dequantize().to(grad.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
-        return grad_x, None, grad_bias
-
-
-def quantized_linear(
-    input: Tensor,
-    weight: LowbitTensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """input [..., K] times weight [N, K] transposed, plus bias [N], plus residual [..., N]: [..., N].
-
-    Differentiable in input, bias and residual.
-
-    Raises:
-        RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
-        ValueError: shapes that do not fit, or tensors on several devices.
-    """
-    with_grad = torch.is_grad_enabled()
-    if with_grad and weight.requires_grad:
-        raise RuntimeError(
-            f"{weight!r} is quantized and cannot be trained: call .requires_grad_(False) on it, or train with "
-            "lowbit.qat.prepare_ and convert afterwards"
-        )
-    check_linear(input, weight)
-    check_bias(weight, bias)
-    check_residual(input, weight, residual)
-    x, bias = autocast_inputs(input, weight, bias)
-    if with_grad and any(t is not None and t.requires_grad for t in (x, bias, residual)):
-        y = _Linear.apply(x, weight, bias)
-        return y if residual is None else y + residual
-    return _multiply(x, weight, bias, residual)
+# ---- checks: the errors that explain a product that cannot be ----------------------------------------------
 
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:
-    """Raise ValueError where x [..., K] and a weight [N, K] do not fit or are on two devices, and NotImplementedError
-    for an x in low bits and inside of torch.func."""
+    """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
+    x in low bits and inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
@@ -195,47 +284,32 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and _has_transforms():
         raise weight._unsupported(
             "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
         )
 
 
-def check_bias(weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError where the bias isn't [N], or on another device than the weight: kernels take its address."""
-    if bias is None:
-        return
-    if bias.shape != weight.shape[:1]:
+def _check_addend(
+    name: str, addend: Tensor | None, shape: tuple[int, ...], x: Tensor, weight: Tensor
+) -> None:
+    """Raise ValueError unless the bias or residual has this shape and is on the weight's device: kernels take its
+    address."""
+    if addend is not None and addend.shape != shape:
         raise ValueError(
-            f"linear with weight {tuple(weight.shape)} takes a bias of shape {tuple(weight.shape[:1])}, got "
-            f"{tuple(bias.shape)}"
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a {name} of shape {shape}, got "
+            f"{tuple(addend.shape)}"
         )
-    if bias.device != weight.device:
+    if addend is not None and addend.device != weight.device:
         raise ValueError(
-            f"linear of a bias on {bias.device} with a weight on {weight.device}; accepted: both on one device, by "
-            "model.to(device)"
-        )
-
-
-def check_residual(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError where the residual isn't of the product's shape, or on another device."""
-    if residual is None:
-        return
-    if residual.shape != (*x.shape[:-1], weight.shape[0]):
-        raise ValueError(
-            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a residual of shape "
-            f"{(*x.shape[:-1], weight.shape[0])}, got {tuple(residual.shape)}"
-        )
-    if residual.device != x.device:
-        raise ValueError(
-            f"linear of an input on {x.device} with a residual on {residual.device}; accepted: both on one device, by "
-            "residual.to(device)"
+            f"linear of a {name} on {addend.device} with a weight on {weight.device}; accepted: both on one device, by "
+            f"model.to(device) or {name}.to(device)"
         )
 
 
 def check_first_derivative(weight: LowbitTensor) -> None:
-    """In a backward pass that has no derivative itself: raise NotImplementedError where one is asked for."""
-    # AOTAutograd, which asks for none, traces with gradients on
+    """In a backward pass without a derivative of its own: raise NotImplementedError where one is asked for."""
+    # AOTAutograd asks for none, but traces with gradients enabled.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise weight._unsupported(
             "second derivatives (accepted: backward() and autograd.grad without create_graph=True)"
@@ -243,7 +317,7 @@ def check_first_derivative(weight: LowbitTensor) -> None:
 
 
 def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What `F.linear` under autocast does to its inputs; the weight's values are cast once dequantized.
+    """Cast x and bias as `F.linear` does under autocast; the weight's values are cast once dequantized.
 
     Raises ValueError where, without autocast, x and the weight or the bias differ in dtype.
     """
@@ -266,20 +340,271 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
 
 
 def unflattened(y: Tensor, x: Tensor) -> Tensor:
-    """The product y [M, N] of the flattened input as [..., N], x being [..., K]. FSDP2 warns of modules that return a
-    view, so this is none."""
+    """The product y [M, N] of a flattened input as [..., N], where x is [..., K]. It is no view: FSDP2 warns of modules
+    that return one."""
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])
 
 
-def plain_linear(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> Tensor:
+# ---- int4 and int8 weights, activations in 16 bits ---------------------------------------------------------
+# float32 has no row here: there a converted model computes what the model prepared for QAT computed, to the bit. In
+# 16 bits the weights are equal to the bit as well, but the decode kernel does not round the weight to 16 bits.
+
+_HALVES = (torch.bfloat16, torch.float16)
+_GROUP_STEP = 32
+"""The kernels are measured with groups of a multiple of 32, or one scale a row."""
+
+
+def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
+    if x.dtype not in _HALVES or x.device.type not in ("cpu", "cuda"):
+        return False
+    if weight.stored_as != "integers" or weight.transposed:
+        return False
+    spec = weight.spec
+    if spec.format not in (Int(4), Int(8)) or spec.mapping == "float_zero_point":
+        return False
+    if spec.format.bits == 8 and weight.activation is not None:
+        return False  # int8 by int8 is faster
+    if isinstance(spec.granularity, PerGroup):
+        return spec.granularity.group_size % _GROUP_STEP == 0
+    return isinstance(spec.granularity, PerRow)
+
+
+def weight_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """A kernel unpacks the codes in registers. The activation is rounded before, if the scheme quantizes it."""
+    if weight.activation is not None:
+        x = weight.activation.fake_quantize(x)
+    tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
+    return kernels.weight_linear.weight_linear(*tensors, group_size=_group_size(x, weight))
+
+
+def _group_size(x: Tensor, weight: Weight) -> int:
+    """Elements of a row that share a scale."""
+    granularity = weight.spec.granularity
+    return granularity.group_size if type(granularity) is PerGroup else max(x.shape[-1], 1)
+
+
+# ---- activations and weights in 8 bits ---------------------------------------------------------------------
+
+
+def _is_rowwise(weight: Weight, format: Int | Float8) -> bool:
+    """One symmetric scale a row of the weight and a token of the activation, both in `format`."""
+    spec, activation = weight.spec, weight.activation
+    return (
+        activation is not None
+        and not weight.transposed
+        and weight.zero_point is None
+        and isinstance(spec.granularity, PerRow)
+        and isinstance(activation.granularity, PerToken)
+        and activation.mapping.startswith("symmetric")
+        and spec.format == activation.format == format
+    )
+
+
+def _has_int8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return (
+        x.is_cuda
+        and x.dtype in _HALVES
+        and _is_rowwise(weight, Int(8))
+        and weight.activation.mapping == "symmetric_no_clipping_err"  # the kernel's own
+        and 0 < weight.shape[1] <= kernels.dynamic_linear.MOST_K
+    )
+
+
+def int8_dynamic_kernel(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """int8 by int8 on a GPU; quantization of the tokens, scales, bias and residual are fused."""
+    tracer.multiplies_in("int8")
+    codes, scale = weight.codes, weight.scale
+    return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
+
+
+def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    if not _is_rowwise(weight, Int(8)):
+        return False
+    n, k = weight.shape
+    tokens = x.numel() // max(k, 1)
+    if k > kernels.dynamic_linear.MOST_K or 0 in (tokens, n, k):
+        return False
+    if x.is_cuda:  # as torch._int_mm takes it
+        return tokens > 16 and n % 8 == 0 and k % 8 == 0
+    return x.is_cpu
+
+
+def int8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """int8 by int8 in torch._int_mm: exact int32 sums, then token scale times row scale in float32."""
+    codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
+    tracer.multiplies_in("int8")
+    product = kernels.scaled_mm.int8_sums(codes, weight.codes)
+    # Multiply by the weight's scale first: the token's may be huge, and the sum could overflow on the way.
+    y = product.float() * weight.scale.float().t() * token_scale
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
+
+
+def _has_float8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    if not x.is_cuda or not _is_rowwise(weight, Float8()):
+        return False
+    n, k = weight.shape
+    return (
+        torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
+        and x.numel() > 0
+        and n % 16 == 0
+        and k % 16 == 0
+    )
+
+
+def float8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """float8 by float8 on a GPU, with float32 sums and both scales in the product."""
+    tracer.multiplies_in("e4m3")
+    return kernels.dynamic_linear.dynamic_linear(x, weight.codes, weight.scale, bias)
+
+
+# ---- ternary weights ---------------------------------------------------------------------------------------
+
+
+def _is_ternary(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    fits = weight.stored_as == "ternary" and not weight.transposed
+    return fits and x.numel() > 0 and weight.numel() > 0
+
+
+def ternary_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """int8 tokens by ternary codes, as in training (`lowbit.tensor.bitnet`)."""
+    codes, scale = quantize_tokens(x.reshape(-1, x.shape[-1]))
+    out = torch.float32 if x.dtype is torch.float64 else x.dtype
+    bias = None if bias is None else bias.to(out)
+    tracer.multiplies_in("int8")
+    y = kernels.ternary_mm.ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
+    return unflattened(y.to(x.dtype), x)
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes [M, K16] and scale [M] of x [M, K], K16 being K rounded up to a multiple of 16."""
+    x = x.float() if x.dtype is torch.float64 else x
+    codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(x, "int8", columns=False)
+    return codes, scale
+
+
+# ---- dequantized weights -----------------------------------------------------------------------------------
+
+
+def _is_float32_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    is_eager = not _is_compiling()  # while compiling, nothing is remembered
+    both = x.dtype is weight.dtype is torch.float32
+    return is_eager and x.is_cpu and both and not weight.transposed
+
+
+def cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """`plain_linear` to the bit. One kernel dequantizes into memory that this thread's next product overwrites."""
+    values_t = weight.values_for_product()
+    if values_t is None:  # no compiler, or something traces the operations
+        return plain_linear(x, weight, bias)
+    if weight.activation is not None:
+        x = weight.activation.fake_quantize(x)
+    return x @ values_t if bias is None else F.linear(x, values_t.t(), bias)
+
+
+def _is_any(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return True
+
+
+def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Quantize and dequantize the activation if the scheme says so, dequantize the weight, multiply.
 
-    The reference of every other implementation, and what a QAT-prepared layer computes, to the bit.
+    This is the reference of every other implementation. A QAT-prepared layer computes the same, to the bit.
     """
-    spec = getattr(weight, "activation", None)
-    if spec is not None:
-        x = spec.fake_quantize(x)
-    return F.linear(x, weight._operand(x), bias)
+    if weight.activation is not None:
+        x = weight.activation.fake_quantize(x)
+    with _PlainAttributes():
+        return F.linear(x, weight.dequantize().to(x.dtype), bias)
 
 
-register_linear(lambda x, weight, bias: True, plain_linear)
+# ---- experts -----------------------------------------------------------------------------------------------
+
+
+def grouped_linear(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
+    """Each row of x times the weight of its expert, transposed; the rows are sorted by expert. [M, N] in x's dtype.
+
+    Args:
+        x: [M, K].
+        weight: [E, N, K], quantized or plain.
+        offsets: int32 [E], on x's device: expert e takes the rows from offsets[e − 1] (0 for the first) to offsets[e],
+            as in `torch._grouped_mm`. Rows after the last offset are zero in the result.
+
+    int4 and int8 weights on a GPU have a kernel, which reads the offsets on the device: it works in a CUDA graph.
+    Elsewhere, and where a gradient of x is asked for, experts run one by one, and the host reads the offsets.
+    Differentiable in x.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; offsets that fall, or exceed M (where the host reads them).
+    """
+    _check_grouped(x, weight, offsets)
+    if _has_grouped_kernel(x, weight):
+        codes, group_size = weight.codes, _group_size(x, weight)
+        tensors = (x, codes, weight.scale, weight.zero_point, offsets)
+        with tracer.running(x, weight, "grouped_linear"):
+            return kernels.grouped_linear.grouped_linear(*tensors, group_size=group_size)
+    return _one_by_one(x, weight, offsets)
+
+
+def _has_grouped_kernel(x: Tensor, weight: Any) -> bool:
+    if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if getattr(weight, "stored_as", None) is None or weight.activation is not None:
+        return False
+    return _has_weight_kernel(x, weight, None)
+
+
+def _one_by_one(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    bounds = list(zip([0, *ends], [*ends, x.shape[0]], strict=True))
+    if any(not 0 <= start <= end <= x.shape[0] for start, end in bounds):
+        raise ValueError(f"offsets {ends} must rise and end within the {x.shape[0]} rows of x")
+    parts = [
+        F.linear(x[start:end], weight[expert]) for expert, (start, end) in enumerate(bounds[:-1])
+    ]
+    rest = x.new_zeros(x.shape[0] - ends[-1] if ends else x.shape[0], weight.shape[1])
+    return torch.cat([*parts, rest])
+
+
+def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"grouped_linear takes x [M, K] and weight [E, N, K], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"grouped_linear of a {x.dtype} input with a weight of dtype {weight.dtype}: convert one"
+        )
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"offsets must be int32 [{weight.shape[0]}], got {offsets.dtype} {tuple(offsets.shape)}"
+        )
+
+
+# ---- THE LIST: what runs a product, in the order in which it is tried --------------------------------------
+
+BUILT_IN = (
+    # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
+    Row("weight_linear", _has_weight_kernel, weight_linear, takes_residual=True),
+    # int8 weights and activations in 16 bits on a GPU: one fused kernel
+    Row("int8_dynamic_kernel", _has_int8_kernel, int8_dynamic_kernel, takes_residual=True),
+    # int8 weights and activations elsewhere: torch._int_mm
+    Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),
+    # float8 weights and activations in bfloat16 on a GPU that has float8 units
+    Row("float8_dynamic_linear", _has_float8_kernel, float8_dynamic_linear),
+    # ternary weights: int8 tokens by 2-bit codes
+    Row("ternary_linear", _is_ternary, ternary_linear),
+    # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
+    Row("cpu_linear", _is_float32_on_cpu, cpu_linear),
+    # everything else: PyTorch operations
+    Row("plain_linear", _is_any, plain_linear),
+)
+
+_rows: tuple[Row, ...] = BUILT_IN
+"""`BUILT_IN` and, before it, what users registered. Replaced and never changed, so that `_Known` can compare it."""

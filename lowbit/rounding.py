@@ -1,8 +1,8 @@
 """Counter-based stochastic rounding.
 
-A random draw is a pure function of ``(seed, step, tensor, global element index)``. So a training run
-resumes bit for bit, and gives the same weights on 1, 2 or 8 ranks: a shard passes the index of its first
-element as ``offset``. No generator state exists, nothing is saved, and nothing synchronises.
+Random bits are a pure function of ``(seed, step, tensor, global element index)``. So a training run resumes bit for
+bit, and gives the same weights on 1, 2 or 8 ranks: a shard passes the index of its first element as ``offset``. No
+generator state exists, nothing is saved, and nothing synchronises.
 
 The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves of a 64-bit integer)::
 
@@ -16,14 +16,14 @@ The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves o
     h     = lo(octet) ^ k0;  h ^= h >> 16;  h *= 0x7feb352d
     h    ^= (h >> 15) ^ (k1 + 0x9e3779b9 * hi(octet))
     h    *= 0x846ca68b;  h ^= h >> 16
-    draw  = h * M[index & 7] >> 16                              # 16 bits
+    bits  = h * M[index & 7] >> 16                              # 16 bits
 
-F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; constants found by
-search, https://github.com/skeeto/hash-prospector). An octet costs one pass through it with a key before and one
-in the middle, about 9 integer instructions, where Philox costs hundreds; an element one multiplication more. M holds
-odd numbers, so that every draw is uniform, of which any two make draws that fill the square evenly (their lattice's
-shortest vector is over 0.75 * 2**16), and no three have a linear relation in small numbers. It is not a
-cryptographic generator.
+F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; constants found by search,
+https://github.com/skeeto/hash-prospector). An octet takes one pass through F, with one key before it and one in the
+middle: about 9 integer instructions, where Philox takes hundreds. An element takes one more multiplication. The numbers
+in M are odd, so that the bits of every element are uniform. Any two of them give pairs that fill the square evenly (the
+shortest vector of their lattice is over 0.75 * 2**16), and no three have a linear relation in small numbers. This is
+not a cryptographic generator.
 
 Stochastic rounding of weights: arXiv 2010.06192.
 """
@@ -53,13 +53,13 @@ def random_bits(
     offset: int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Uniform 16-bit draws for the elements ``offset .. offset + numel - 1`` of a tensor.
+    """Uniform 16 random bits for each of the elements ``offset .. offset + numel - 1`` of a tensor.
 
     Args:
         shape: number of elements, or the shape of the result; elements are counted in row-major order.
-        seed: of the run; taken modulo 2**64.
+        seed: of the run, modulo 2**64.
         step: optimizer step, a Python int or a tensor of one element (any integer dtype, or a float that
-            holds an integer). A tensor on the device is never read by the host, and does not recompile.
+            holds an integer). The host never reads a tensor on the device, and its value does not recompile.
         tensor: index of the parameter in the model, the same on every rank.
         offset: global index of the first element; any non-negative 64-bit integer.
         device: of the result; by default the device of ``step`` if that is a tensor, else the CPU.
@@ -82,9 +82,9 @@ def random_bits(
     k0, k1 = keys(seed, step, tensor)
     octet = torch.arange(offset >> 3, (offset + numel + 7) >> 3, dtype=torch.int64, device=device)
     h = _hash(octet, k0, k1)
-    draws = torch.stack([(h * m >> 16) & 0xFFFF for m in _M], dim=-1).to(torch.int32).flatten()
+    bits = torch.stack([(h * m >> 16) & 0xFFFF for m in _M], dim=-1).to(torch.int32).flatten()
     start = offset & 7
-    return draws[start : start + numel].reshape(shape)
+    return bits[start : start + numel].reshape(shape)
 
 
 def stochastic_round_bf16(
@@ -92,8 +92,8 @@ def stochastic_round_bf16(
 ) -> Tensor:
     """Round float32 to bfloat16, up or down with probability proportional to the distance.
 
-    The draw is added to the 16 bits that bfloat16 lacks, and the sum is truncated; so the expectation is
-    exactly ``x`` (subnormals included), and a value that bfloat16 holds is never changed.
+    Random bits are added to the 16 bits that bfloat16 lacks, and the sum is truncated. So the expectation is
+    exactly ``x`` (subnormals included), and a value that bfloat16 can hold never changes.
 
     Args:
         x: float32, any shape and strides; element ``i`` in row-major order has the global index
@@ -114,11 +114,11 @@ def stochastic_round_bf16(
     )
 
 
-def round_bf16(x: Tensor, draws: Tensor) -> Tensor:
-    """:func:`stochastic_round_bf16` with given draws, int32 of the shape of float32 ``x``, values 0..65535."""
+def round_bf16(x: Tensor, random: Tensor) -> Tensor:
+    """:func:`stochastic_round_bf16` with given random bits: int32 of the shape of float32 ``x``, values 0..65535."""
     bits = x.view(torch.int32)
     truncated = bits & -0x10000
-    rounded = (bits + draws) & -0x10000
+    rounded = (bits + random) & -0x10000
     overflow = (rounded & 0x7F800000) == 0x7F800000
     rounded = torch.where(overflow, truncated, rounded).view(torch.float32)
     # A NaN's bits may carry over or truncate to an infinity: NaN takes the ordinary conversion.
@@ -130,7 +130,7 @@ def split_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
 
     With u the bits of x: value24 = u + 0x80, its last 8 bits cleared (to the nearest, a tie away from zero);
     bfloat16 b = the upper half of value24 + 0x8000; correction = (value24 - (b << 16)) >> 8, in [-128, 127].
-    NaN, infinities, and values that b would round to an infinity are converted as ever, with a correction of 0.
+    NaN, infinities, and values that b would round to an infinity take the ordinary conversion, with a correction of 0.
     """
     bits = x.view(torch.int32)
     value24 = (bits + 0x80) & -0x100
@@ -153,8 +153,8 @@ def stochastic_round(
 ) -> Tensor:
     """Round float32 to an integral float32: ``floor(x) + (u < x - floor(x))``.
 
-    ``u = (draw + 0.5) / 65536``, so the expectation is within 2**-17 of ``x``, and an integral ``x`` is
-    never changed. (``floor(x + u)`` would change large ones, where the sum rounds in float32.)
+    ``u = (bits + 0.5) / 65536``, so the expectation is within 2**-17 of ``x``, and an integral ``x`` never changes.
+    (``floor(x + u)`` would change large ones, because the sum rounds in float32.)
 
     Args:
         x: float32, any shape, in units of the integer grid (for int8 weights: weight / scale).
@@ -168,22 +168,20 @@ def stochastic_round(
         TypeError: ``x`` is not float32.
     """
     _check_float32(x, "stochastic_round")
-    draws = random_bits(
-        x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device
-    )
-    u = (draws.to(torch.float32) + 0.5) * (1.0 / 65536)
+    bits = random_bits(x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device)
+    u = (bits.to(torch.float32) + 0.5) * (1.0 / 65536)
     low = x.floor()
     return low + (u < x - low)
 
 
 def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """The draws of elements given by their global ``index`` (int64, or int32), with keys of :func:`keys`: tensors
+    """The random bits of elements with the global ``index`` (int64 or int32). The keys, from :func:`keys`, are tensors
     of either dtype that broadcast.
 
     Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
     """
     octet = index >> 3
-    # 32 bits wrap as they should, and are twice as fast
+    # int32 wraps as the formula needs, and is twice as fast
     k0, k1 = k0.to(torch.int32), k1.to(torch.int32)
     key = k1
     if index.dtype == torch.int64:
@@ -200,10 +198,10 @@ def _multipliers(index: Tensor) -> Tensor:
     """M of the module docstring, as int32 of the same bits, on the device of `index`."""
     if type(index) is Tensor:
         return _kept_multipliers(index.device)
-    return _made_multipliers(index.device)  # as fake as `index` may be: not to be kept
+    return _made_multipliers(index.device)  # may be a fake tensor, as `index`: not to be cached
 
 
-@functools.cache  # once a device, since a copy to a GPU can't be captured in a graph
+@functools.cache  # once a device, because a copy to a GPU can't be captured in a graph
 def _kept_multipliers(device: torch.device) -> Tensor:
     return _made_multipliers(device)
 
@@ -218,11 +216,11 @@ def _hash(octet: Tensor, k0: Any, k1: Any) -> Tensor:
 
 
 def _finalise(h, key=0):
-    """F of the module docstring, on Python ints or int64 tensors holding 0 .. 2**32 - 1; `key` joins in the middle."""
+    """F of the module docstring, on Python ints or int64 tensors holding 0 .. 2**32 - 1; `key` enters in the middle."""
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _MASK
     h = h ^ (h >> 15) ^ key
-    # 0x846ca68b - 2**32: the same modulo 2**32, and the product stays within a signed 64-bit integer.
+    # 0x846ca68b - 2**32: equal modulo 2**32, and the product fits a signed 64-bit integer.
     h = (h * -0x7B935975) & _MASK
     return h ^ (h >> 16)
 

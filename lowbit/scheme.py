@@ -1,11 +1,11 @@
 """Schemes: what is quantized, to which number format, at which granularity.
 
-A `Spec` describes one quantized tensor: format + granularity + mapping. A `Scheme` is a weight's `Spec` and, where
-activations are quantized too, theirs. The same Scheme drives `quantize_`, `qat.prepare_`, calibration and
-checkpoints, so nothing is configured twice. `Spec` also carries out what it describes (`quantize`, `dequantize`,
-`fake_quantize`), through `lowbit.affine`, so that every flow gives the same bits.
+A `Spec` describes one quantized tensor: format + granularity + mapping. A `Scheme` holds the `Spec` of a weight and,
+where activations are quantized too, the `Spec` of the activation. The same Scheme drives `quantize_`, `qat.prepare_`
+and checkpoints, so nothing is configured twice. `Spec` also computes what it describes (`quantize`, `dequantize`,
+`fake_quantize`) through `lowbit.affine`, so every flow gives the same bits.
 
-`lowbit.presets` has the usual ones (`Int4WeightOnly(group_size=128)`, …), functions that return a `Scheme`.
+`lowbit.presets` defines the usual schemes (`Int4WeightOnly(group_size=128)`, …) as functions that return a `Scheme`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Int:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of an unpacked code."""
+        """The dtype of an unpacked code."""
         return torch.int8 if self.signed else torch.uint8
 
 
@@ -99,7 +99,7 @@ class Spec:
         mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric" or "float_zero_point" (see `lowbit.affine`).
 
     Raises:
-        ValueError, TypeError: a combination that cannot be, e.g. float8 with a zero point.
+        ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
     """
 
     format: Int | Float8
@@ -128,8 +128,8 @@ class Spec:
             )
 
     def same_values(self, other: Spec) -> bool:
-        """Whether codes and scales stand for the same values under both: the two symmetric mappings choose different
-        scales, and read them alike."""
+        """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
+        scales but decode them alike."""
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
         return self == (replace(other, mapping=self.mapping) if symmetric else other)
 
@@ -147,7 +147,7 @@ class Spec:
         return self.granularity.block_size(shape)
 
     def _pad(self, x: Tensor) -> Tensor:
-        """`x` with zeros up to `padded_shape`: zeros never change a range, which includes zero anyway."""
+        """`x` padded with zeros to `padded_shape`. Zeros never change a range, which always includes zero."""
         padding = [n - m for n, m in zip(self.padded_shape(x.shape), x.shape, strict=True)]
         if not any(padding):
             return x
@@ -156,7 +156,7 @@ class Spec:
     def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
 
-        zero_point is None where it is 0 by definition: float8, and symmetric codes that have a sign.
+        zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
         """
         fmt = self.format
         integer_zero_point = isinstance(fmt, Int) and self.mapping != "float_zero_point"
@@ -175,7 +175,7 @@ class Spec:
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether a zero point goes with each scale; without one it is 0."""
+        """Whether each scale has a zero point beside it; otherwise the zero point is 0."""
         if isinstance(self.format, Float8):
             return False
         return not (self.format.signed and self.mapping.startswith("symmetric"))
@@ -199,10 +199,10 @@ class Spec:
     def unclamped_codes(
         self, x: Tensor, scale_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`quantize` short of the clamp: codes in the narrowest dtype that still tells which of them clip.
+        """`quantize` without the clamp: codes in the narrowest dtype that still shows which of them clip.
 
-        That is int8, one step beyond the range on either side; int16 for 8 bits; float8 itself, which never clips
-        at its own scale.
+        The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes; float8 for
+        float8, which never clips at its own scale.
         """
         x = self._pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype)
@@ -229,7 +229,7 @@ class Spec:
         shape: Sequence[int],
         output_dtype: torch.dtype,
     ) -> Tensor:
-        """Values of `codes` without the padding: `shape`, `output_dtype`."""
+        """The values of `codes` without the padding, as a tensor of `shape` and `output_dtype`."""
         fmt = self.format
         block = self.block_size(shape)
         values = dequantize_affine(
@@ -252,7 +252,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer is quantized: its weight and, unless None, the activation that enters its product."""
+    """How a layer is quantized: its weight and, unless `activation` is None, the input of its product."""
 
     weight: Spec
     activation: Spec | None = None
@@ -272,8 +272,8 @@ class Scheme:
             )
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
-        """Why a weight of this shape is left alone; None if it is not. `uses`: what the modules are that hold it, of
-        `lowbit.convert.USES`."""
+        """Why a weight of this shape is left alone, or None if it is converted. `uses`: the kinds of the modules that
+        hold the weight, each one of `lowbit.convert.USES`."""
         gran = self.weight.granularity
         if (
             "embedding" in uses
@@ -309,7 +309,7 @@ class Scheme:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Scheme:
-        """Raises ValueError, and so do the parts of it that cannot be."""
+        """The scheme that `to_dict` described. Raises ValueError for anything else."""
         try:
             activation = data.get("activation")
             return Scheme(

@@ -1,13 +1,13 @@
-"""A small Llama, written plainly, that every recipe shares.
+"""A small, plain Llama that every recipe shares.
 
 One block is
 
     x = x + Attention(RMSNorm(x))        grouped-query attention with rotary positions
     x = x + SwiGLU(RMSNorm(x))           down(silu(gate(x)) * up(x))
 
-and the model is an embedding, `layers` such blocks, a last RMSNorm and a head, which is the embedding
-itself when `tied`. No bias anywhere. Every matrix is an `nn.Linear`, so `lowbit.quantize_` and
-`lowbit.qat.prepare_` find it.
+and the model is an embedding, `layers` such blocks, a last RMSNorm and a head, which shares the embedding's weight when
+`tied`. There are no biases. Every matrix is an `nn.Linear`, so that `lowbit.quantize_` and `lowbit.qat.prepare_` find
+it.
 
 Shapes in names: B sequences, T new positions, S positions seen so far (cache included), D model width,
 H query heads, K key/value heads, E width of one head, V vocabulary.
@@ -70,8 +70,8 @@ class LlamaConfig:
 class KVCache:
     """Keys and values of the positions seen so far: for each layer a pair [B, K, S, E].
 
-    Room for all `positions` (by default the context) is taken at a layer's first use, in the dtype and on
-    the device of what it is given.
+    The first use of a layer allocates all `positions` (by default the context), in the dtype and on the device of its
+    keys.
     """
 
     def __init__(self, config: LlamaConfig, batch: int, positions: int | None = None) -> None:
@@ -80,8 +80,8 @@ class KVCache:
         self._shape = (batch, config.kv_heads, self.capacity, config.head_dim)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def extend(self, layer: int, key_BKTE: Tensor, value_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new positions after the ones held; give all of this layer as [B, K, S, E]."""
+    def append(self, layer: int, key_BKTE: Tensor, value_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new positions, and return all positions of this layer: keys and values [B, K, S, E]."""
         if layer not in self._layers:
             made = key_BKTE.new_zeros(self._shape), value_BKTE.new_zeros(self._shape)
             self._layers[layer] = made
@@ -101,7 +101,7 @@ def rotary_angles(config: LlamaConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BHTE: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-    """Turn each pair (channel i, channel i + E/2) by its position's angle. Keeps shape and dtype."""
+    """Rotate each pair (channel i, channel i + E/2) by the angle of its position. Keeps shape and dtype."""
     cos, sin = cos_TP.to(x_BHTE.dtype), sin_TP.to(x_BHTE.dtype)
     first, second = x_BHTE.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -130,8 +130,8 @@ class Attention(nn.Module):
         mask, causal = None, new > 1
         if cache is not None:
             seen = cache.length
-            key_BKSE, value_BKSE = cache.extend(layer, key_BKSE, value_BKSE)
-            if seen and new > 1:  # torch aligns `is_causal` to the top left, so say it explicitly
+            key_BKSE, value_BKSE = cache.append(layer, key_BKSE, value_BKSE)
+            if seen and new > 1:  # `is_causal` aligns its mask to the top left
                 mask = x_BTD.new_ones(new, seen + new, dtype=torch.bool).tril(seen)
                 causal = False
         out_BHTE = F.scaled_dot_product_attention(
@@ -198,7 +198,7 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02); the two matrices that write to the residual stream by 1/√(2·layers) less."""
+        """Normal(0, 0.02), times 1/√(2·layers) for the two matrices of a block that write to the residual stream."""
         self.cos, self.sin = rotary_angles(self.config)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -211,8 +211,8 @@ class Llama(nn.Module):
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] of the token that follows each position.
 
-        With a `cache` the T tokens come after the `cache.length` ones it holds, which then grows by T.
-        ValueError when the positions outgrow the context or the cache.
+        With a `cache` the T tokens follow the `cache.length` tokens in it, and are added to it.
+        ValueError when the positions exceed the context or the cache.
         """
         start = cache.length if cache is not None else 0
         end = start + tokens_BT.shape[1]
@@ -225,7 +225,7 @@ class Llama(nn.Module):
         cos_TP, sin_TP = self.cos[start:end], self.sin[start:end]
         x_BTD = self.embedding(tokens_BT)
         for layer, block in enumerate(self.blocks):
-            # without a cache all blocks are called alike, so that torch.compile compiles them once
+            # without a cache, equal arguments for all blocks let torch.compile compile them once
             x_BTD = block(x_BTD, cos_TP, sin_TP, cache, layer if cache is not None else 0)
         if cache is not None:
             cache.length = end
@@ -243,9 +243,9 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Append `new_tokens` sampled tokens to the prompt: int64 [B, T + new_tokens].
 
-        The prompt runs once, then one token at a time over a key/value cache. `temperature` 0 takes
-        the most likely token; `top_k` keeps that many candidates, None all. Draws are made on the CPU,
-        so a seeded `generator` gives the same draws on every device.
+        The prompt runs once, then one token at a time over a key/value cache. `temperature` 0 takes the most likely
+        token; `top_k` keeps that many candidates, None all. The CPU draws, so a seeded `generator` gives the same draws
+        on every device.
         """
         batch, length = prompt_BT.shape
         if length < 1 or new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):

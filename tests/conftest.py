@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 
-# Tests are many and small: threads that wait for each other on a busy machine make them several times slower.
+# There are many small tests. On a busy machine, threads that wait for each other make them several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -26,8 +26,8 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-# Compiled kernels: those of earlier runs must not hide that a compiler refuses them, and processes that tests start
-# share one folder.
+# A kernel cache for this run alone: kernels of earlier runs must not hide that a compiler refuses one now. Processes
+# that tests start share the folder.
 _CACHE = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
 os.environ["LOWBIT_CACHE_DIR"] = _CACHE.name
 

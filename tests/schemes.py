@@ -80,7 +80,7 @@ activation_specs = specs.filter(lambda s: isinstance(s.granularity, lb.PerToken 
 
 
 def weight_specs(rank: int) -> st.SearchStrategy[lb.Spec]:
-    """Specs that a weight of `rank` dimensions takes."""
+    """Specs that fit a weight of `rank` dimensions."""
     return specs.filter(
         lambda s: (
             not isinstance(s.granularity, lb.PerToken)
@@ -104,7 +104,7 @@ def _block(granularity: object, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
-    """`x` quantized and dequantized, in float64 (the values have float32's precision), without a rounding to x's."""
+    """`x` quantized and dequantized, in float64 (the values have float32's precision), not rounded to x's dtype."""
     shape = tuple(x.shape)
     block = _block(spec.granularity, shape)
     padded = torch.zeros([-(-n // b) * b for n, b in zip(shape, block, strict=True)], dtype=x.dtype)

@@ -157,7 +157,7 @@ formats = st.sampled_from([f for f in INTS if f.bits > 1])
 def test_fake_quantize_is_idempotent(
     array: np.ndarray, fmt: Int, mapping: Mapping, dtype: torch.dtype
 ) -> None:
-    """With the same scale and zero point, a second time changes nothing."""
+    """With the same scale and zero point, quantizing a second time changes nothing."""
     x = torch.from_numpy(array)
     if dtype == torch.bfloat16 and mapping == "float_zero_point":
         x, dtype = (
@@ -173,7 +173,7 @@ def test_fake_quantize_is_idempotent(
 
 @given(floats, formats, st.sampled_from(INTEGER_ZERO_POINT))
 def test_zero_stays_zero(array: np.ndarray, fmt: Int, mapping: Mapping) -> None:
-    """The range includes zero, so zero is a code: also where all inputs are far on one side of it."""
+    """The range includes zero, so zero has a code, even where all inputs lie far on one side of it."""
     for x in (
         torch.from_numpy(array),
         torch.from_numpy(array).abs() + 10,
@@ -186,7 +186,7 @@ def test_zero_stays_zero(array: np.ndarray, fmt: Int, mapping: Mapping) -> None:
 
 @given(floats, formats, st.sampled_from(MAPPINGS))
 def test_error_is_at_most_half_a_step(array: np.ndarray, fmt: Int, mapping: Mapping) -> None:
-    """Nothing is clipped by more than rounding costs; a whole step where an integer zero point was rounded too."""
+    """Clipping costs no more than rounding does, or one whole step where an integer zero point was rounded too."""
     x = torch.from_numpy(array)
     scale, _ = qparams(x, mapping, (1, 8), fmt)
     _, values = round_trip(x, mapping, (1, 8), fmt)
@@ -196,7 +196,7 @@ def test_error_is_at_most_half_a_step(array: np.ndarray, fmt: Int, mapping: Mapp
 
 @given(floats, formats)
 def test_no_clipping_mapping_never_clips(array: np.ndarray, fmt: Int) -> None:
-    """Codes before the clamp lie within the range, and the larger end of the range is used up."""
+    """Codes before the clamp lie within the range, and reach its larger end."""
     x = torch.from_numpy(array)
     scale, zero_point = qparams(x, "symmetric_no_clipping_err", (1, 8), fmt)
     codes = torch.round(x * (1.0 / scale[:, None])) + zero_point[:, None]

@@ -95,7 +95,7 @@ def test_experts_are_quantized_as_if_alone() -> None:
 )
 @pytest.mark.parametrize("eps", [None, 0.0, 1e-12])
 def test_zeros(mapping: Mapping, scale_dtype: torch.dtype, eps: float | None) -> None:
-    """Also with an eps that the scale's dtype cannot hold."""
+    """The same holds for an eps that the scale's dtype cannot represent."""
     values, scale = round_trip(
         torch.zeros(3, 16), mapping, (1, 8), scale_dtype=scale_dtype, eps=eps
     )
@@ -133,7 +133,7 @@ def test_huge(mapping: Mapping) -> None:
 
 @mappings
 def test_tiny(mapping: Mapping) -> None:
-    """Below the least scale everything rounds to a value as small; nothing divides by zero."""
+    """Inputs below the smallest scale round to values as small; nothing divides by zero."""
     x = torch.tensor([[1e-40, -1e-40, 1e-45, 0.0], [1e-36, -1e-36, 5e-37, 0.0]])
     values, scale = round_trip(x, mapping, (1, 4))
     assert values.isfinite().all() and (scale > 0).all()
@@ -206,7 +206,7 @@ def test_float8_has_no_zero_point(dtype: torch.dtype, mapping: Mapping) -> None:
 
 @float8
 def test_float8_gradient_stops_where_it_saturates(dtype: torch.dtype) -> None:
-    """It passes for what rounds to the largest value, up to half a step above it, as for the codes of integers."""
+    """The gradient passes for inputs that round to the largest value, up to half a step above it, as for integers."""
     largest = torch.finfo(dtype).max
     half_step = largest / (28 if dtype == torch.float8_e4m3fn else 14)  # 16 of 448, 4096 of 57344
     inside, outside = largest + half_step * 0.99, largest + half_step * 1.01

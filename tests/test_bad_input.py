@@ -1,4 +1,4 @@
-"""What users get wrong: the error names the value and what is accepted, and the model is as it was."""
+"""Users' mistakes: the error names the value and what is accepted, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_nothing_to_quantize(flow: Flow) -> None:
 
 
 def with_weight(weight: Tensor) -> nn.Module:
-    """The last of three layers has this weight, so that those before it could already be converted."""
+    """The last of three layers has this weight, so the layers before it could already be converted."""
     net = model()
     net[3].weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
     return net
@@ -157,7 +157,7 @@ def test_a_bad_weight_that_is_left_out_does_not_matter(flow: Flow) -> None:
 
 @FLOWS
 def test_blocks_that_a_weight_cannot_have(flow: Flow) -> None:
-    """Found before the first weight is replaced, although others could be converted."""
+    """The error comes before the first weight is replaced, although other weights could be converted."""
     net = nn.Sequential(Experts(), nn.Linear(8, 8))
     scheme = lb.Scheme(lb.Spec(lb.Int(8), lb.PerBlock(1, 4, 4)))
     check_refused(

@@ -1,4 +1,4 @@
-"""The benchmark runner: found, refused without a GPU, rotated past the cache, and rendered as ratios."""
+"""The benchmark runner: registration, the refusal without a GPU, sets of arguments, and the report."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(all_benchmarks())
-    assert {"dequantize_int4", "optimizer_step", "optimizer_step_cpu", "train_memory"} <= set(
+    assert {"dequantize", "optimizer_step", "optimizer_step_cpu", "train_memory"} <= set(
         all_benchmarks()
     )
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "dequantize_int4"],
+        [sys.executable, "-m", "benchmarks", "dequantize"],
         cwd=ROOT,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -55,7 +55,7 @@ def test_an_unknown_name_says_what_there_is(capsys: pytest.CaptureFixture) -> No
         main(["no_such_thing"])
     assert exit.value.code != 0
     error = capsys.readouterr().err
-    assert "no_such_thing" in error and "dequantize_int4" in error
+    assert "no_such_thing" in error and "dequantize" in error
 
 
 def test_a_name_is_registered_once() -> None:
@@ -106,7 +106,7 @@ def test_report_gives_ratios_to_peer_and_floor() -> None:
         assert fact in page
 
 
-def test_selecting_keeps_what_ratios_refer_to() -> None:
+def test_selecting_keeps_the_reference_of_ratios() -> None:
     candidates = [Candidate(name, tuple, tuple, 1) for name in ("lowbit", "torch", "torchao")]
     problem = Problem("a shape", candidates, reference="torch")
 
@@ -120,7 +120,7 @@ def test_selecting_keeps_what_ratios_refer_to() -> None:
     assert names(["another shape"], []) == []
 
 
-def test_what_cannot_run_is_a_line_and_a_failure_a_status(
+def test_a_candidate_that_cannot_run_has_a_row_and_a_failure_sets_the_status(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     raised = {"missing": ImportError("No module named 'peer'"), "large": torch.OutOfMemoryError()}
@@ -168,7 +168,7 @@ def test_measures_on_the_gpu() -> None:
     bandwidth = copy_bandwidth(repeats=5)
     for graph in (True, False):
         candidate = Candidate(add.name, add.run, add.arguments, add.moved_bytes, graph)
-        # the best of some, since other tests may keep the GPU busy meanwhile
+        # The best of several, since other tests may keep the GPU busy.
         best = min(measure(candidate, 5).median for _ in range(5))
         assert 0.5 < best / (add.moved_bytes / bandwidth) < 5
 
@@ -176,8 +176,7 @@ def test_measures_on_the_gpu() -> None:
 @pytest.mark.gpu
 def test_runs_end_to_end(tmp_path: Path) -> None:
     assert (
-        main(["dequantize_int4", "--only", "attention", "--repeats", "3", "--out", str(tmp_path)])
-        == 0
+        main(["dequantize", "--only", "attention", "--repeats", "3", "--out", str(tmp_path)]) == 0
     )
     (page,) = tmp_path.iterdir()
     assert torch.cuda.get_device_name() in page.read_text()

@@ -1,4 +1,4 @@
-"""save and load: every representation, ties, values and metadata come back; anyone can read the files."""
+"""save and load restore every representation, ties, values and metadata; the files are readable without lowbit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_prepared_models(tmp_path: Path, suffix: str) -> None:
 @SUFFIXES
 @pytest.mark.parametrize("kind", ["AdamW4bit", "AdamW8bit", "AdamWFp8"])
 def test_optimizer_states(tmp_path: Path, suffix: str, kind: str) -> None:
-    """A flattened optimizer state dict, from which training goes on to the same bits."""
+    """A flattened optimizer state dict continues training to the same bits."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> None:
@@ -273,7 +273,7 @@ def test_saving_anew_replaces_the_file(tmp_path: Path, suffix: str) -> None:
 def test_a_file_has_the_rights_that_the_umask_leaves(
     tmp_path: Path, suffix: str, umask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody sets the umask for it, not for a moment: files of other threads would be open to all."""
+    """save never sets the umask, not even for a moment: files of other threads would be readable by all."""
     path = tmp_path / f"m{suffix}"
     before = os.umask(umask)
     try:

@@ -181,7 +181,7 @@ def test_changed_tensors_are_named(tmp_path: Path, suffix: str, name: str) -> No
 @SUFFIXES
 @pytest.mark.parametrize("lost", ["the description's", "the tensors'"])
 def test_digests_that_got_lost(tmp_path: Path, suffix: str, lost: str) -> None:
-    """A file that has one sort of them was not written by a version without digests."""
+    """A file that has only one of the two digests was not written by a version without digests."""
     path = tmp_path / f"m{suffix}"
     tensors, info = checkpoint.to_plain({"a": torch.ones(2)})
     text = json.dumps(info if lost == "the tensors'" else {**info, "stored": {}})
@@ -202,7 +202,7 @@ def test_digests_that_got_lost(tmp_path: Path, suffix: str, lost: str) -> None:
 
 @SUFFIXES
 def test_anyone_can_verify(tmp_path: Path, suffix: str) -> None:
-    """From what the module says of the format alone."""
+    """Reads the digests with nothing but the documented format."""
     import hashlib
 
     path = tmp_path / f"m{suffix}"
@@ -227,7 +227,7 @@ def test_anyone_can_verify(tmp_path: Path, suffix: str) -> None:
 
 @SUFFIXES
 def test_views_that_are_conjugated_or_negated(tmp_path: Path, suffix: str) -> None:
-    """*.safetensors held the values before, in silence."""
+    """*.safetensors once stored the values silently."""
     z = torch.tensor([1 + 2j, 3 - 4j])
     state = {"conjugate": z.conj(), "negative": z.conj().imag}
     lb.save(state, tmp_path / f"m{suffix}")
@@ -235,12 +235,12 @@ def test_views_that_are_conjugated_or_negated(tmp_path: Path, suffix: str) -> No
         assert torch.equal(value, state[name]), name
 
 
-# ---- large files: verified as tensors are taken out ------------------------------------------------------------
+# ---- large files: verified at the first access -----------------------------------------------------------------
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file counts as large, and nothing is verified ahead."""
+    """Every file counts as large, and no tensor is verified ahead of its access."""
     monkeypatch.setattr(checkpoint, "VERIFIED_AT_ONCE", -1)
     monkeypatch.setattr(digests, "threads", lambda: 1)
 

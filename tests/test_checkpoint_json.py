@@ -1,4 +1,4 @@
-"""What `save` takes beside tensors: any JSON, and what is none is named by its place."""
+"""`save` accepts any JSON beside tensors, and names the path of a value that is not JSON."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_metadata_of_any_json(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("name", ["__metadata__", "half of a pair \ud800"])
 def test_names_that_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
-    """The first was written in silence, to a file that nothing could read."""
+    """Such an int was once written silently, to a file that nothing could read."""
     with pytest.raises(CheckpointError, match=re.escape(repr(name)) + ".*save as"):
         lb.save({name: torch.ones(2)}, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())

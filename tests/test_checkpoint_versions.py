@@ -73,7 +73,7 @@ def test_old_files_are_in_their_version(path: Path) -> None:
     assert f"_v{info['format_version']}." in path.name
 
 
-# ---- presets that have another default since ------------------------------------------------------------------
+# ---- presets whose default has changed since ------------------------------------------------------------------
 
 PRESETS = lb.load(DATA / "presets_symmetric.safetensors")
 OLD = sorted(n for n in PRESETS if not n.startswith("expected."))
@@ -135,7 +135,7 @@ def test_a_layer_of_today_that_loads_an_old_weight_goes_on_with_its_mapping(
 
 
 def test_a_view_of_a_qat_weight_takes_no_other_mapping() -> None:
-    """The parameter would keep its own, in silence."""
+    """The parameter would silently keep its own."""
     layer = todays("qat.int8.float32")
     before = layer.weight.detach().clone()
     with pytest.raises(ValueError, match=r"stored differently.*the other's scheme"):
@@ -187,7 +187,7 @@ def test_no_version_at_all(tmp_path: Path, version: Any) -> None:
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.name)
 def test_migrations_run_one_after_the_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if two more versions had come: one renames a section and a part, the next a kind."""
+    """Simulates two more versions: one renames a section and a part, the next renames a kind."""
     expected = lb.load(path)
     calls = []
 

@@ -112,7 +112,7 @@ def test_so_they_do_with_the_scale_and_zero_point_that_are_chosen(
     code_range: tuple[torch.dtype, int, int],
     mapping: Mapping,
 ) -> None:
-    """The zero point is a code of the range too, and what is not finite shows in the scale and in every value."""
+    """The zero point lies in the range too, and a non-finite input shows in the scale and in every value."""
     code_dtype, low, high = code_range
     if mapping == "symmetric_no_clipping_err" and high == (low + high + 1) // 2:
         return  # refused: it has no positive code
@@ -246,13 +246,13 @@ def float8_numbers(dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=["e4m3fn", "e5m2"])
 def test_a_float8_range_ends_at_numbers_of_it(dtype: torch.dtype) -> None:
-    """Every number of it is taken, nothing between two; values, the gradient and codes heed the range."""
+    """A range may end at every number of the dtype and nowhere between; values, gradient and codes respect it."""
     all_of_it = float8_numbers(dtype)
     for low, high, above in zip(all_of_it[:-1], all_of_it[1:], [*all_of_it[2:], INF], strict=True):
         x = torch.tensor([-INF, low, high, INF, NAN], requires_grad=True)
         codes = quantize_affine(x, (5,), torch.ones(()), None, dtype, low, high).float()
         assert codes[:4].tolist() == [low, low, high, high] and codes[4].isnan()
-        with pytest.raises(ValueError, match=r"quant_max=.* is no torch\.float8"):
+        with pytest.raises(ValueError, match=r"quant_max=.* is not a torch\.float8"):
             quantize_affine(x, (5,), torch.ones(()), None, dtype, low, high - (high - low) / 4)
         if high > 0 and above != INF:
             near = torch.tensor([high + (above - high) * 0.49, high + (above - high) * 0.51])
@@ -267,13 +267,13 @@ ONE = torch.ones(())
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "between two codes": (
         lambda: quantize_affine(torch.ones(2), (2,), ONE, None, torch.int8, -1.5, 7),
-        r"quant_min=-1\.5 is no torch\.int8, .* the nearest are -2\.0 and -1\.0",
+        r"quant_min=-1\.5 is not a torch\.int8 number, .* the nearest are -2\.0 and -1\.0",
     ),
     "between two float8": (
         lambda: fake_quantize_affine(
             torch.ones(2), (2,), ONE, None, torch.float8_e4m3fn, -101.0, 104.0
         ),
-        r"quant_min=-101\.0 is no torch\.float8_e4m3fn, .* the nearest are -104\.0 and -96\.0",
+        r"quant_min=-101\.0 is not a torch\.float8_e4m3fn number, .* the nearest are -104\.0 and -96\.0",
     ),
     "nan": (
         lambda: quantize_affine(torch.ones(2), (2,), ONE, None, torch.int8, NAN, 7),

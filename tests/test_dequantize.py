@@ -100,7 +100,7 @@ def test_a_plain_model_of_the_same_values(way, dtype) -> None:
         assert torch.equal(p, before[name]), name
     assert model.head.weight is model.embedding.weight
     if way not in ROUNDS_INPUTS:
-        # in bfloat16 three layers of other roundings, relative to the whole
+        # bfloat16: three layers round differently, relative to the whole
         limit = 2e-2 if dtype is torch.bfloat16 else 1e-5
         assert relative_error(model(TOKENS), y.double()) < limit
     plain = Model().to(dtype)
@@ -114,7 +114,7 @@ def test_a_plain_model_of_the_same_values(way, dtype) -> None:
 
 
 def test_what_products_saw_and_not_what_was_trained() -> None:
-    """`restore_` gives the trained weights, `dequantize_` the rounded ones, which tell of the converted model."""
+    """`restore_` returns the trained weights; `dequantize_` returns the rounded ones, those of the converted model."""
     trained = Model()
     qat, bitnet, mixed = (copy.deepcopy(trained) for _ in range(3))
     lowbit.qat.prepare_(qat, INT4)

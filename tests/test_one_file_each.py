@@ -83,13 +83,10 @@ class SignMomentum(LowbitOptimizer):
     def __init__(self, params, lr=0.05, **common):
         super().__init__(params, {"lr": lr}, common)
 
-    def scalars(self, group, lr, steps):
-        return (lr * torch.ones_like(steps),)
-
-    def update(self, group, scalars, weight, grad, states):
-        momentum = states["momentum"]
+    @staticmethod
+    def reference(param, grad, momentum, *, lr):
         momentum.add_(grad).mul_(0.5)
-        weight.sub_(momentum.sign() * scalars[0])
+        param.sub_(momentum.sign() * lr)
 '''
 
 

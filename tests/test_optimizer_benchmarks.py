@@ -1,4 +1,4 @@
-"""The optimizers' benchmarks on the processor, with small parameters: counted bytes, every choice, one whole step."""
+"""The benchmarks of optimizers on a CPU, with small parameters: counted bytes, every choice, one whole step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 import lowbit
 from benchmarks.optimizer_first_step import FIRST_STEP_TABLE, FreshProcess, measure_first_steps
 from benchmarks.optimizer_step import (
+    CPU_TABLE,
     STEP_TABLE,
     StepCandidate,
     StepTimes,
     issue_seconds,
     measure_step,
     optimizer_step,
+    optimizer_step_cpu,
 )
-from benchmarks.optimizer_step_cpu import CPU_TABLE, optimizer_step_cpu
 from benchmarks.optimizers import (
     LLAMA_1B,
     OptimizerChoice,
@@ -30,7 +31,7 @@ from benchmarks.optimizers import (
     torch_fused,
 )
 from benchmarks.registry import Problem, Result, Row
-from benchmarks.train_memory import (
+from benchmarks.train_llama import (
     TRAINING_TABLE,
     TrainingCandidate,
     TrainingCost,
@@ -57,7 +58,7 @@ def test_every_choice_steps(choice: OptimizerChoice) -> None:
     times = measure_step(StepCandidate(choice, SHAPES, "cpu"), 2)
     assert times.parameters == ELEMENTS
     assert min(times.step, times.first) > 0
-    # The weight is read and written, the gradient read, and there is at least half a byte of state.
+    # reads and writes the weight, reads the gradient, and has at least half a byte of state
     assert times.moved > ELEMENTS * (2 * (2 + choice.gradient_reads) + 1)
 
 
@@ -173,7 +174,7 @@ def test_training_cells() -> None:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_training_step_with_states_in_the_hosts_memory(gradients: bool) -> None:
+def test_a_training_step_with_states_in_host_memory(gradients: bool) -> None:
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
     choice = offloaded("torch.optim", "AdamW", gradients=gradients, fused=True)
     candidate = TrainingCandidate(choice, (2, 16), config=config, device="cpu", compile=False)
@@ -214,7 +215,7 @@ def test_a_compiled_training_step_on_the_gpu() -> None:
     assert torch_cost.peak is not None and torch_cost.peak > torch_cost.held > lowbit_cost.held > 0
 
 
-def test_gradients_take_turns_while_the_host_is_timed() -> None:
+def test_gradients_alternate_while_the_host_is_timed() -> None:
     params = random_parameters([(4, 4), (4,)], torch.float32, "cpu")
     sets = [[torch.full_like(p, value) for p in params] for value in (1.0, 2.0)]
     seen = []

@@ -1,7 +1,9 @@
-"""The README's Python runs as it stands, top to bottom, and its commands and folder tree are true."""
+"""The Python of the README and of docs/ runs as it stands, page by page; their commands, links and names are true."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
 import shlex
@@ -15,54 +17,93 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+LOG = ROOT / "benchmarks/LOG.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS = {
+    "README.md": ("safetensors",),
+    "docs/checkpoints.md": ("safetensors",),
+    "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
+}
+"""Packages that the snippets of a page import, beyond torch. Without them the test skips and names what is missing."""
+DISTRIBUTED = {"docs/distributed.md"}
+"""Pages whose snippets run in a process group of one rank."""
+MAX_README_LINES = 150
 
 RUNNER = textwrap.dedent(
     """
     import sys, torch, torch.distributed as dist
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+    store, *paths = sys.argv[1:]
+    if store:
+        dist.init_process_group("gloo", init_method="file://" + store, rank=0, world_size=1)
     scope = {"__name__": "__main__"}
-    for path in sys.argv[2:]:
+    for path in paths:
         exec(compile(open(path, encoding="utf-8").read(), path, "exec"), scope)
-    dist.destroy_process_group()
+    if store:
+        dist.destroy_process_group()
     """
 )
 
 
-FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+@functools.cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return [text for tag, text in FENCED if tag == language]
+def blocks(page: Path, language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+    return [text for tag, text in fenced if tag == language]
 
 
-def test_python_snippets_run(tmp_path: Path) -> None:
-    """In order, in one namespace, as a reader would paste them; in a process of one FSDP2 rank."""
-    pytest.importorskip("safetensors")
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "design"], ids=name_of)
+def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
+    """In order, in one namespace, as a reader would paste them. What a `text` block shows is printed."""
+    for package in NEEDS.get(name_of(page), ()):
+        pytest.importorskip(package)
     snippets = []
-    for number, code in enumerate(blocks("python"), start=1):
-        path = tmp_path / f"README_snippet_{number}.py"
+    for number, code in enumerate(blocks(page, "python"), start=1):
+        path = tmp_path / f"{page.stem}_snippet_{number}.py"
         path.write_text(code, encoding="utf-8")
         snippets.append(str(path))
-    assert len(snippets) >= 4
+    assert snippets
+    store = str(tmp_path / "store") if name_of(page) in DISTRIBUTED else ""
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(tmp_path / "store"), *snippets],
+        [sys.executable, "-c", RUNNER, store, *snippets],
         cwd=tmp_path,
-        env={**_clean_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for output in blocks("text"):
+    for output in blocks(page, "text"):
         assert output in done.stdout
 
 
-def _clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+def _environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return {**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "HF_HUB_OFFLINE": "1"}
+
+
+def test_readme_is_short_and_names_every_page() -> None:
+    lines = text_of(README).splitlines()
+    assert len(lines) <= MAX_README_LINES
+    assert len(blocks(README, "python")) == 6
+    unnamed = [name_of(p) for p in PAGES if p != README and f"({name_of(p)})" not in prose(README)]
+    assert not unnamed
 
 
 def test_bytes_of_the_optimizer_state() -> None:
@@ -76,12 +117,12 @@ def test_bytes_of_the_optimizer_state() -> None:
     moments = [optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq")]
     parts = [getattr(moment, name) for moment in moments for name in moment.tensor_attrs]
     size = sum(part.numel() * part.element_size() for part in parts) / weight.numel()
-    assert f"{size:.2f} bytes a parameter" in README
+    assert f"{size:.2f} bytes a parameter" in text_of(README)
 
 
 def test_commands_name_what_exists() -> None:
     """Two commands; each installs an extra that exists, with the constraints, and runs a module that exists."""
-    commands = [line for block in blocks("bash") for line in block.splitlines() if line]
+    commands = [line for block in blocks(README, "bash") for line in block.splitlines() if line]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -100,9 +141,22 @@ def test_commands_name_what_exists() -> None:
     assert commands[1].endswith(" pytest -n 2")
 
 
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=name_of)
+def test_modules_of_commands_exist(page: Path) -> None:
+    """`python -m recipes.decode`, `python -m benchmarks optimizer_step` and their like."""
+    from benchmarks.registry import all_benchmarks
+
+    modules = re.findall(r"python -m\s+((?:recipes|benchmarks)(?:\.\w+)?)", text_of(page))
+    missing = {m for m in modules if importlib.util.find_spec(m) is None}
+    assert not missing
+    names = set(re.findall(r"python -m\s+benchmarks (\w+)", text_of(page)))
+    assert names <= set(all_benchmarks())
+
+
 def test_folder_tree_is_true() -> None:
-    """Every path the README's tree names exists, and no module of lowbit is missing from it."""
-    (tree,) = (block for block in blocks("") if block.startswith("lowbit/"))
+    """Every path the tree of docs/design.md names exists, and no module of lowbit is missing from it."""
+    trees = [b for b in blocks(ROOT / "docs/design.md", "") if b.startswith("lowbit/")]
+    (tree,) = trees
     named, top = [], ""
     for line in tree.splitlines():
         name = line.split()[0]
@@ -119,21 +173,86 @@ def test_folder_tree_is_true() -> None:
         - set(named)
         - {"lowbit/py.typed"}
     )
-    assert not unnamed, "name them in the README's tree"
+    assert not unnamed, "name them in the tree of docs/design.md"
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)", PROSE))))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+def _links() -> list[tuple[Path, str]]:
+    pages = [*PAGES, LOG, ROOT / "CHANGELOG.md"]
+    found = {
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", prose(page))
+    }
+    return sorted(found)
 
 
-def test_every_public_name_in_backticks_exists() -> None:
-    """A name like `AdamW4bit` or `quantize_` in the README is one that lowbit has."""
+@pytest.mark.parametrize(
+    ("page", "link"), _links(), ids=[f"{name_of(page)}:{link}" for page, link in _links()]
+)
+def test_links_lead_somewhere(page: Path, link: str) -> None:
+    """A file that exists and, behind #, one of its headings."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    assert target.exists()
+    if anchor:
+        assert anchor in _anchors(target)
+
+
+@functools.cache
+def _anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@each_page
+def test_public_names_exist(page: Path) -> None:
+    """`lowbit.optim.AdamW4bit`, and what a snippet takes from lowbit."""
     import lowbit
 
-    spaces = [lowbit, *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference"))]
-    table = README.split("## What there is")[1].split("## ")[0]
-    names = {n.split(".")[-1] for n in re.findall(r"`([A-Za-z_.0-9]+)`", table)}
-    foreign = {"pt", "save", "checkpoint"}  # .pt, torch.save, torch.distributed.checkpoint
-    absent = {n for n in names - foreign if not any(hasattr(space, n) for space in spaces)}
+    absent = []
+    for name in set(re.findall(r"`(lowbit(?:\.\w+)+)", prose(page))):
+        found = lowbit
+        for part in name.split(".")[1:]:
+            found = getattr(found, part, None)
+        if found is None:
+            absent.append(name)
     assert not absent
+
+
+def test_names_in_backticks_are_lowbits() -> None:
+    """Names of classes, and names that end in an underscore, exist in lowbit or are listed as another library's."""
+    import lowbit
+
+    spaces = [
+        lowbit,
+        lowbit.tensor,
+        *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference")),
+    ]
+    foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_"}
+    absent = []
+    for page in PAGES:
+        names = re.findall(r"`([A-Z][A-Za-z0-9]*[a-z0-9]|[a-z_]+_)[`(]", prose(page))
+        absent += [
+            f"{name_of(page)}: {n}"
+            for n in set(names) - foreign
+            if not any(hasattr(space, n) for space in spaces)
+        ]
+    assert not absent
+
+
+def test_extras_and_markers_are_used() -> None:
+    """Every package of an extra is imported or run somewhere, and every marker marks a test."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = ("lowbit", "kernels", "recipes", "tests", "benchmarks")
+    sources = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    code = "\n".join(p.read_text(encoding="utf-8") for p in sources) + (ROOT / ".ci/run").read_text(
+        encoding="utf-8"
+    )
+    for marker in settings["tool"]["pytest"]["ini_options"]["markers"]:
+        assert re.search(rf"mark\.{marker.split(':')[0]}\b", code), marker
+    plugins = {"pytest-timeout", "pytest-xdist"}
+    for extra, lines in settings["project"]["optional-dependencies"].items():
+        for name in {re.split(r"[^\w-]", line)[0] for line in lines} - {"lowbit"} - plugins:
+            used = re.search(rf"(import|from|-m|importorskip\(.) ?{name}\b", code)
+            assert used, f"{extra}: {name}"

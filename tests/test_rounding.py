@@ -127,7 +127,7 @@ def test_keys_give_independent_streams(name: str, shift: int) -> None:
         assert torch.equal(a[shift:], b[:-shift])
         a, b = a[:shift], b[-shift:]
     else:
-        # Equal by chance once in 65536.
+        # Two draws agree accidentally once in 65536.
         assert int((a == b).sum()) <= 10
     assert abs(correlation(a, b)) < 5
 

@@ -225,7 +225,7 @@ def test_a_spec_rounds_as_the_primitives_do(
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_padding_changes_no_range(mapping) -> None:
-    """Zeros belong to every range anyway: a padded group has the scale of its real elements."""
+    """Every range includes zero, so a padded group has the scale of its real elements."""
     spec = lb.Spec(lb.Int(4), lb.PerGroup(8), mapping)
     x = torch.rand(3, 11) + 5
     _, scale, zero_point = spec.quantize(x)

@@ -1,4 +1,4 @@
-"""The benchmarks of low-bit training on the processor: every candidate runs, and is checked."""
+"""The benchmarks of low-bit training on a CPU: every candidate runs, and is checked."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from benchmarks import train_linear, train_llama, train_peers
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
-from benchmarks.train_memory import measure_training, training_step
+from benchmarks.train_llama import measure_training, training_step
 from lowbit.train import Int8Weight
-from lowbit_kernels.scaled_mm import calls
 from recipes.llama import LlamaConfig
+from tests.scaled_products import scaled_products
 
 SHAPE = (48, 40, 64)
 
@@ -27,8 +27,8 @@ def test_a_linear_forward_and_backward(name: str | None, monkeypatch: pytest.Mon
     on_cpu = partial(train_linear.arguments, device="cpu")
     monkeypatch.setattr(train_linear, "arguments", on_cpu)
     run = partial(train_linear.forward_and_backward, F.linear)
-    calls.clear()
-    train_linear.check(str(name), run, SHAPE, scheme)
+    with scaled_products() as calls:
+        train_linear.check(str(name), run, SHAPE, scheme)
     assert sum(calls.values()) == (3 if name else 0)
     for y in run(*on_cpu(SHAPE, scheme)):
         assert y.dtype is torch.bfloat16
@@ -51,7 +51,7 @@ def test_the_cells_are_speeds() -> None:
 
 def test_the_steps_of_a_whole_model() -> None:
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    found = list(train_llama.candidates((2, 16)))
+    found = list(train_llama.low_bit_candidates((2, 16)))
     assert len({c.name for c in found}) == len(found) and found[-1].name == "torch AdamW fused"
     for candidate in found:
         scheme = candidate.scheme
@@ -63,8 +63,8 @@ def test_the_steps_of_a_whole_model() -> None:
         elif has_products:
             scheme = replace(scheme, always=True)
         small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
-        calls.clear()
-        assert measure_training(small, 2).seconds > 0
+        with scaled_products() as calls:
+            assert measure_training(small, 2).seconds > 0
         layers = has_products * (7 if isinstance(scheme, dict) else 8)
         assert sum(calls.values()) == 4 * 3 * layers, candidate.name
 
@@ -76,7 +76,7 @@ def test_a_peer_converts_the_model_and_a_linear() -> None:
                 module.register_forward_hook(lambda module, args, y: 2 * y)
 
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    plain = next(c for c in train_llama.candidates((2, 16)) if c.scheme is None)
+    plain = next(c for c in train_llama.low_bit_candidates((2, 16)) if c.scheme is None)
     small = replace(plain, config=config, device="cpu", compile=False)
     losses = [training_step(replace(small, scheme=scheme))() for scheme in (None, convert)]
     assert losses[0] != losses[1]

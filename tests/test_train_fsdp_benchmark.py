@@ -1,4 +1,4 @@
-"""The benchmark of low-bit training under FSDP2, in two processes on the processor."""
+"""The benchmark of low-bit training under FSDP2, in two processes on a CPU."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def misbehave(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "seconds", "error", "text"),
     [
-        ("raises", 100, RuntimeError, "rank 1: ValueError: no such weight\nTraceback"),
-        ("dies", 100, RuntimeError, "rank 1: ended with status 3"),
+        ("raises", 100, RuntimeError, r"(?s)rank 1: .*Traceback.*ValueError: no such weight"),
+        ("dies", 100, RuntimeError, "rank 1: process 1 terminated with exit code 3"),
         ("hangs", 8, TimeoutError, "rank 0 and 1 gave no answer within 8 s"),
     ],
     ids=["raises", "dies", "hangs"],

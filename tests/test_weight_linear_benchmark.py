@@ -1,14 +1,14 @@
-"""The benchmark of low-bit linears: the shapes that it reads, and the table that is written from its times."""
+"""The benchmark of low-bit linears: the shapes that it reads, and the table that its times give."""
 
 from __future__ import annotations
 
 import ast
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import lowbit
 from benchmarks.__main__ import main
 from benchmarks.weight_linear import Linear, _measure, shapes_of
 from benchmarks.write_linear_table import thresholds, written
@@ -16,9 +16,16 @@ from lowbit_kernels import linear_table
 
 
 def test_shapes_of_a_trace(tmp_path: Path) -> None:
-    lines = [{"m": 1, "n": 8, "k": 4}, {"m": 1, "n": 8, "k": 4}, {"m": 2, "n": 4, "k": 4}]
-    file = tmp_path / "linears.json"
-    file.write_text(json.dumps({"linears": [{"name": "a", "calls": 1, **line} for line in lines]}))
+    how = ("float32", "float32", "torch")
+    products = [
+        lowbit.TracedProduct("a", "output", 1, 8, 4, *how, calls=1, why=""),
+        lowbit.TracedProduct("b", "output", 1, 8, 4, *how, calls=2, why=""),
+        lowbit.TracedProduct("b", "grad_weight", 3, 8, 4, *how, calls=1, why=""),
+        lowbit.TracedProduct("c", "output", 2, 4, 4, *how, calls=1, why=""),
+        lowbit.TracedProduct("d", "output", 0, 9, 9, *how, calls=0, why="not reached"),
+    ]
+    file = tmp_path / "shapes.json"
+    lowbit.Trace(tuple(products)).write(file)
     assert shapes_of(file) == [(2, 4, 4), (1, 8, 4)]
 
 
@@ -31,20 +38,20 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 
 def test_shapes_go_with_the_benchmark_that_takes_them(capsys: pytest.CaptureFixture) -> None:
-    for names in (["dequantize_int4"], []):
+    for names in (["dequantize"], []):
         with pytest.raises(SystemExit):
-            main([*names, "--shapes", "linears.json"])
+            main([*names, "--shapes", "shapes.json"])
         assert "--shapes goes with the benchmark weight_linear" in capsys.readouterr().err
 
 
 def test_thresholds_are_the_ends_of_runs() -> None:
-    fastest = {1: "few", 8: "few", 16: "many", 32: "many", 64: "dequantize"}
-    assert thresholds(fastest) == ((8, "few"), (32, "many"))
-    assert thresholds({**fastest, 128: "many"}) == (
-        (8, "few"),
-        (32, "many"),
+    fastest = {1: "decode", 8: "decode", 16: "large_batch", 32: "large_batch", 64: "dequantize"}
+    assert thresholds(fastest) == ((8, "decode"), (32, "large_batch"))
+    assert thresholds({**fastest, 128: "large_batch"}) == (
+        (8, "decode"),
+        (32, "large_batch"),
         (64, "dequantize"),
-        (128, "many"),
+        (128, "large_batch"),
     )
     assert thresholds({1: "dequantize"}) == ()
 
@@ -53,8 +60,8 @@ def test_the_table_is_replaced_and_nothing_else() -> None:
     source = Path(linear_table.__file__).read_text(encoding="utf-8")
     assert written(source, linear_table.REGIMES).split() == source.split()
     table = {
-        (4, 128, 1, 2): ((8, "few"), (32, "many")),
-        (8, 0, 1, 2): ((1, "few"),),
+        (4, 128, 1, 2): ((8, "decode"), (32, "large_batch")),
+        (8, 0, 1, 2): ((1, "decode"),),
         (8, 1, 1, 1): (),
     }
     tree = ast.parse(written(source, table))

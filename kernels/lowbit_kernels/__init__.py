@@ -1,39 +1,49 @@
-"""lowbit's kernels: plain tensors in, plain tensors out. They know nothing of lowbit.
+"""lowbit's kernels: plain tensors in, plain tensors out. This package does not know lowbit.
 
-Each op is a function of this package, and is also registered as ``torch.ops.lowbit.<name>``. On CUDA it runs a device
-kernel, in CUDA C++ or Triton; everywhere else it runs PyTorch ops, which give the same bits unless the op's docstring
-says otherwise.
+Each module below is one op: it holds the function of its name, which is also ``torch.ops.lowbit.<name>``. On CUDA an op
+runs a device kernel, in CUDA C++ or Triton; elsewhere it runs PyTorch ops, which give the same bits unless the op's
+docstring says otherwise.
 
-A module is named as its op, so that an attribute of the package is the function; what else the module holds is
-imported from it: ``from lowbit_kernels.round_rows import CASES, reference``.
+    import lowbit_kernels as kernels
+
+    kernels.dequantize.dequantize(codes, scale, group_size=128, size=4096, dtype=torch.bfloat16)
+
+A module, and Triton with it, is imported at its first use.
 """
 
 from __future__ import annotations
 
-from lowbit_kernels.dequantize_int4 import dequantize_int4
-from lowbit_kernels.dequantize_int8 import dequantize_int8
-from lowbit_kernels.dynamic_linear import float8_linear, int8_dynamic_linear
-from lowbit_kernels.grouped_linear import int4_grouped_linear, int8_grouped_linear
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.quantize_tokens import quantize_tokens
-from lowbit_kernels.round_rows import round_rows
-from lowbit_kernels.scaled_mm import float8_scaled_mm, int8_scaled_mm
-from lowbit_kernels.ternary_mm import ternary_mm
-from lowbit_kernels.weight_linear import int4_linear, int8_linear
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowbit_kernels import (
+        dequantize,
+        dynamic_linear,
+        grouped_linear,
+        quantize_rowcol,
+        quantize_tokens,
+        round_rows,
+        scaled_mm,
+        ternary_mm,
+        weight_linear,
+    )
 
 __all__ = [
-    "dequantize_int4",
-    "dequantize_int8",
-    "float8_linear",
-    "float8_scaled_mm",
-    "int4_grouped_linear",
-    "int4_linear",
-    "int8_dynamic_linear",
-    "int8_grouped_linear",
-    "int8_linear",
-    "int8_scaled_mm",
+    "dequantize",
+    "dynamic_linear",
+    "grouped_linear",
     "quantize_rowcol",
     "quantize_tokens",
     "round_rows",
+    "scaled_mm",
     "ternary_mm",
+    "weight_linear",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its ops are {__all__}")

@@ -1,19 +1,19 @@
-// The codes of a weight on a CPU, one group after the other, to float32 values, which go to a `Sink`: to memory in
-// dequantize_cpu.cpp, into sums of products in weight_mm_cpu.cpp. Compiled with the one or the other for each format:
+// Decodes a weight on a CPU, group by group, to float32 values for a `Sink`. In dequantize_cpu.cpp the sink is memory,
+// in weight_mm_cpu.cpp the sums of a product. Either file is compiled together with this one, once for each format:
 //
-// BITS      1 .. 8 bits of a code; below 8 a little-endian bit stream, so that 8 codes fill BITS bytes
-// LOW       the smallest code, which a bit stream stores as 0; codes of 8 bits are int8 or, where LOW is 0, uint8
-// EXPONENT  0 for integers; 4 or 5 bits of a float8's exponent
+// BITS      1 .. 8 bits of a code. Codes below 8 bits are a little-endian bit stream: 8 codes fill BITS bytes
+// LOW       the smallest code, which a bit stream stores as 0. Codes of 8 bits are int8 or, if LOW is 0, uint8
+// EXPONENT  0 for integers; 4 or 5 exponent bits for float8
 // ZERO      zero points: 0 none, 1 codes of the weight's own format, 2 float32 values of the code MID
 //
-// Loops that write bytes' values to memory are left to the compiler. Others are in the compilers' own vector types, 8
-// codes or more at a time, which needs no header of any processor. Every operation is rounded by itself, as PyTorch
-// rounds it (-ffp-contract=off): the values are those of its operations to the bit.
+// The compiler vectorizes loops over bytes. Other loops use the compilers' vector types, 8 codes or more at a time, and
+// so need no header of any processor. Every operation is rounded by itself, as in PyTorch (-ffp-contract=off): the
+// values equal those of PyTorch's operations to the bit.
 
 #include <stdint.h>
 #include <string.h>
 
-#ifndef TO_MEMORY  // in sums of products, a product and its sum are rounded once
+#ifndef TO_MEMORY  // sums of products use FMA
 #ifdef __clang__
 #pragma clang fp contract(fast)
 #else
@@ -22,7 +22,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-// Arrays that such loops run over are to be registers.
+// Unrolled loops keep their arrays in registers.
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
 #else
@@ -37,7 +37,7 @@ typedef int8_t Zero;
 typedef uint8_t Zero;
 #endif
 
-// A weight: rows of `columns` codes, in `row_bytes` bytes each; `group` columns and `scale_rows` rows share a scale.
+// `rows` rows of `columns` codes, `row_bytes` bytes each. `group` columns and `scale_rows` rows share a scale.
 struct Layout {
     int64_t rows, columns, row_bytes, group, groups, scale_rows;
 };
@@ -66,11 +66,11 @@ static inline float value(float number, float scale, Zero zero) {
 
 static inline float number(uint8_t code) {
 #if EXPONENT
-    // Normal numbers get float32's bias; subnormal ones are whole multiples of the smallest.
+    // A normal number gets the bias of float32. A subnormal number is a multiple of the smallest.
     constexpr int MANTISSA = 7 - EXPONENT, BIAS = (128 - (1 << (EXPONENT - 1))) << 23;
     const int32_t magnitude = code & 0x7f;
     int32_t bits = (magnitude << (23 - MANTISSA)) + BIAS;
-#if EXPONENT == 4  // has a NaN and no infinity
+#if EXPONENT == 4  // e4m3 has one NaN and no infinity
     bits |= magnitude == 0x7f ? 0x7fc00000 : 0;
 #else
     bits += magnitude >= 0x7c ? BIAS : 0;
@@ -105,10 +105,10 @@ typedef double Doubles __attribute__((vector_size(64)));
 
 static constexpr int B = BITS;
 static constexpr int MASK = (1 << BITS) - 1;
-static constexpr int FLIP = BITS == 8 && LOW < 0 ? 128 : 0;  // of int8, whose codes aren't less LOW
+static constexpr int FLIP = BITS == 8 && LOW < 0 ? 128 : 0;  // int8 codes are stored without subtracting LOW
 
-// Columns of a row, from its first on, that can be read `count` at a time, of 4 or 8 bytes each, where `after` more
-// bytes than the row's may be read.
+// The number of columns, from the first of a row, that can be decoded `count` at a time. Each step reads 4 or 8 bytes;
+// `after` bytes beyond the row may be read.
 static inline int64_t readable(const Layout& l, int64_t after, int count) {
     const int loaded = BITS <= 4 && count == 8 ? 4 : 8, used = count / 8 * BITS;
     if (after >= loaded) return l.columns;
@@ -128,7 +128,7 @@ static inline Numbers values(Numbers numbers, float scale, Zero zero) {
 #endif
 }
 
-// The numbers of the 8 codes that begin at `p`.
+// The numbers of the 8 codes at `p`.
 static inline Floats eight(const uint8_t* p) {
 #if BITS <= 4
     uint32_t w;
@@ -143,7 +143,7 @@ static inline Floats eight(const uint8_t* p) {
     return __builtin_convertvector(((Ints)(words & MASK) ^ FLIP) + LOW, Floats);
 }
 
-// The number at column k, read from no byte but its own.
+// The number at column k; reads only the bytes of its code.
 static inline float one(const uint8_t* row, int64_t k) {
     const int64_t byte = k * BITS / 8;
     const int shift = (int)(k * BITS % 8);
@@ -152,7 +152,7 @@ static inline float one(const uint8_t* row, int64_t k) {
     return (float)(((word >> shift & MASK) ^ FLIP) + LOW);
 }
 
-// With AVX-512 the values of up to 4 bits are a table in one register, which an instruction looks up 16 of.
+// With AVX-512, the values of up to 4 bits are a table in one register: one instruction looks up 16 values.
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_SHUFFLE
 #endif
@@ -165,13 +165,13 @@ typedef float Floats16 __attribute__((vector_size(64)));
 typedef float Unaligned16 __attribute__((vector_size(64), aligned(4)));
 typedef double Doubles16 __attribute__((vector_size(128)));
 
-// All values, of 3 bits and fewer several times: the bits of a word above a code choose among the same.
+// The values of all codes. For 3 bits and fewer they repeat, so that the bits above a code in its word do not matter.
 static inline Floats16 table(float scale, Zero zero) {
     const Ints16 codes = Ints16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
     return values<Floats16, Doubles16>(__builtin_convertvector(codes + LOW, Floats16), scale, zero);
 }
 
-// The values of the 16 codes that begin at `p`, of which 8 bytes are read.
+// The values of the 16 codes at `p`; reads 8 bytes.
 static inline Floats16 sixteen(const uint8_t* p, Floats16 table) {
     uint64_t w;
     memcpy(&w, p, 8);
@@ -206,7 +206,7 @@ INLINE void decode_group(const uint8_t* codes, int64_t row_bytes, int64_t k, int
 
 // ---- rows --------------------------------------------------------------------------------------------------------
 
-// The values of R rows from `row` on to the sink, by number of the row and column, in the columns' order.
+// Decodes R rows from `row` on. The sink gets (row - first row, column, values), in the order of the columns.
 template <int R, typename Sink>
 INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
     const Layout& l = *weight.layout;
@@ -224,10 +224,10 @@ INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
     }
 }
 
-// OpenMP's GOMP_parallel, which runs a function in PyTorch's own threads; or null.
+// OpenMP's GOMP_parallel, which runs a function on PyTorch's threads; or null.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
-// `job.rows(first, end)` for all rows of the weight, in parts on that many threads.
+// Runs `job.rows(first, end)` for all rows of the weight, in parts, on `threads` threads.
 template <typename Job>
 static void all_rows(Job& job, int64_t rows, Parallel parallel, int64_t threads) {
     struct Shared {

@@ -1,11 +1,10 @@
-"""What kernels over ``codes_cpu.h`` share: the format and layout of a weight on a CPU, and how they are compiled."""
+"""The format and the memory layout of a weight on a CPU, and how kernels that include ``codes_cpu.h`` are compiled."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,8 +13,10 @@ import numpy as np
 import torch
 
 from lowbit_kernels import host_compiler
+from lowbit_kernels.warned import warn_once
 
-GRAIN = 2**20  # elements of a weight from which on threads are worth waiting for each other
+GRAIN = 2**20
+"""Elements of a weight above which several threads are faster than one."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Format:
     """The format of codes that a kernel is compiled for.
 
     Args:
-        bits: of a code, 1 to 8.
-        low: the smallest code of an integer: 0, or negative for signed ones.
+        bits: bits of a code, 1 to 8.
+        low: the smallest integer code: 0, or negative for signed codes.
         exponent: bits of a float8's exponent, 4 (e4m3) or 5 (e5m2); 0 for integers.
         zero_point: "none", "code" or "value".
-        mid: the code that a zero point of kind "value" is the value of.
+        mid: for zero points of kind "value", the code whose value a zero point gives.
     """
 
     bits: int
@@ -37,7 +38,7 @@ class Format:
     mid: int = 0
 
     def source(self, file: str, *defined: str) -> str:
-        """The program of a file of this folder over ``codes_cpu.h``, with these names defined."""
+        """The C++ program of a file of this folder that uses ``codes_cpu.h``, with the names in `defined` set to 1."""
         zero = ("none", "code", "value").index(self.zero_point)
         defines = {"BITS": self.bits, "LOW": self.low, "EXPONENT": self.exponent}
         defines |= {"ZERO": zero, "MID": self.mid, **dict.fromkeys(defined, 1)}
@@ -48,13 +49,13 @@ class Format:
 
 
 class Layout:
-    """A weight's layout in memory, ``Layout`` of the header.
+    """A weight's layout in memory, the struct ``Layout`` of the header.
 
     Args:
-        format: of the codes.
+        format: the format of the codes.
         rows, columns: N and Kp.
         group_size: columns that share a scale; divides Kp.
-        scale_rows: rows that share one; divides N.
+        scale_rows: rows that share a scale; divides N.
     """
 
     def __init__(
@@ -75,18 +76,18 @@ class Layout:
         return self
 
     def threads(self) -> tuple[int | None, int]:
-        """The address of what runs PyTorch's threads, and how many of them."""
+        """The address of the function that runs PyTorch's threads, and the number of threads."""
         return self._parallel, 1 if self._parallel is None else torch.get_num_threads()
 
 
 def functions(source: str, *names: str) -> list[Any]:
-    """C functions of a program, which return an int64.
+    """C functions of a program; each returns an int64.
 
     Raises:
-        RuntimeError: it can't be compiled (see `host_compiler.library`), or the machine is big-endian.
+        RuntimeError: the program cannot be compiled (see `host_compiler.library`), or the machine is big-endian.
     """
     if sys.byteorder != "little":
-        raise RuntimeError("they read words of codes, and this machine is big-endian")
+        raise RuntimeError("the kernels need a little-endian machine, and this one is big-endian")
     library = host_compiler.library(source)
     found = [getattr(library, name) for name in names]
     for function in found:
@@ -96,7 +97,7 @@ def functions(source: str, *names: str) -> list[Any]:
 
 @functools.cache
 def _parallel() -> int | None:
-    """The address of the OpenMP function that runs PyTorch's threads; None where PyTorch has no OpenMP."""
+    """The address of the OpenMP function that runs PyTorch's threads; None if PyTorch has no OpenMP."""
     if not torch.backends.openmp.is_available():
         return None
     try:
@@ -105,11 +106,11 @@ def _parallel() -> int | None:
         return None
 
 
-@functools.cache
-def warn_once(reason: str) -> None:
-    """Say that the kernels are missing, and why."""
-    warnings.warn(
+def warn_not_compiled(error: RuntimeError) -> None:
+    """Warn once that the kernels cannot be compiled, and why."""
+    reason = str(error).splitlines()[0]
+    warn_once(
+        reason,
         "low-bit weights on this CPU are dequantized by PyTorch operations, several times slower than by lowbit's "
         f"kernels, which are compiled at first use: {reason}",
-        stacklevel=2,
     )

@@ -1,9 +1,9 @@
-// What fused_step.h needs of a CPU, where it is compiled by the machine's own compiler.
+// The primitives of fused_step.h for a CPU, where the machine's own compiler compiles it.
 
 #include <math.h>
 #include <pthread.h>
 #include <string.h>
-// which takes longer to compile than all the rest
+// <immintrin.h> takes longer to compile than everything else together
 #if defined(__AVX512VBMI__) && defined(__AVX512DQ__) && CELLS_0 + CELLS_1 + CELLS_2 > 0
 #define HAS_AVX512
 #include <immintrin.h>

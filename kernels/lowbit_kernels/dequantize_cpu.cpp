@@ -1,4 +1,4 @@
-// A weight, or some of its rows, to float32 in memory: codes_cpu.h says how. What dequantize_cpu.py calls.
+// Writes a weight, or some of its rows, to memory as float32. codes_cpu.h decodes; dequantize_cpu.py calls.
 
 struct ToMemory {
     float* out;
@@ -30,7 +30,7 @@ extern "C" int64_t dequantize(const Layout* layout, float* out, const uint8_t* c
     return 1;
 }
 
-// out [count, columns]: the rows of an index. 0 where an index is none of a row, which leaves `out` unfinished.
+// out [count, columns]: the rows that `index` names. Returns 0, with `out` unfinished, for an index out of range.
 extern "C" int64_t look_up(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
                            const Zero* zero, const int64_t* index, int64_t count) {
     const Weight weight = {layout, codes, scale, zero};

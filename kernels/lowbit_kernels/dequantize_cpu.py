@@ -1,22 +1,22 @@
-"""Weights of 1 to 8 bits, integers or float8, to float32 on a CPU: the kernel of ``dequantize_cpu.cpp``.
+"""Weights of 1 to 8 bits, integers or float8, to float32 on a CPU: launches ``dequantize_cpu.cpp``.
 
     x[n, k] = (code[n, k] - zero_point) * scale
-    x[n, k] = (code[n, k] - mid) * scale + zero_point       of zero points that are values
+    x[n, k] = (code[n, k] - mid) * scale + zero_point       if zero points are values
 
-    codes       uint8 [N, Kp * bits / 8], a little-endian bit stream of codes less the smallest; of 8 bits int8, uint8
-                or float8 [N, Kp]
+    codes       uint8 [N, Kp * bits / 8], a little-endian bit stream of codes minus the smallest code;
+                8 bits: int8, uint8 or float8 [N, Kp]
     scale       float32 [N / scale_rows, Kp / group_size]
-    zero_point  None; int8 or uint8, on the grid of the codes; or float32: of scale's shape
+    zero_point  None; int8 or uint8, on the grid of the codes; or float32. It has the shape of scale
     x           float32 [N, Kp]
 
-To the bit what PyTorch's operations give. They are some 25, at a few microseconds each on the host whatever the size.
-On one core of an EPYC with AVX-512 (int4, one scale a row, microseconds, the call included):
+The values equal those of PyTorch's operations to the bit. PyTorch needs about 25 operations, of a few microseconds each
+whatever the size. On one core of an EPYC with AVX-512 (int4, one scale a row, microseconds, the call included):
 
                        128 x 128    512 x 128    1408 x 512
     PyTorch                   66          100           452
     this kernel              2.9          5.6            40
 
-A variant for each format is compiled at first use, in a tenth of a second, once on a machine (`host_compiler`).
+A variant for each format is compiled at first use, in a tenth of a second, once a machine (`host_compiler`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_once
+from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compiled
 
 _FLOAT32 = torch.float32
-MOST_KEPT = 2**22  # elements of the memory that a thread keeps: 16 MB
+MOST_KEPT = 2**22
+"""Elements of the buffer that a thread keeps: 16 MB."""
 
 
 class Dequantizer(Layout):
-    """The kernel for weights of one format and layout; arguments as of `Layout`.
+    """The kernel for weights of one format and layout. The arguments are those of `Layout`.
 
     Raises:
-        RuntimeError: the kernel can't be compiled (see `codes_cpu.functions`).
+        RuntimeError: the kernel cannot be compiled (see `codes_cpu.functions`).
     """
 
     def __init__(self, format: Format, *sizes: int) -> None:
@@ -48,7 +49,7 @@ class Dequantizer(Layout):
         self._special = self.threads()[0] is not None or self.zero_bytes > 0
 
     def fits(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-        """Whether the kernel can read these: plain memory without gaps, and float32 scales."""
+        """Whether the kernel can read these: contiguous memory of the right sizes, and float32 scales."""
         return (
             codes.nbytes == self.codes_bytes
             and codes.is_contiguous()
@@ -63,13 +64,13 @@ class Dequantizer(Layout):
         )
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """float32 [N, Kp] of operands that it `fits`."""
+        """float32 [N, Kp]; the arguments must fit (`fits`)."""
         out = torch.empty(self.shape, dtype=torch.float32, device="cpu")
         self._run(out.data_ptr(), codes, scale, zero_point)
         return out
 
     def kept(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """The same in memory of this thread, which the next call writes to: for a product that is done by then."""
+        """The same in a buffer of this thread, which the next call overwrites; use it in a product before that."""
         found = _memory.views.get(self)
         if found is None:
             rows, columns = self.shape
@@ -83,9 +84,9 @@ class Dequantizer(Layout):
     def kept_transposed(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None
     ) -> Tensor | None:
-        """`kept(...)`, viewed as [Kp, N]; None for operands that it doesn't fit.
+        """`kept(...)`, viewed as [Kp, N]; None if the arguments do not fit.
 
-        Decoding calls this for every layer and token: what it would call stands here once more.
+        Decoding calls this method for every layer and token, so it inlines the functions that it would call.
         """
         found = _memory.views.get(self)
         if found is None or self._special or zero_point is not None:
@@ -106,7 +107,7 @@ class Dequantizer(Layout):
     def look_up(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, index: Tensor
     ) -> Tensor | None:
-        """float32 [..., Kp]: the rows of an int64 index [...], contiguous. None where one is not in 0 .. N - 1."""
+        """float32 [..., Kp]: the rows of a contiguous int64 index [...]; None if an index is not in 0 .. N - 1."""
         shape = (*index.shape, self.shape[1])
         out = torch.empty(shape, dtype=torch.float32, device="cpu")
         zero = None if zero_point is None else zero_point.data_ptr()
@@ -121,23 +122,23 @@ class Dequantizer(Layout):
 
 
 class _Memory(threading.local):
-    """What a thread dequantizes into, product after product, so that it stays in the cache."""
+    """The buffer that a thread dequantizes into. One buffer for all products stays in the cache."""
 
     def __init__(self) -> None:
         self.whole: Tensor | None = None
         self.views: dict[Dequantizer, tuple[Tensor, Tensor, int]] = {}
-        """A weight's values, these transposed, and their address."""
+        """For each weight: its values, the transposed view, and their address."""
 
     def view(self, layout: Dequantizer) -> tuple[Tensor, Tensor, int]:
         rows, columns = layout.shape
-        # an inference tensor could not be used outside of inference mode
+        # An inference tensor could not be used outside of inference mode.
         with torch.inference_mode(False):
             if self.whole is None or self.whole.numel() < rows * columns:
                 self.views.clear()
                 self.whole = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
             values = self.whole[: rows * columns].view(rows, columns)
             found = values, values.t(), values.data_ptr()
-        if len(self.views) >= 256:  # of models that are gone
+        if len(self.views) >= 256:  # most belong to models that are gone
             self.views.clear()
         self.views[layout] = found
         return found
@@ -147,11 +148,11 @@ _memory = _Memory()
 
 
 def dequantizer(format: Format, *sizes: int) -> Dequantizer | None:
-    """A `Dequantizer`; None, after a warning, where it can't be compiled."""
+    """A `Dequantizer`; None, after a warning, if it cannot be compiled."""
     try:
         return Dequantizer(format, *sizes)
     except RuntimeError as error:
-        warn_once(str(error).splitlines()[0])
+        warn_not_compiled(error)
         return None
 
 

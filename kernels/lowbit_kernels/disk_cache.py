@@ -1,14 +1,15 @@
-"""Compiled kernels on disk: in ``$LOWBIT_CACHE_DIR``, else ``$XDG_CACHE_HOME/lowbit``, else ``~/.cache/lowbit``; for
-a user without a home in a folder of that user's own among the temporary ones.
+"""Compiled kernels on disk: in ``$LOWBIT_CACHE_DIR``, or else ``$XDG_CACHE_HOME/lowbit``, or else ``~/.cache/lowbit``.
 
-What is read here runs. So a file is taken only if nobody but this user or root can have written it: `trusted_folder`
-says how that is known. An untrusted folder is not used, and a warning says so once per process. The mode of an existing
-folder is never changed, since the path may name any folder at all, /tmp included. An untrusted file is replaced by the
-one compiled instead.
+For a user without a home, the folder is ``lowbit-UID`` among the temporary folders.
 
-A file is named by a digest of all that its machine code depends on (source, compiler, options, processor). It holds
-the code, then a digest of name and code: a file that has been cut off, damaged, or renamed is not taken. Tools for
-ELF files ignore what follows the code.
+Code that this module reads is executed. So it reads a file only if no user except this one and root can have written
+it; `trusted_folder` checks that. It does not use an untrusted folder, and warns once a process. It never changes the
+mode of an existing folder, since the path may name any folder, even /tmp. It replaces an untrusted file by a newly
+compiled one.
+
+A file's name is a digest of everything that its machine code depends on (source, compiler, options, processor). The
+file holds the code and then a digest of name and code, so that a truncated, damaged or renamed file is detected. Tools
+for ELF files ignore the bytes after the code.
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ import errno
 import hashlib
 import os
 import tempfile
-import warnings
 from pathlib import Path
 
 from lowbit_kernels import trusted_folder
+from lowbit_kernels.warned import warn_once
 
-# 64 MiB: kernels are under 2 MiB, and reading this much is faster than compiling one.
 LARGEST = 64 << 20
+"""64 MiB. Kernels are under 2 MiB, and reading 64 MiB is faster than compiling a kernel."""
 DIGEST = 32  # bytes
-_WARNED: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept; an absolute path.
+    """The folder of compiled kernels; an absolute path.
 
     Raises:
-        OSError: there is no folder for temporary files, or no current one, where one is needed.
+        OSError: the path needs a folder for temporary files or a current folder, and there is none.
     """
     if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
         return _absolute(chosen)
@@ -45,8 +45,7 @@ def cache_folder() -> Path:
 
 
 def find(suffix: str, *parts: str) -> bytes | None:
-    """The machine code of the kernel that depends on `parts`. None if it isn't there, or isn't to be trusted, which
-    a warning says once."""
+    """The machine code of the kernel that depends on `parts`; None if it is missing or, after a warning, untrusted."""
     try:
         with trusted_folder.opened(cache_folder()) as folder:
             return _read(folder, suffix, parts)
@@ -58,14 +57,13 @@ def find(suffix: str, *parts: str) -> bytes | None:
 
 
 def keep(code: bytes, suffix: str, *parts: str) -> bool:
-    """Write a kernel whole or not at all, whoever else does. False where that can't be done or the folder isn't to be
-    trusted, which a warning says once."""
+    """Write a kernel atomically. False, after a warning, if the folder cannot be written to or is untrusted."""
     name = _name(suffix, parts)
     content = code + _digest(name, code)
     try:
         with trusted_folder.opened(cache_folder(), make=True) as folder:
             if len(content) > LARGEST:
-                reason = f"would have {len(content)} bytes, and at most {LARGEST} are read"
+                reason = f"would have {len(content)} bytes, and at most {LARGEST} can be read"
                 raise OSError(errno.EFBIG, reason, str(folder.path / name))
             folder.write(name, content)
     except OSError as error:
@@ -82,9 +80,9 @@ def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) ->
         if digest != _digest(name, code):
             raise trusted_folder.Untrusted(folder.path / name, "is damaged")
     except trusted_folder.Untrusted as error:
-        _warn(
+        warn_once(
             error.reason,
-            f"a compiled kernel is not run: {error}. It is compiled anew, and the file replaced. If that recurs, "
+            f"a compiled kernel is not run: {error}. lowbit compiles it again and replaces the file. If this recurs, "
             "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
         )
         return None
@@ -93,29 +91,22 @@ def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) ->
 
 def _warn_of_folder(error: OSError) -> None:
     if isinstance(error, trusted_folder.Untrusted):
-        _warn(
+        warn_once(
             error.reason,
             f"compiled kernels are neither read from the disk nor kept there: {error}, and others could plant code. "
             "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above it "
             "must belong to you or to root, and nobody else may write to it (chmod go-w, if it is for you alone)",
         )
     else:
-        _warn(
+        warn_once(
             str(error.strerror),
             f"a compiled kernel cannot be kept on disk: {error}. Each process compiles its own. Set LOWBIT_CACHE_DIR "
             "to a folder that you can write to",
         )
 
 
-def _warn(reason: str, message: str) -> None:
-    """Once per reason: what is wrong with the file of one kernel is mostly wrong with all."""
-    if reason not in _WARNED:
-        _WARNED.add(reason)
-        warnings.warn(message, stacklevel=2)
-
-
 def _absolute(folder: str) -> Path:
-    """Without a home a "~" stays, where `Path.expanduser` would raise."""
+    """The absolute path; "~" stays for a user without a home, where `Path.expanduser` would raise."""
     return Path(os.path.expanduser(folder)).absolute()
 
 

@@ -1,50 +1,50 @@
 // One step of an optimizer over many tensors: decode the states, update in float32, encode, in one launch.
 //
-// fused_step.py compiles this once for each combination of what fused_step.h lists, and of SCALED: whether gradients are
-// multiplied by a factor from memory (unscaling, clipping).
+// fused_step.py compiles this file once for each variant: the macros that fused_step.h lists, and SCALED, which says
+// whether gradients are multiplied by a factor from memory (unscaling, clipping).
 //
-// Work is cut into tiles of 256 elements of one row of one tensor, a tile a warp, eight neighbouring elements a
-// lane: 16-byte accesses of bf16. A block of 8-bit states is a tile, so its absmax is one warp-wide maximum; one of
-// 4-bit states half a tile. Rows and blocks are those of lowbit's CodebookTensor. Whatever the addresses, only loads
-// and stores differ; the arithmetic between them is one piece of code, so results don't depend on alignment or
-// sharding.
+// A tile is 256 elements of one row of one tensor. A warp works on a tile, a lane on eight neighbouring elements, so
+// that bf16 takes 16-byte accesses. A block of 8-bit states is a tile, and its absmax is one warp-wide maximum; a block
+// of 4-bit states is half a tile. Rows and blocks are those of lowbit's CodebookTensor. Only loads and stores depend on
+// the addresses; the arithmetic between them is the same code, so results don't depend on alignment or sharding.
 
-static constexpr int LOCATE = 256;  // tiles an entry of `locate`
+static constexpr int LOCATE = 256;  // tiles for each entry of `locate`
 
-// Of the first of eight neighbouring elements. The others follow it: runs are of a multiple of eight elements.
+// The global index of the first of eight neighbouring elements. The others follow, because the length of a run is a
+// multiple of eight.
 DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     if (t.run == 0) return t.first_index + element;
     return t.first_index + element / t.run * t.stride + element % t.run;
 }
 
-// Round eight neighbouring elements to bf16, up or down by chance: the upper halves of `x` are to be stored.
+// Round eight neighbouring elements stochastically to bf16, which are then the upper halves of `x`.
 DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 element, float x[8]) {
     const uint64 first = global_index(t, element);
-    uint32 draws[8] = {};
+    uint32 random[8] = {};
     if ((first & 7) == 0) {
         const uint32 h = hash(keys, first >> 3);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) draws[i] = h * multiplier(i) >> 16;
+        for (int i = 0; i < 8; ++i) random[i] = h * multiplier(i) >> 16;
     } else {
 #pragma unroll 1
-        for (uint64 index = first; index < first + 8; ++index) {  // seldom: one after another, so that it is little code
+        for (uint64 index = first; index < first + 8; ++index) {  // rare: one after another, for less code
 #pragma unroll
-            for (int i = 0; i < 7; ++i) draws[i] = draws[i + 1];
-            draws[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
+            for (int i = 0; i < 7; ++i) random[i] = random[i + 1];
+            random[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
         }
     }
     float largest = larger_magnitude(x[0], x[1]);
 #pragma unroll
     for (int i = 2; i < 8; ++i) largest = larger_magnitude(largest, x[i]);
-    constexpr uint32 LAST = 0x7f7f0000;  // the largest bf16, beyond which a sum may carry into infinity
+    constexpr uint32 LAST = 0x7f7f0000;  // the largest bf16; beyond it the sum may carry into infinity
     if (float_bits(largest) <= LAST) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = bits_float(float_bits(x[i]) + draws[i]);
+        for (int i = 0; i < 8; ++i) x[i] = bits_float(float_bits(x[i]) + random[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const uint32 bits = float_bits(x[i]), magnitude = bits & 0x7fffffff;
-            if (magnitude <= LAST) x[i] = bits_float(bits + draws[i]);
+            if (magnitude <= LAST) x[i] = bits_float(bits + random[i]);
             else if (magnitude > 0x7f800000) x[i] = bits_float(0x7fff0000);
         }
     }
@@ -87,7 +87,7 @@ DEVICE void store_vector(void *p, const Raw<WORDS> &raw) {
     }
 }
 
-// `units` items of T, the others 0. WORDS words hold the eight elements of a lane.
+// Load `units` items of T and set the others to 0. WORDS words hold the eight elements of a lane.
 template <typename T, int WORDS>
 DEVICE void load_items(const void *p, int units, Raw<WORDS> &raw) {
     constexpr int PER_WORD = 4 / sizeof(T);
@@ -156,14 +156,14 @@ struct Floats {
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 
-// The tables, in shared memory.
+// Size of the tables in shared memory.
 static constexpr int TABLE_WORDS = CODES ? values_before(STATES) + cells_before(STATES) : 1;
 
-// Codes are looked up by magnitude. The upper bits of y = |x| / scale name a cell, into which at most one boundary
-// between two codes falls. A cell's word holds, in its highest byte, the rank of the cell's smallest element; below,
-// what must be added to the lower bits of y to carry into that byte exactly if y lies beyond the boundary. (The cell's
-// own bits are taken off beforehand, so that y is added as it is.) Below those bits comes the sign of x: where the
-// boundary is a tie, a negative x goes to the larger magnitude, which is the lower code.
+// Codes are looked up by magnitude. The upper bits of y = |x| / scale are the index of a cell, and at most one boundary
+// between two codes falls into a cell. The highest byte of a cell's word is the rank of the cell's smallest element.
+// The lower bits of the word, added to the lower bits of y, carry into that byte exactly if y lies beyond the boundary.
+// (The host has subtracted the cell's own bits, so that all of y can be added.) The sign of x follows below the bits of
+// y: at a tie, a negative x goes to the larger magnitude, which is the lower code.
 template <int SLOT>
 DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
     constexpr int SHIFT = SHIFTS[SLOT];
@@ -177,7 +177,7 @@ DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
 template <int SLOT>
 DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
     if constexpr (FORMATS[SLOT] == STATE_4BIT && !is_signed(SLOT)) {
-        // The table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1: 2**23 + i is rounded up to a whole number.
+        // The table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1. The sum 2**23 + i is rounded up.
         uint32 up[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -194,7 +194,7 @@ DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
         constexpr uint32 ONES = 0x01010101, ZERO = (values_of(SLOT) / 2 - 1) * ONES;  // the code of 0, four times
         const uint32 signs = permute(permute(float_bits(x[0]), float_bits(x[1]), 0x00fb),
                                      permute(float_bits(x[2]), float_bits(x[3]), 0x00fb), 0x5410);
-        constexpr int TOP = FORMATS[SLOT] == STATE_4BIT ? 3 : 7;  // bit of the highest rank, 1, which has no negative
+        constexpr int TOP = FORMATS[SLOT] == STATE_4BIT ? 3 : 7;  // set in the highest rank, 1.0, which has no negative
         const uint32 positive = ranks + ZERO, negative = (ranks - (ranks >> TOP & ONES)) ^ ZERO;
         return (positive & ~signs) | (negative & signs);
     }
@@ -236,7 +236,7 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<W
     uint32 largest = float_bits(magnitude);  // bits of magnitudes are in order, NaN above all
     if constexpr (block_of(SLOT) == TILE) {
         largest = warp_max(largest);
-    } else {  // two maxima over the whole warp: lanes with masks of their own would take turns
+    } else {  // two maxima over the whole warp: with a mask for each half, the halves would run one after the other
         const bool first = lane < 16;
         const uint32 of_first = warp_max(first ? largest : 0), of_second = warp_max(first ? 0 : largest);
         largest = first ? of_first : of_second;
@@ -270,31 +270,31 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<W
 
 // ---- a tile ------------------------------------------------------------------------------------------------------
 
-struct Place {  // of a lane's eight elements
-    uint64 element;         // index in the tensor
-    uint64 half_byte;       // byte offset in codes of 4 bits
-    uint64 of_128, of_256;  // index in the scales of blocks of that many elements
-    int count;       // elements that exist, 0..8
-    bool vector;
+struct Offsets {  // of a lane's eight elements
+    uint64 element;         // in the tensor
+    uint64 half_byte;       // in bytes, in codes of 4 bits
+    uint64 of_128, of_256;  // in the scales of blocks of that many elements
+    int count;              // elements that exist, 0..8
+    bool vector;            // whether 16-byte accesses reach all eight
 };
 
-// Whether `count` tiles are whole ones of a single row, and 16-byte accesses reach all of them.
+// Whether `count` tiles are whole tiles of a single row, and 16-byte accesses reach all of their elements.
 DEVICE bool are_whole(const Tensor &t, uint32 tile, int count) {
     return t.aligned && t.tiles_a_row == 0 && (uint64)(tile - (uint32)t.first_tile + count) * TILE <= t.cols;
 }
 
-DEVICE Place locate_lane(const Tensor &t, uint32 tile, int lane) {
+DEVICE Offsets locate_lane(const Tensor &t, uint32 tile, int lane) {
     uint32 row = 0, tile_in_row = tile - (uint32)t.first_tile;
     if (t.tiles_a_row != 0) row = tile_in_row / (uint32)t.tiles_a_row, tile_in_row %= (uint32)t.tiles_a_row;
     const uint64 cols = t.cols, col = (uint64)tile_in_row * TILE + lane * 8;
-    Place place;
-    place.element = row * cols + col;
-    place.half_byte = row * ((cols + 1) / 2) + col / 2;
-    place.of_128 = row * ((cols + 127) / 128) + col / 128;
-    place.of_256 = row * ((cols + 255) / 256) + col / 256;
-    place.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
-    place.vector = t.aligned && place.count == 8;
-    return place;
+    Offsets at;
+    at.element = row * cols + col;
+    at.half_byte = row * ((cols + 1) / 2) + col / 2;
+    at.of_128 = row * ((cols + 127) / 128) + col / 128;
+    at.of_256 = row * ((cols + 255) / 256) + col / 256;
+    at.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
+    at.vector = t.aligned && at.count == 8;
+    return at;
 }
 
 // A state of eight elements.
@@ -306,19 +306,19 @@ struct State {
     Raw<2 / CODES_A_BYTE> codes;
     float scale;
 
-    static MEMBER uint64 code_at(const Place &at) { return FORMAT == STATE_4BIT ? at.half_byte : at.element; }
-    static MEMBER uint64 scale_at(const Place &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
+    static MEMBER uint64 code_at(const Offsets &at) { return FORMAT == STATE_4BIT ? at.half_byte : at.element; }
+    static MEMBER uint64 scale_at(const Offsets &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
 
     static MEMBER void prefetch_values(const Tensor &t, uint64 element, uint32 elements) {
         constexpr int BITS = has_scale(SLOT) ? 8 / CODES_A_BYTE : 8 * Floats<FORMAT == STATE_BF16 ? BF16 : FP32>::BYTES;
         prefetch((const char *)t.state[SLOT] + element * BITS / 8, elements * BITS / 8);
-        if constexpr (has_scale(SLOT)) {  // from a multiple of 16 bytes to one; the few bytes left out come unasked
+        if constexpr (has_scale(SLOT)) {  // in units of 16 bytes; the cache line brings the few bytes left out
             const uint64 first = element / block_of(SLOT), last = (element + elements) / block_of(SLOT);
             prefetch(t.scale[SLOT] + first / 4 * 4, (last / 4 - first / 4) * 16);
         }
     }
     template <bool VECTOR>
-    MEMBER void load(const Tensor &t, const Place &at) {
+    MEMBER void load(const Tensor &t, const Offsets &at) {
         if constexpr (has_scale(SLOT)) {
             const char *p = (const char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) load_vector(p, codes);
@@ -332,12 +332,13 @@ struct State {
         if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, table, scale, x);
         else values.decode(x);
     }
-    MEMBER void encode(const Tensor &t, const Scalars &k, const Place &at, int lane, const uint32 *table, float x[8]) {
+    MEMBER void encode(const Tensor &t, const Scalars &k, const Offsets &at, int lane, const uint32 *table,
+                       float x[8]) {
         if constexpr (has_scale(SLOT)) {
             if (at.count < 8) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    if (i >= at.count) x[i] = 0.0f;  // it must not reach the absmax
+                    if (i >= at.count) x[i] = 0.0f;  // must not count in the absmax
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
         } else {
@@ -350,13 +351,13 @@ struct State {
         }
     }
     template <bool VECTOR>
-    MEMBER void store(const Tensor &t, const Place &at, int lane) {
+    MEMBER void store(const Tensor &t, const Offsets &at, int lane) {
         if constexpr (has_scale(SLOT)) {
             char *p = (char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) {
                 store_vector(p, codes);
             } else {
-                if constexpr (FORMAT == STATE_4BIT)  // the last half byte of an odd row is 0
+                if constexpr (FORMAT == STATE_4BIT)  // the unused half byte of an odd row is 0
                     if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;
                 store_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
             }
@@ -367,7 +368,7 @@ struct State {
     }
 };
 
-// bf16 weights with eight bits more: (bf16 << 16) + (correction << 8), the bf16 to nearest.
+// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8); the bf16 is the nearest.
 DEVICE void decode_corrected(const Raw<2> &correction, float w[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -382,13 +383,13 @@ DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
     for (int i = 0; i < 8; ++i) {
         const uint32 bits = (float_bits(w[i]) + 0x80) & 0xffffff00u;
         const uint32 upper = (bits + 0x8000) & 0xffff0000u;
-        if ((upper & 0x7f800000u) == 0x7f800000u) continue;  // beyond bf16, or no number: the ordinary conversion
+        if ((upper & 0x7f800000u) == 0x7f800000u) continue;  // beyond bf16, infinite or NaN: the ordinary conversion
         w[i] = bits_float(upper);
         correction.word[i / 4] |= (bits - upper >> 8 & 0xff) << (i % 4 * 8);
     }
 }
 
-// A lane's part of a tile, as it is stored.
+// A lane's part of a tile, in the stored formats.
 struct Work {
     Floats<GRAD> grad;
     Floats<PARAM> param;
@@ -399,7 +400,7 @@ struct Work {
 };
 
 template <bool VECTOR>
-DEVICE void load_tile(Work &work, const Tensor &t, const Place &at) {
+DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
     work.grad.load<VECTOR>(t.grad, at.element, at.count);
     work.param.load<VECTOR>(t.param, at.element, at.count);
     if constexpr (STATES > 0) work.s0.load<VECTOR>(t, at);
@@ -412,7 +413,7 @@ DEVICE void load_tile(Work &work, const Tensor &t, const Place &at) {
 }
 
 template <bool VECTOR>
-DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
+DEVICE void store_tile(Work &work, const Tensor &t, const Offsets &at, int lane) {
     work.param.store<VECTOR>(t.param, at.element, at.count);
     if constexpr (STATES > 0) work.s0.store<VECTOR>(t, at, lane);
     if constexpr (STATES > 1) work.s1.store<VECTOR>(t, at, lane);
@@ -423,7 +424,7 @@ DEVICE void store_tile(Work &work, const Tensor &t, const Place &at, int lane) {
     }
 }
 
-// Have the L2 cache fetch what a block will work on next: neighbouring tiles, if they are whole ones of one row.
+// Prefetches the next tiles of a block into the L2 cache, if they are whole neighbouring tiles of one row.
 DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
     if (!are_whole(t, tile, count)) return;
     const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE;
@@ -437,7 +438,7 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
 }
 
 DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 tile, int lane, const uint32 *table) {
-    Place at;
+    Offsets at;
     if (__builtin_expect(are_whole(t, tile, 1), 1)) {
         const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE + lane * 8;
         at = {element, element / 2, element / 128, element / 256, 8, true};
@@ -478,7 +479,7 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     else store_tile<false>(work, t, at, lane);
 }
 
-// The tensor that a tile lies in: the last that begins there or before.
+// The tensor of a tile: the last one that begins at this tile or before.
 DEVICE int tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
     int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
     while (low < high) {
@@ -491,7 +492,7 @@ DEVICE int tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
 
 // ---- the kernels -------------------------------------------------------------------------------------------------
 
-// A thread a tensor: count the step, work out what depends on it, and the keys of the draws.
+// A thread for each tensor: see `prepare_tensor`.
 // `control` is null, or holds the factor of the gradients and whether to skip the step (not 0).
 extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, Scalars *scalars, long long count,
                                    const float *control) {
@@ -502,7 +503,7 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
     prepare_tensor(tensor, groups[tensor.group], scalars[i]);
 }
 
-// `locate` [ceil(tiles / LOCATE) + 1]: the tensor that every LOCATE-th tile lies in, and the last one.
+// `locate` [ceil(tiles / LOCATE) + 1]: the tensor of every LOCATE-th tile, and that of the last tile.
 // `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
@@ -518,8 +519,9 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
     __syncthreads();
     const float factor = SCALED ? control[0] : 1.0f;
     const int lane = threadIdx.x % 32;
-    // Of every gridDim.x * WARPS neighbouring tiles a block has WARPS neighbouring ones. A warp takes the next that none
-    // of its block has taken: if each had its own, the scheduler's favourites would be done long before the others.
+    // A block owns WARPS neighbouring tiles of every gridDim.x * WARPS. A warp takes the next tile that no warp of its
+    // block has taken. With fixed tiles for each warp, the warps that the scheduler favours would finish long before
+    // the others.
     for (;;) {
         const uint32 n = take_next(&taken, lane);
         const uint32 first = (n / WARPS * gridDim.x + blockIdx.x) * WARPS, tile = first + n % WARPS;

@@ -1,11 +1,11 @@
-// What the kernels of fused_step.cu and fused_step_cpu.cpp share: the parameters that a variant is compiled with, the
-// table that the host fills in and the algorithm. draws.h comes before it.
+// The common part of fused_step.cu and fused_step_cpu.cpp: the macros that a variant is compiled with, the table that
+// the host fills in, and the algorithm. random_bits.h comes before it.
 //
 //   PARAM, GRAD        dtypes: FP32, BF16, FP16
-//   STATES             how many states an element has, 0..3; SIGNED: a bit for each whose values have a sign
+//   STATES             number of states of an element, 0..3; SIGNED: bit n is set if the values of state n have a sign
 //   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
-//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED by a byte below the bf16 (24-bit weights)
-//   PREPARE, UPDATE    the algorithm, as statements; HYPER names for its options in `h`
+//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED, with a byte below the bf16 (24-bit weights)
+//   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
 //   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `ranked` of fused_step.cu)
 
 enum { FP32, BF16, FP16 };
@@ -27,21 +27,21 @@ DEVICE constexpr bool any_bf16() {
            (STATES > 2 && FORMAT_2 == STATE_BF16);
 }
 static constexpr bool CODES = any_codes();
-static constexpr bool DRAWS = ROUNDING == STOCHASTIC || any_bf16();
+static constexpr bool RANDOM = ROUNDING == STOCHASTIC || any_bf16();  // whether anything needs random bits
 
 // A row of the table that the host fills in. All fields are 64 bits.
 struct alignas(16) Tensor {
     const void *grad;
     void *param;
     void *state[3];           // codes, or values
-    signed char *correction;  // [numel], only if CORRECTED
+    signed char *correction;  // [numel], if CORRECTED
     float *scale[3];          // [rows, ceil(cols / block)]
-    double *step;             // steps done: float32 would count no further than 2**24
+    double *step;             // steps done; float32 counts to 2**24 only
     long long first_tile;     // tiles of the tensors before this one
     uint64 cols;              // elements of a row
-    uint64 tiles_a_row;       // 0 if there is one row only
+    uint64 tiles_a_row;       // 0 if there is only one row
     uint64 aligned;           // 1 if eight elements can be read at once from every array
-    uint64 key;               // the first word of the random draws' key; state n takes key + 1 + n
+    uint64 key;               // third word of the random bits' key for the weight; state n takes key + 1 + n
     uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
     uint64 run, stride;       // or first_index + i if run is 0
     uint64 group;
@@ -57,10 +57,10 @@ struct Group {
     double h[8];
 };
 
-// What `prepare` works out for every tensor.
+// The numbers that `prepare` computes for every tensor.
 struct alignas(16) Scalars {
     float c[8];
-    uint32 keys[4][2];  // of the weight's draws, and of each state's
+    uint32 keys[4][2];  // of the random bits of the weight and of each state
 };
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ DEVICE constexpr int cells_before(int slot) {
     return (slot > 0 ? CELLS_0 : 0) + (slot > 1 ? CELLS_1 : 0) + (slot > 2 ? CELLS_2 : 0);
 }
 
-// In a table of all states: the values of the codes of each, then the cells of each.
+// The table of all states holds the values of every state's codes, then every state's cells.
 DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
     return table + values_before(STATES) + cells_before(slot);
 }
@@ -86,7 +86,7 @@ DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
 
 DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
 
-// Count the step of a tensor, work out what depends on it, and the keys of the draws.
+// Count the step of a tensor, and compute the numbers that depend on it and the keys of the random bits.
 DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
     const double t = *tensor.step + 1.0;
     *tensor.step = t;
@@ -97,7 +97,7 @@ DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &ou
     HYPER
     { PREPARE }
     for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
-    if constexpr (DRAWS) {
+    if constexpr (RANDOM) {
         for (int slot = 0; slot <= STATES; ++slot) {
             const uint64 words[3] = {group.seed, (uint64)t, tensor.key + slot};
             uint32 k0 = 0x243f6a88u, k1 = 0x85a308d3u;

@@ -1,12 +1,13 @@
 """One optimizer step over any number of tensors in one launch: the kernel of ``fused_step.cu``, and what it shares with
-that of ``fused_step_cpu.cpp``, which ``fused_step_cpu.py`` runs.
+the CPU's kernel in ``fused_step_cpu.cpp``, which ``fused_step_cpu.py`` runs.
 
-The tensors are given as a table of pointers, in the memory of their device. For each element of each tensor: the
-states are decoded from their format to float32, an algorithm (`Rule`) updates them and the weight, and all are stored
-again; nothing is materialised in between, and nothing is read by the host. Options, step counters and the learning
-rate are read on the device, so that no change of them compiles anything, and a step can be captured in a CUDA graph.
+The tensors are given as a table of pointers, in the memory of their device. For each element of each tensor the kernel
+decodes the states from their format to float32, updates them and the weight by an algorithm (`Rule`), and stores all of
+them again. Nothing is materialised in between, and the host reads nothing. The kernel reads options, step counters and
+the learning rate on the device, so that no change of them compiles anything, and a step can be captured in a CUDA
+graph.
 
-This is no operator of ``torch.ops``: its operands are addresses in a table, which an operator's schema can't name.
+The step is no operator of ``torch.ops``: its operands are addresses in a table, which no operator's schema can name.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ STATES = {
     "4bit": "STATE_4BIT",
 }
 ROUNDINGS = ("nearest", "stochastic", "corrected")
-TILE = 256  # elements of a row that a warp works on
-LOCATE = 256  # tiles an entry of `locate`
-RESIDENT_THREADS = (
-    1024  # of a multiprocessor, which leaves each 64 registers; measured, see the log
-)
+TILE = 256  # elements of a row, the work of a warp
+LOCATE = 256  # tiles for each entry of `locate`
+# Of a multiprocessor. This number leaves each thread 64 registers; measured, see benchmarks/LOG.md.
+RESIDENT_THREADS = 1024
 MAX_HYPER, MAX_STATES = 8, 3
 
-# The structs of fused_step.h, in words of 64 bits (`Scalars`: all of it).
+# The structs of fused_step.h in words of 64 bits: the fields of `Tensor`, the sizes of `Group` and `Scalars`.
 TENSOR = (
     *(
         "grad",
@@ -76,9 +76,9 @@ class Rule:
         prepare: statements in double, run once a tensor: reads ``lr``, ``t`` (the step, from 1) and the options by
             name, writes ``c[0]`` .. ``c[7]``.
         update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
-            not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``,
-            on a GPU faster than ``/``, which is what it spends most time on. ``g * g`` overflows where its share in a
-            moment need not: multiply the share first.
+            not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``;
+            on a GPU it is faster than ``/``, which would take most of the time. Multiply a factor with ``g`` before
+            the second ``g``: ``g * g`` alone may overflow.
     """
 
     hyper: tuple[str, ...]
@@ -88,8 +88,8 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """How the codes of a state are looked up: ``values`` by code (float32), ``cells`` by magnitude (uint32), with the
-    first cell's number and the bits below a cell's (`lowbit.codebook.Cells`)."""
+    """The lookup tables of a state's codes: ``values`` by code (float32) and ``cells`` by magnitude (uint32), with the
+    number of the first cell and of the bits below a cell's (`lowbit.codebook.Cells`)."""
 
     values: np.ndarray
     first: int
@@ -99,16 +99,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for.
+    """The compile-time parameters of a kernel.
 
     Args:
         rule: the algorithm.
         param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
-        formats: of each state, a key of `STATES`.
-        signed: of each state, whether its values have a sign.
-        rounding: of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each in an array of bytes.
+        formats: the format of each state, a key of `STATES`.
+        signed: for each state, whether its values have a sign.
+        rounding: the rounding of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each weight in an
+            array of bytes.
         scaled: whether gradients are multiplied by the first number of `control`.
-        tables: of each state; None where codes are computed, or there are none.
+        tables: the table of each state; None where codes are computed, or there are none.
     """
 
     rule: Rule
@@ -143,18 +144,18 @@ class Variant:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether some state is in blocks with a scale, and takes work enough that warps should share it out."""
+        """Whether some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
         return any(format in ("float8", "8bit", "4bit") for format in self.formats)
 
     @property
     def threads(self) -> int:
-        """Of a block: all of a multiprocessor's, which share its tiles; where bytes are only moved, one block for every
-        few tiles is faster."""
+        """Threads of a block. One block fills a multiprocessor and shares its tiles among the warps. Where the kernel
+        only moves bytes, one block for every few tiles is faster."""
         return RESIDENT_THREADS if self.is_scaled else 256
 
     def table_words(self) -> np.ndarray:
-        """What the kernel looks codes up in (on a GPU in shared memory): the values of every state, then the cells of
-        every state."""
+        """The lookup tables as the kernel reads them (on a GPU from shared memory): the values of every state, then the
+        cells of every state."""
         if not self.uses_codes:
             return np.zeros(1, np.uint32)
         values, cells = [], []
@@ -167,8 +168,8 @@ class Variant:
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
     def source(self, primitives: str = "ptx.cuh", kernel: str = "fused_step.cu") -> str:
-        """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or a
-        text of lines), what all kernels share, and the kernel."""
+        """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or source
+        text), what all kernels share, and the kernel."""
         defines: dict[str, object] = {
             "PARAM": DTYPES[self.param],
             "GRAD": DTYPES[self.grad],
@@ -189,27 +190,27 @@ class Variant:
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         lines = [f"#define {name} {value}" for name, value in defines.items()]
         own = primitives if "\n" in primitives else _file(primitives)
-        return "\n".join([*lines, own, *map(_file, ("draws.h", "fused_step.h", kernel))])
+        return "\n".join([*lines, own, *map(_file, ("random_bits.h", "fused_step.h", kernel))])
 
 
 def is_available() -> bool:
-    """Whether `FusedStep` runs on this machine's GPUs."""
+    """Whether `StepKernel` runs on this machine's GPUs."""
     return nvrtc.is_available()
 
 
 def tiles(numel: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """Tiles of tensors of that many elements, in rows of that many: int64."""
+    """The number of tiles of tensors with `numel` elements in rows of `cols`: int64."""
     rows = np.divide(numel, cols, out=np.zeros_like(numel), where=cols > 0, casting="unsafe")
     return rows * -(-cols // TILE)
 
 
 def locate(first_tile: np.ndarray, total: int) -> np.ndarray:
-    """Of tensors that begin at these tiles: the one that every `LOCATE`-th tile lies in, and the last; int32."""
+    """For tensors that begin at these tiles: the tensor of every `LOCATE`-th tile, and that of the last tile; int32."""
     marks = np.append(np.arange(0, total, LOCATE), max(total - 1, 0))
     return (np.searchsorted(first_tile, marks, side="right") - 1).astype(np.int32)
 
 
-class FusedStep:
+class StepKernel:
     """The kernel of one variant, on one device.
 
     Args:
@@ -242,8 +243,8 @@ class FusedStep:
             tensors, groups: addresses on the device of the rows of `TENSOR` words, and of `GROUP_WORDS`.
             scalars: int64 [count, SCALARS_WORDS], scratch.
             locate: int32, see `locate`.
-            count, tiles: of tensors, and of all their tiles.
-            control: float32 [2], the factor of the gradients and whether to skip (not 0); or None.
+            count, tiles: the number of tensors, and of all their tiles.
+            control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
         """
         flag = 0 if control is None else control.data_ptr()
         stream = self._stream()
@@ -260,7 +261,7 @@ class FusedStep:
         )
 
     def _blocks(self, tiles: int) -> int:
-        """A warp a tile; where blocks share tiles out, as many as run at once."""
+        """The number of blocks: a warp for each tile; where warps share tiles, at most as many as run at once."""
         blocks = -(-tiles // (self.variant.threads // 32))
         return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks
 
@@ -269,7 +270,7 @@ class FusedStep:
 
 
 def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
-    """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits taken off."""
+    """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits subtracted."""
     rank = table.cells >> table.shift
     words = table.cells.astype(np.int64)
     if not signed:  # a second moment never becomes zero

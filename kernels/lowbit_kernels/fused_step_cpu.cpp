@@ -1,15 +1,15 @@
 // One step of an optimizer over many tensors on a CPU: decode the states, update in float32, encode.
 //
-// fused_step_cpu.py compiles this once for each variant (see fused_step.h). Work is cut into strips of at most 256
-// neighbouring elements: a part of a row, or several short rows, with whole blocks of every state. A strip passes
-// through the stages below in arrays that stay in the L1 cache, each stage a loop that compilers turn into vector
-// instructions; table lookups are loops of their own. Loops run over whole vectors: a strip that doesn't fill its last
-// one is worked on in a copy. So every element takes the same path, in IEEE arithmetic (no contraction into fma):
-// results don't depend on threads, alignment, sharding or the machine.
+// fused_step_cpu.py compiles this file once for each variant (see fused_step.h). A strip is at most 256 neighbouring
+// elements: a part of a row, or several short rows, with whole blocks of every state. A strip passes through the stages
+// below in arrays that stay in the L1 cache. Each stage is a loop that compilers turn into vector instructions; table
+// lookups are loops of their own. Loops run over whole vectors: a strip that does not fill its last vector is updated
+// in a copy. So every element takes the same path, in IEEE arithmetic (no contraction into fma): results don't depend
+// on threads, alignment, sharding or the machine.
 
 static constexpr int STRIP = TILE;
 static constexpr int LANES = 16;          // numbers of the widest vector
-static constexpr uint64 GRAIN = 1 << 15;  // elements that are worth a thread
+static constexpr uint64 GRAIN = 1 << 15;  // elements that are worth one more thread
 
 #define ALIGNED alignas(64)
 
@@ -30,11 +30,11 @@ typedef Number<PARAM>::Bits Param;
 template <int MANTISSA, int BIAS>
 DEVICE float from_small(uint32 magnitude) {
     const uint32 bits = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23);
-    const float least = bits_float((128 - BIAS) << 23);  // that is not subnormal
+    const float least = bits_float((128 - BIAS) << 23);  // the smallest that is not subnormal
     return magnitude >> MANTISSA ? bits_float(bits) : bits_float(bits + (1 << 23)) - least;
 }
 
-// The nearest such magnitude of |x|, ties to even; exponents beyond the format's stay as they come.
+// The nearest such magnitude of |x|, ties to even; exponents beyond the format's are not clamped.
 template <int MANTISSA, int BIAS>
 DEVICE uint32 to_small(float x) {
     const uint32 a = float_bits(x) & 0x7fffffff;
@@ -72,7 +72,7 @@ DEVICE uint32 to_bf16(float x) {
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Numbers as float32: in `own`, or where they are if they are stored so. `store` is for those in `own`.
+// Numbers as float32: converted into `own`, or where they are if they are float32. `store` writes `own` back.
 template <int DTYPE>
 DEVICE float *load(const void *from, int n, float *__restrict__ own) {
     if constexpr (DTYPE == FP32) return (float *)from;
@@ -90,8 +90,8 @@ DEVICE void store(void *to, int n, const float *__restrict__ x) {
 
 // ---- rounding of weights and moments in bf16: lowbit/rounding.py defines it -----------------------------------------
 
-// The draws of `n` elements, the first of which is `first` of the whole tensor.
-DEVICE void draw_run(const uint32 *keys, uint64 first, int n, uint32 *out) {
+// The random bits of `n` elements that begin at global index `first`.
+DEVICE void random_run(const uint32 *keys, uint64 first, int n, uint32 *out) {
     ALIGNED uint32 all[STRIP + 8];
     const int octets = (int)((first + n + 7 >> 3) - (first >> 3));
     for (int i = 0; i < octets; ++i) {
@@ -101,36 +101,36 @@ DEVICE void draw_run(const uint32 *keys, uint64 first, int n, uint32 *out) {
     memcpy(out, all + (first & 7), n * sizeof(uint32));
 }
 
-DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, int n, uint32 *out) {
-    if (t.run == 0) return draw_run(keys, t.first_index + element, n, out);
-    for (int done = 0; done < n;) {  // a shard of columns: piece by piece of its rows
+DEVICE void random_bits(const Tensor &t, const uint32 *keys, uint64 element, int n, uint32 *out) {
+    if (t.run == 0) return random_run(keys, t.first_index + element, n, out);
+    for (int done = 0; done < n;) {  // a shard of columns: one run after another
         const uint64 i = element + done, left = t.run - i % t.run;
         const int some = left < (uint64)(n - done) ? (int)left : n - done;
-        draw_run(keys, t.first_index + i / t.run * t.stride + i % t.run, some, out + done);
+        random_run(keys, t.first_index + i / t.run * t.stride + i % t.run, some, out + done);
         done += some;
     }
 }
 
-// To bf16, up or down by chance.
+// Round stochastically to bf16.
 DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 element, int n, float *x) {
-    ALIGNED uint32 draws[STRIP];
-    draw(t, keys, element, n, draws);
+    ALIGNED uint32 random[STRIP];
+    random_bits(t, keys, element, n, random);
     for (int i = 0; i < n; ++i) {
         const uint32 bits = float_bits(x[i]);
-        uint32 rounded = bits + draws[i] & 0xffff0000u;
+        uint32 rounded = bits + random[i] & 0xffff0000u;
         rounded = (rounded & 0x7f800000) == 0x7f800000 ? bits & 0xffff0000u : rounded;  // never up to infinity
         x[i] = bits_float((bits & 0x7fffffff) > 0x7f800000 ? bits : rounded);
     }
 }
 
-// bf16 weights with eight bits more: (bf16 << 16) + (correction << 8), the bf16 to nearest.
+// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8); the bf16 is the nearest.
 DEVICE void decode_corrected(const signed char *correction, int n, float *w) {
     for (int i = 0; i < n; ++i) w[i] = bits_float(float_bits(w[i]) + ((uint32)correction[i] << 8));
 }
 DEVICE void encode_corrected(int n, float *__restrict__ w, signed char *__restrict__ correction) {
     for (int i = 0; i < n; ++i) {
         const uint32 bits = float_bits(w[i]) + 0x80 & 0xffffff00u, upper = bits + 0x8000 & 0xffff0000u;
-        // beyond bf16, or no number: the ordinary conversion
+        // beyond bf16, infinite or NaN: the ordinary conversion
         const bool kept = (upper & 0x7f800000) != 0x7f800000 && (float_bits(w[i]) & 0x7f800000) != 0x7f800000;
         w[i] = kept ? bits_float(upper) : w[i];
         correction[i] = (signed char)(kept ? bits - upper >> 8 : 0);
@@ -139,16 +139,16 @@ DEVICE void encode_corrected(int n, float *__restrict__ w, signed char *__restri
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 
-// The tables: those of fused_step.h, then for each state that has cells its `Pieces`.
+// The tables: those of fused_step.h, then a `Pieces` for each state that has cells.
 struct Pieces {
-    // Of 4 bits: the boundaries between magnitudes. Of 8 bits: those between the pieces of the table in which
-    // magnitudes are evenly spaced, at the power of two that each lies in, and the piece before it.
+    // With 4 bits: the boundaries between magnitudes. With 8 bits: the boundaries between pieces of the table in which
+    // magnitudes are evenly spaced, indexed by the power of two that each lies in, and the piece before each.
     uint32 boundary[32], before[32];
-    // y lies by pos = y * slope + offset among the boundaries of a piece, and has the rank floor(pos), at most `last`.
+    // In a piece, y has the rank floor(pos) with pos = y * slope + offset, at most `last`.
     float slope[16], offset[16];
     uint32 last[16];
     uint32 lowest;               // the power of two of boundary[0], as the exponent of a float
-    unsigned char bytes[4][256];  // of 8 bits: the values of all codes, their lowest bytes first
+    unsigned char bytes[4][256];  // with 8 bits: the values of all codes, the lowest bytes of all first
 };
 static constexpr int PIECES_WORDS = sizeof(Pieces) / 4;
 DEVICE constexpr int pieces_before(int slot) {
@@ -184,7 +184,7 @@ DEVICE uint32 code_of(float y, uint32 rank) {
 }
 
 #ifdef HAS_AVX512
-// A table that is kept in registers is read many times faster than one in memory.
+// Lookups in registers are many times faster than lookups in memory.
 
 DEVICE __m512i vector(const void *p) { return _mm512_loadu_si512(p); }
 DEVICE __m512i pick_16(const void *table, __m512i at) { return _mm512_permutexvar_epi32(at, vector(table)); }
@@ -200,7 +200,7 @@ DEVICE void store_product(__m512i x, float scale, float *to) {
     _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_castsi512_ps(x), _mm512_set1_ps(scale)));
 }
 
-// 64 at a time: their values' four bytes are looked up one by one, and put together.
+// 64 at a time: look up the four bytes of their values separately, and interleave them.
 DEVICE void decode_bytes(const Pieces &p, const uint32 *values, const unsigned char *codes, int n, float scale,
                          float *__restrict__ x) {
     const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -225,7 +225,7 @@ DEVICE void decode_nibbles(const uint32 *values, const unsigned char *codes, int
     }
 }
 
-// By the piece that y lies in; where it lies so near to a boundary that rounding may decide, by the cells.
+// By the piece that y lies in. If y is so near to a boundary that rounding of `pos` may decide, by the cells.
 template <int SLOT>
 DEVICE void encode_bytes(const float *y, int n, const uint32 *table, unsigned char *__restrict__ codes) {
     const Pieces &p = pieces_of(table, SLOT);
@@ -305,13 +305,13 @@ DEVICE float scale_down(const float *x, int n, float *__restrict__ y) {
     const float inverse = 1.0f / scale;
     if (largest < LARGE) {
         for (int i = 0; i < n; ++i) y[i] = x[i] * inverse;
-    } else {  // the inverse would be subnormal
+    } else {  // the inverse is subnormal
         for (int i = 0; i < n; ++i) y[i] = x[i] / scale;
     }
     return scale;
 }
 
-// `n` elements, which were divided by their scales.
+// `n` elements that are divided by their scales already.
 template <int SLOT>
 DEVICE void encode(const float *y, int n, const uint32 *table, unsigned char *__restrict__ codes) {
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
@@ -329,7 +329,7 @@ DEVICE void encode(const float *y, int n, const uint32 *table, unsigned char *__
                 uint32 rank = 0;
                 for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= pieces_of(table, SLOT).boundary[j];
                 each[i] = code_of<SLOT>(y[i], rank);
-            } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1; NaN, which is no int, takes 1
+            } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1, and 1 for NaN
                 const float up = ceilf(16.0f * y[i] - 0.5f) - 1.0f;
                 each[i] = up > 0.0f ? (uint32)(int)up : 0;
             }
@@ -346,11 +346,11 @@ struct Strip {
     signed char *correction;
     void *state[3];
     float *scale[3];
-    uint64 element;  // index of the first in the tensor
-    int n, row;      // elements; those of a row, if there are several
+    uint64 element;  // offset of the first element in the tensor
+    int n, row;      // elements of the strip; elements of a row if the strip has several rows
 };
 
-DEVICE constexpr int bytes(int slot, int n) {  // of a state of so many elements
+DEVICE constexpr int bytes(int slot, int n) {  // of a state of n elements
     return FORMATS[slot] == STATE_4BIT    ? (n + 1) / 2
            : has_scale(slot)              ? n
            : FORMATS[slot] == STATE_BF16 ? 2 * n
@@ -376,7 +376,7 @@ DEVICE void encode_state(const Tensor &t, const Scalars &k, const Strip &s, int 
     if constexpr (SLOT >= STATES) return;
     else if constexpr (has_scale(SLOT)) {
         const int block = block_of(SLOT) < s.row ? block_of(SLOT) : s.row;
-        for (int i = s.n; i < n; ++i) x[i] = 0.0f;  // must not reach the absmax
+        for (int i = s.n; i < n; ++i) x[i] = 0.0f;  // must not count in the absmax
         ALIGNED float y[STRIP];
         for (int start = 0; start < n; start += block) {
             const int some = n - start < block ? n - start : block;
@@ -389,11 +389,11 @@ DEVICE void encode_state(const Tensor &t, const Scalars &k, const Strip &s, int 
     }
 }
 
-// `s.n` rounded up to whole vectors can be read and written.
+// The memory of the strip must reach to the end of its last vector.
 DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const Strip &s, const uint32 *table) {
     const int n = (s.n + LANES - 1) & -LANES;
     ALIGNED float own[5][STRIP];
-    for (int i = 0; i < n; i += 16) {  // the next strip's, while this one is worked on
+    for (int i = 0; i < n; i += 16) {  // of the next strip
         __builtin_prefetch(s.grad + STRIP + i);
         __builtin_prefetch(s.param + STRIP + i);
     }
@@ -422,7 +422,7 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
     encode_state<2>(t, k, s, n, table, x2);
 }
 
-// In memory of our own, of whole vectors.
+// Update a strip in a copy of whole vectors.
 DEVICE void step_copy(const Tensor &t, const Scalars &k, float factor, const Strip &s, const uint32 *table) {
     ALIGNED Grad grad[STRIP] = {};
     ALIGNED Param param[STRIP] = {};
@@ -438,7 +438,7 @@ DEVICE void step_copy(const Tensor &t, const Scalars &k, float factor, const Str
     memcpy(s.param, param, s.n * sizeof(Param));
     if (ROUNDING == CORRECTED) memcpy(s.correction, correction, s.n);
     for (int i = 0; i < STATES; ++i) {
-        if (FORMATS[i] == STATE_4BIT && s.n & 1) state[i][s.n / 2] &= 15;  // the last half byte of an odd row is 0
+        if (FORMATS[i] == STATE_4BIT && s.n & 1) state[i][s.n / 2] &= 15;  // the unused half byte of an odd row is 0
         memcpy(s.state[i], state[i], bytes(i, s.n));
     }
 }
@@ -446,7 +446,7 @@ DEVICE void step_copy(const Tensor &t, const Scalars &k, float factor, const Str
 // ---- a tensor, cut into strips -----------------------------------------------------------------------------------
 
 struct Cut {
-    uint64 rows_a_strip, strips_a_row, strips;  // one of the first two is 1
+    uint64 rows_a_strip, strips_a_row, strips;  // rows_a_strip or strips_a_row is 1
 };
 
 DEVICE Cut cut(const Tensor &t) {
@@ -484,7 +484,7 @@ DEVICE Strip strip_of(const Tensor &t, const Cut &cut, uint64 index) {
 
 // ---- the step ----------------------------------------------------------------------------------------------------
 
-struct Work {  // of one thread: strips [first, last) of all
+struct Work {  // of one thread: the strips [first, last)
     const Tensor *tensors;
     const Scalars *scalars;
     const uint32 *table;
@@ -510,8 +510,8 @@ static void *run(void *argument) {
     return nullptr;
 }
 
-// `table`: of the states, see fused_step.h. `control`: null, or the factor of the gradients and whether to skip the
-// step (not 0). At most `threads` work on it, this one among them.
+// `table`: the tables of the states, see `Pieces`. `control`: null, or the factor of the gradients and whether to skip
+// the step (not 0). At most `threads` threads work on the step, the calling one among them.
 extern "C" void step(const Tensor *tensors, const Group *groups, Scalars *scalars, const uint32 *table,
                      long long count, const float *control, long long threads) {
     if (control && control[1] != 0.0f) return;

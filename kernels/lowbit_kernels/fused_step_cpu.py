@@ -1,6 +1,6 @@
 """The step of ``fused_step.py`` on a CPU: the kernel of ``fused_step_cpu.cpp``, over the same table of pointers.
 
-Compiling takes about a second for a variant, once on a machine (`host_compiler`).
+Compiling a variant takes about a second, once on a machine (`host_compiler`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from lowbit_kernels import host_compiler
 from lowbit_kernels.fused_step import Variant
 
-# The struct of the .cpp.
+# `Pieces` of the .cpp.
 _PIECES = np.dtype(
     [
         *(("boundary", np.uint32, 32), ("before", np.uint32, 32)),
@@ -24,14 +24,14 @@ _PIECES = np.dtype(
 )
 
 
-class FusedStepCpu:
+class StepKernelCpu:
     """The kernel of one variant.
 
     Args:
-        variant: what it is compiled for; whether gradients are scaled makes no difference.
+        variant: its compile-time parameters. `scaled` makes no difference.
 
     Raises:
-        RuntimeError: it can't be compiled (see `host_compiler.library`).
+        RuntimeError: the kernel can't be compiled (see `host_compiler.library`).
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -59,8 +59,10 @@ class FusedStepCpu:
         tiles: int,
         control: torch.Tensor | None,
     ) -> None:
-        """Do the step, on at most ``torch.get_num_threads()`` threads. Arguments as for `FusedStep`, in host memory;
-        where a tile lies it finds by itself."""
+        """Do the step, on at most ``torch.get_num_threads()`` threads.
+
+        The arguments are those of `StepKernel`, in host memory. `locate` and `tiles` are not used.
+        """
         flag = None if control is None else control.data_ptr()
         threads = torch.get_num_threads()
         self._step(tensors, groups, scalars.data_ptr(), self._address, count, flag, threads)
@@ -69,8 +71,8 @@ class FusedStepCpu:
 def _pieces(values: np.ndarray) -> np.ndarray:
     """A table of ascending values as ``Pieces`` of the .cpp: uint32.
 
-    A boundary is the first float32 beyond it, its bits rotated left by one, so that the sign comes last: at an exact
-    tie a negative number goes up, to the lower code.
+    A boundary is stored as the first float32 beyond it, with its bits rotated left by one so that the sign is the last
+    bit: at an exact tie a negative number goes up, to the lower code.
     """
     magnitudes = values[values >= 0].astype(np.float64)
     middle = (magnitudes[1:] + magnitudes[:-1]) / 2

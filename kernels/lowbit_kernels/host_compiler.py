@@ -1,7 +1,6 @@
-"""C++ compiled at first use by this machine's compiler, for this machine's processor, and kept on disk.
+"""C++ that this machine's compiler compiles at first use, for this machine's processor, cached on disk.
 
-The compiler is ``$CXX``, else ``c++``, ``g++`` or ``clang++`` on the path. Nothing is compiled when lowbit is
-installed.
+The compiler is ``$CXX``, or else ``c++``, ``g++`` or ``clang++`` on the path. Installing lowbit compiles nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from pathlib import Path
 
 from lowbit_kernels import disk_cache, trusted_folder
 
-# Without contraction into fma, results are the same from every compiler. What the last two give up, no kernel reads:
-# errno, and the flags of floating-point exceptions.
+# Without contraction into FMA, all compilers give the same results. Kernels read neither errno nor the flags of
+# floating-point exceptions.
 OPTIONS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fno-strict-aliasing", "-fPIC", "-shared", "-pthread", "-w"),
@@ -34,24 +33,22 @@ NATIVE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-ma
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The command of this machine's C++ compiler; empty if there is none.
+    """The command of this machine's C++ compiler; empty if the machine has none.
 
     Raises:
-        RuntimeError: ``$CXX`` cannot be read as a command.
+        RuntimeError: ``$CXX`` cannot be parsed as a command.
     """
     chosen = os.environ.get("CXX", "")
     try:
         words = shlex.split(chosen)
     except ValueError as error:
         raise RuntimeError(
-            f"$CXX is no command: {chosen!r} ({error}); set it, or unset it"
+            f"$CXX is not a command: {chosen!r} ({error}); correct it or unset it"
         ) from error
     for command in (words, ["c++"], ["g++"], ["clang++"]):
         if command and (path := shutil.which(command[0])):
             if words and command is not words:
-                message = (
-                    f"$CXX is {chosen!r}, which is no program that can be run; {path} is taken"
-                )
+                message = f"$CXX is {chosen!r}, which cannot be run; lowbit uses {path}"
                 warnings.warn(message, stacklevel=2)
             return path, *command[1:]
     return ()
@@ -59,23 +56,24 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL:
-    """The loaded library of a C++ source: from the disk if it has been compiled before. Calls release the GIL.
+    """The loaded library of a C++ source, from the disk if it has been compiled before. Calls release the GIL.
 
     Raises:
-        RuntimeError: there is no compiler, it refuses the source, or what it made can't be written or loaded.
+        RuntimeError: the machine has no compiler, the compiler rejects the source, or the library cannot be written or
+            loaded.
     """
     if not compiler():
         raise RuntimeError("no C++ compiler was found; install g++ or clang++, or name one in $CXX")
     key = (".so", source, _version(), _processor(), *compiler(), *OPTIONS, *NATIVE)
     kept = disk_cache.find(*key)
     if kept is not None:
-        with contextlib.suppress(OSError):  # made for another version of the C library, say
+        with contextlib.suppress(OSError):  # for example, compiled for another C library
             return _loaded(kept)
     try:
         code = _compile(source)
         disk_cache.keep(code, *key)
         return _loaded(code)
-    except (OSError, ValueError) as error:  # no place for temporary files, a full disk, ...
+    except (OSError, ValueError) as error:  # no folder for temporary files, a full disk, ...
         raise RuntimeError(f"a compiled kernel cannot be made or loaded: {error}") from error
 
 
@@ -84,10 +82,8 @@ def _compile(source: str) -> bytes:
         text, made = folder / "kernel.cpp", folder / "kernel.so"
         text.write_text(source, encoding="utf-8")
         command = [*compiler(), *OPTIONS, *NATIVE, str(text), "-o", str(made)]
-        environment = {
-            **os.environ,
-            "TMPDIR": str(folder),
-        }  # for files between the compiler's passes
+        # TMPDIR: for files between the compiler's passes
+        environment = {**os.environ, "TMPDIR": str(folder)}
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, errors="replace"
@@ -102,14 +98,16 @@ def _compile(source: str) -> bytes:
 
 
 def _loaded(code: bytes) -> ctypes.CDLL:
-    """The library whose file has this content. Only a copy that nobody else can touch is given to the loader, which
-    takes a path and would look up a shared one once more.
+    """Load the library whose file has this content.
+
+    The loader takes a path, and would look up a path of the shared cache a second time. So it gets a copy that no other
+    user can change.
 
     Raises:
-        OSError: the loader refuses it, or nothing may be run from memory and from temporary folders.
+        OSError: the loader rejects the library, or the system runs no code from memory or temporary folders.
     """
     if hasattr(os, "memfd_create"):  # Linux
-        with contextlib.suppress(OSError):  # a sandbox without it, or without /proc
+        with contextlib.suppress(OSError):  # a sandbox without memfd_create or /proc
             return _loaded_from_memory(code)
     with _private_folder() as folder:
         path = folder / "kernel.so"
@@ -121,15 +119,15 @@ def _loaded_from_memory(code: bytes) -> ctypes.CDLL:
     with open(os.memfd_create("lowbit-kernel"), "wb") as file:
         file.write(code)
         file.flush()
-        # The loader gives back an earlier library for a path that it has seen, and the next file has the same number.
-        # More slashes make another path of the same file.
+        # For a path that it knows, the loader returns the earlier library, and the next file gets the same number. More
+        # slashes make a new path to the same file.
         slashes = "/" * next(_LOADS)
         return ctypes.CDLL(f"/proc/self/fd{slashes}{file.fileno()}")
 
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A temporary one, which this user alone can enter and others can't exchange."""
+    """A temporary folder that only this user can enter and that others cannot replace."""
     where = trusted_folder.temporary()
     with tempfile.TemporaryDirectory(
         prefix="lowbit-", dir=where, ignore_cleanup_errors=True
@@ -150,11 +148,11 @@ def _version() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What decides which instructions the compiler may take: a folder may be shared by several machines."""
+    """A description of the processor, on which the machine code depends: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    told = ("flags", "Features", "model name", "CPU part")
-    found = dict.fromkeys(line for line in lines if line.startswith(told))
+    wanted = ("flags", "Features", "model name", "CPU part")
+    found = dict.fromkeys(line for line in lines if line.startswith(wanted))
     return "\n".join(found) or f"{platform.machine()} {platform.processor()} {platform.node()}"

@@ -1,4 +1,4 @@
-"""The int8 product with scales in Triton: for GPUs other than those of ``int8_mm_hopper``, and for its interpreter."""
+"""The int8 product with scales in Triton, for GPUs that ``int8_mm_sm90`` does not support and for the interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """ROWS x COLUMNS of x [m, k], zeros outside of it."""
+    """ROWS x COLUMNS elements of x [m, k]; zeros outside."""
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -31,7 +31,7 @@ def _tile(
 @jit
 def _kernel(
     a,  # int8 [m, k], row stride a_stride
-    b,  # int8 [n, k], alike
+    b,  # int8 [n, k], row stride b_stride
     out,  # [m, n], contiguous
     a_scale,
     b_scale,
@@ -41,13 +41,13 @@ def _kernel(
     k,
     a_stride,
     b_stride,
-    A_SCALES: tl.constexpr,  # 1 a row; or 0: one for all
+    A_SCALES: tl.constexpr,  # 1: one for each row; 0: one for all
     B_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,  # rows of tiles worked through together, for the L2 cache
+    GROUP: tl.constexpr,  # rows of tiles whose tiles follow each other, to share b in the L2 cache
 ):
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -87,7 +87,7 @@ def int8_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The operands of ``lowbit::int8_scaled_mm``, checked, where Triton runs; M, N, K > 0."""
+    """``lowbit::scaled_mm`` of int8 where Triton runs. The operands are checked; M, N, K > 0."""
     (m, k), n = a.shape, b.shape[0]
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
@@ -115,8 +115,8 @@ def int8_mm(
 
 
 def _blocks(m: int, n: int, device: torch.device) -> dict[str, int]:
-    """Sizes for a result of m x n; a few fixed ones, so that no call waits for a search."""
-    if device.type == "cpu":  # the interpreter: a small piece of what a GPU runs
+    """Block sizes for a result of m x n. They are fixed, so that no call waits for autotuning."""
+    if device.type == "cpu":  # the interpreter: small blocks
         sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2}
     elif torch.cuda.get_device_capability(device)[0] >= 9:
         wide = triton.cdiv(m, 128) * triton.cdiv(n, 256) >= _programs(device)

@@ -1,4 +1,4 @@
-"""The ``lowbit`` namespace of ``torch.ops``. Modules of ops define, implement and fake theirs in it."""
+"""The ``lowbit`` namespace of ``torch.ops``, in which each module registers its op, and checks that ops share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
-    """ValueError unless all are on the first one's device: kernels would take addresses of other memory."""
+    """Raise ValueError unless all tensors are on one device: kernels take addresses, which only one device can read."""
     devices = {name: part.device for name, part in tensors.items() if part is not None}
     if len(set(devices.values())) > 1:
         named = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -17,6 +17,6 @@ def check_one_device(**tensors: Tensor | None) -> None:
 
 
 def aligned(x: Tensor, to: int = 16) -> Tensor:
-    """x, or a copy of it, without gaps and from a multiple of `to` bytes, as some kernels read it."""
+    """x, or a copy of x, that is contiguous and begins at a multiple of `to` bytes, as some kernels require."""
     x = x.contiguous()
     return x if x.data_ptr() % to == 0 else x.clone()

@@ -1,8 +1,7 @@
-"""CUDA C++ compiled at first use by NVRTC, kept on disk, and launched on torch's current stream.
+"""CUDA C++ that NVRTC compiles at first use, cached on disk and launched on a CUDA stream.
 
-Both NVRTC and ``cuda.bindings`` come with torch's CUDA builds: nothing is compiled when lowbit is installed, and no
-compiler is needed. A compiled kernel is kept (`disk_cache`) under its source, the compiler's version and the GPU's
-architecture.
+NVRTC and ``cuda.bindings`` both come with torch's CUDA builds. So installing lowbit compiles nothing and needs no
+compiler. `disk_cache` keeps a compiled kernel under its source, the compiler's version and the GPU's architecture.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ import torch
 
 from lowbit_kernels import disk_cache
 
-STATIC_SHARED = 48 * 1024  # bytes of shared memory that a block may have without asking
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory that a block may have without setting an attribute of the kernel."""
 OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether kernels can be compiled for this machine's GPUs: NVIDIA ones, with ``cuda.bindings`` installed."""
+    """Whether kernels can be compiled for this machine's GPUs: NVIDIA GPUs, with ``cuda.bindings`` installed."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return False
     return importlib.util.find_spec("cuda.bindings") is not None
 
 
 def runs_on_hopper(device: torch.device) -> bool:
-    """Whether this device runs kernels compiled for sm_90a here."""
+    """Whether kernels for sm_90a can be compiled here and run on this device."""
     return (
         device.type == "cuda"
         and is_available()
@@ -40,15 +40,22 @@ def runs_on_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
+    """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Kernel:
-    """A kernel on one device. Calls take device pointers and integers, each passed in 64 bits; of the first
-    `structs` parameters, which are structs passed by value, the addresses in the host's memory. Blocks come in clusters
-    of `cluster`. A kernel that `overlaps` may start while the one before it on the stream still runs, and has to wait
-    for that one itself (``griddepcontrol.wait``)."""
+    """A kernel on one device.
+
+    Args:
+        function: the driver's handle.
+        arguments: the number of parameters. A call passes device pointers and integers in 64 bits each.
+        structs: how many of the first parameters are structs passed by value; a call passes their host addresses.
+        shared: bytes of dynamic shared memory.
+        cluster: blocks of a cluster.
+        overlaps: the kernel may start while the previous kernel of the stream still runs. The kernel must then wait for
+            that one itself (``griddepcontrol.wait``).
+    """
 
     def __init__(
         self,
@@ -75,19 +82,19 @@ class Kernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             error, most = driver.cuFuncGetAttribute(attribute, function)
             _check(error)
-            # Of the function: another Kernel of it, with more, must not lose it.
+            # The attribute belongs to the function, so keep what another Kernel of the same function has set.
             _check(driver.cuFuncSetAttribute(function, attribute, max(most, shared))[0])
         self._config = _config(shared, cluster, overlaps) if cluster > 1 or overlaps else None
 
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
-        """Launch `grid` blocks of `threads` on a stream (its handle). The device must be the current one."""
+        """Launch `grid` blocks of `threads` threads on a stream handle; the kernel's device must be current."""
         with self._lock:  # forward and backward may run in two threads
             self._values[:] = list(arguments)  # the driver copies them before it returns
             for i in range(self._structs):
                 self._pointers[i] = arguments[i]
             error = self._launch(stream, grid, threads)
             if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-                # this thread's first use of CUDA
+                # This is the thread's first use of CUDA.
                 torch.cuda.set_device(torch.cuda.current_device())
                 error = self._launch(stream, grid, threads)
         _check(error)
@@ -104,12 +111,12 @@ class Kernel:
 
 
 class Module:
-    """The kernels of one source, loaded on the current device."""
+    """The kernels of one cubin, loaded on the current device."""
 
     def __init__(self, cubin: bytes) -> None:
         from cuda.bindings import driver
 
-        torch.cuda.current_stream()  # makes torch's context the current one
+        torch.cuda.current_stream()  # makes torch's context current
         self._cubin = cubin
         error, self._module = driver.cuModuleLoadData(cubin)
         _check(error)
@@ -123,8 +130,7 @@ class Module:
         cluster: int = 1,
         overlaps: bool = False,
     ) -> Kernel:
-        """The ``extern "C"`` kernel of that name and number of arguments, the first `structs` of them structs, with
-        `shared` bytes of dynamic shared memory; `cluster` and `overlaps` as in `Kernel`."""
+        """The ``extern "C"`` kernel of that name; the other arguments are those of `Kernel`."""
         from cuda.bindings import driver
 
         error, function = driver.cuModuleGetFunction(self._module, name.encode())
@@ -133,7 +139,7 @@ class Module:
 
 
 def _config(shared: int, cluster: int, overlaps: bool) -> Any:
-    """A launch with attributes, but for its grid, threads and stream."""
+    """A launch configuration with attributes. Its grid, threads and stream are set at each launch."""
     from cuda.bindings import driver
 
     attributes = []
@@ -156,16 +162,16 @@ def _config(shared: int, cluster: int, overlaps: bool) -> Any:
 
 
 def architecture(device: torch.device) -> str:
-    """As NVRTC names it: ``sm_90``."""
+    """The GPU's architecture as NVRTC names it, such as ``sm_90``."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 def compiled(source: str, arch: str) -> bytes:
-    """The machine code of `source` for `arch`: from the disk if it has been compiled before.
+    """The machine code of `source` for `arch`, from the disk if it has been compiled before.
 
     Raises:
-        RuntimeError: NVRTC refuses the source; the message holds its log.
+        RuntimeError: NVRTC rejects the source; the message holds its log.
     """
     from cuda.bindings import nvrtc
 
@@ -203,4 +209,4 @@ def _compile(source: str, arch: str) -> bytes:
 
 def _check(error: Any) -> None:
     if int(error) != 0:
-        raise RuntimeError(f"CUDA answered {error!r}")
+        raise RuntimeError(f"CUDA returned {error!r}")

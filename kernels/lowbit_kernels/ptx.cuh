@@ -1,21 +1,21 @@
-// The machine's instructions that C++ has no operator for, each in a function that says what it does.
-// Nothing is included: the files compile under NVRTC alone, and on a CPU with a stand-in for this one.
+// GPU instructions without a C++ operator, one function each. This file includes nothing, so that kernels compile under
+// NVRTC alone, and on a CPU with a replacement for this file.
 
 #define DEVICE static __device__ __forceinline__
 #define MEMBER __device__ __forceinline__
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]  // as much as a launch asks for
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]  // its size is given at launch
 
 DEVICE unsigned int float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(unsigned int x) { return __uint_as_float(x); }
 
-// Two floats to two neighbouring bf16 in one word, to nearest even; `low` goes to the lower half.
+// Rounds two floats to two bf16 in one word, to nearest even; `low` goes to the lower half.
 DEVICE unsigned int to_bf16x2(float low, float high) {
     unsigned int packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// The same to fp16; beyond its range: infinity, as torch converts.
+// The same to fp16; beyond its range the result is infinity, as in torch.
 DEVICE unsigned int to_half2(float low, float high) {
     unsigned int packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -28,7 +28,7 @@ DEVICE float from_half(unsigned int half) {
     return x;
 }
 
-// Two floats to two e4m3 bytes, to nearest even, clamped to 448: `low` goes to the lower byte.
+// Rounds two floats to two e4m3 bytes, to nearest even, clamped to 448; `low` goes to the lower byte.
 DEVICE unsigned int to_e4m3x2(float low, float high) {
     unsigned short packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
@@ -42,14 +42,14 @@ DEVICE unsigned int to_e5m2x2(float low, float high) {
     return packed;
 }
 
-// Two e4m3 bytes to two fp16 in one word, exactly.
+// Converts two e4m3 bytes to two fp16 in one word, exactly.
 DEVICE unsigned int from_e4m3x2(unsigned int packed) {
     unsigned int halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)packed));
     return halves;
 }
 
-// Differences and products of two neighbouring bf16 or fp16, rounded once (bf16: sm_90 and newer).
+// Differences and products of two packed bf16 or fp16, each rounded once (bf16: sm_90 and newer).
 DEVICE unsigned int subtract_bf16x2(unsigned int a, unsigned int b) {
     unsigned int result;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -71,7 +71,7 @@ DEVICE unsigned int multiply_half2(unsigned int a, unsigned int b) {
     return result;
 }
 
-// a * b + c of two neighbours, rounded once; numbers below the least normal one included.
+// a * b + c of two packed numbers, rounded once; subnormal numbers are kept.
 DEVICE unsigned int fma_bf16x2(unsigned int a, unsigned int b, unsigned int c) {
     unsigned int result;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
@@ -83,7 +83,7 @@ DEVICE unsigned int fma_half2(unsigned int a, unsigned int b, unsigned int c) {
     return result;
 }
 
-// The largest `x` of the warp, in one instruction (sm_80 and newer).
+// The largest `x` of the warp in one instruction (sm_80 and newer).
 DEVICE unsigned int warp_max(unsigned int x) {
     unsigned int result;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(x));
@@ -97,7 +97,7 @@ DEVICE float larger_magnitude(float a, float b) {
     return result;
 }
 
-// The larger of each half (sm_90 and newer).
+// The larger of each 16-bit half (sm_90 and newer).
 DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
     unsigned int result;
     asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -110,7 +110,7 @@ DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
     return result;
 }
 
-// Rounded to nearest even, numbers below 2**-126 included, whatever the compiler's options are.
+// Rounded to nearest even and without flushing subnormal numbers, whatever the compiler's options are.
 DEVICE float multiply_exactly(float a, float b) {
     float result;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -133,7 +133,7 @@ DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) *
 // a * b + c, rounded up.
 DEVICE float fma_up(float a, float b, float c) { return __fmaf_ru(a, b, c); }
 
-// 1 / x and a / b to two units in the last place, for |x| and |b| in 2**-126 .. 2**126.
+// 1 / x and a / b with an error of up to two units in the last place, for |x| and |b| in 2**-126 .. 2**126.
 DEVICE float reciprocal(float x) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -141,17 +141,17 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float quotient(float a, float b) { return a * reciprocal(b); }
 
-// `high` shifted left, its lowest bits filled with the highest of `low`.
+// `high` shifted left; the highest bits of `low` fill its lowest bits.
 DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return __funnelshift_l(low, high, bits); }
 
-// Four bytes of b:a, named by the selector's four nibbles; 8 + n gives the sign of byte n, eight times.
+// Four bytes of b:a, chosen by the four nibbles of the selector; nibble 8 + n gives the sign of byte n eight times.
 DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selector) {
     unsigned int result;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
     return result;
 }
 
-// The bits of `x` in `mask`, and those of `y`, in one instruction.
+// (x & mask) | y in one instruction.
 DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int y) {
     unsigned int result;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(y));
@@ -160,7 +160,7 @@ DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int y)
 
 DEVICE unsigned int byte_of(unsigned int word, int i) { return permute(word, 0, 0x4440 | i); }
 
-// Read or written once and not again in this step: first to leave the caches.
+// For data that is used once: the caches evict it first.
 DEVICE uint4 stream_load(const uint4 *p) { return __ldcs(p); }
 DEVICE uint2 stream_load(const uint2 *p) { return __ldcs(p); }
 DEVICE unsigned int stream_load(const unsigned int *p) { return __ldcs(p); }
@@ -168,15 +168,15 @@ DEVICE void stream_store(uint4 *p, uint4 x) { __stcs(p, x); }
 DEVICE void stream_store(uint2 *p, uint2 x) { __stcs(p, x); }
 DEVICE void stream_store(unsigned int *p, unsigned int x) { __stcs(p, x); }
 
-// Into the L2 cache (sm_90 and newer): a multiple of 16 bytes from an address that is one.
+// Prefetches into the L2 cache (sm_90 and newer); the address and `bytes` are multiples of 16.
 DEVICE void prefetch(const void *p, unsigned int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
 #endif
 }
 
-// A number for the warp, from a counter in shared memory. The compiler does not see that it adds 1: it would count the
-// lanes first, which takes longer.
+// The next number, for the whole warp, of a counter in shared memory. The 1 to add is hidden from the compiler, which
+// would otherwise count the active lanes first, and that takes longer.
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     unsigned int n = 0, one;
     asm("add.u32 %0, %1, 1;" : "=r"(one) : "r"(lane));
@@ -187,7 +187,8 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     return __shfl_sync(0xffffffff, n, 0);
 }
 
-// A struct of a multiple of 16 bytes that nobody writes to meanwhile, 16 bytes at a time; what isn't used isn't read.
+// Loads a struct, 16 bytes at a time, through the read-only cache: no thread may write to it during the kernel. The
+// compiler drops loads of unused members.
 template <typename T>
 DEVICE T constant_load(const T *p) {
     static_assert(sizeof(T) % 16 == 0 && alignof(T) == 16, "");
@@ -200,16 +201,17 @@ DEVICE T constant_load(const T *p) {
     return value;
 }
 
-// (x & mask) | bits and (x & mask) ^ bits in one instruction, also where both are constants.
+// (x & mask) ^ bits in one instruction, also if both are constants.
 DEVICE unsigned int masked_xor(unsigned int x, unsigned int mask, unsigned int bits) {
     unsigned int result;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
     return result;
 }
 
-// sums += a * b, 16 x 16 times 16 x 8, by a warp (sm_80 and newer). Of lane 4 g + t: a holds columns 2 t, 2 t + 1 of rows
-// g and g + 8, then columns 2 t + 8, 2 t + 9; b rows 2 t, 2 t + 1 of column g, then 2 t + 8, 2 t + 9; sums columns 2 t,
-// 2 t + 1 of row g, then of row g + 8.
+// sums += a * b by a warp, 16 x 16 times 16 x 8 (sm_80 and newer). Lane 4 g + t holds
+//   of a     columns 2 t, 2 t + 1 of rows g and g + 8, then columns 2 t + 8, 2 t + 9 of both;
+//   of b     rows 2 t, 2 t + 1 of column g, then rows 2 t + 8, 2 t + 9;
+//   of sums  columns 2 t, 2 t + 1 of row g, then of row g + 8.
 DEVICE void warp_multiply_bf16(float (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
                                unsigned int b0, unsigned int b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

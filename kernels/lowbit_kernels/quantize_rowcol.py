@@ -1,4 +1,4 @@
-"""A matrix quantized along its rows, and in the same pass, transposed, along its columns.
+"""A matrix quantized along its rows and, in the same pass, along its columns; the second copy is transposed.
 
     scale[m]      = max_k |x[m, k]| / L            L = 127 (int8), 448 (e4m3), 57344 (e5m2)
     codes[m, k]   = round(x[m, k] / scale[m])      to nearest even
@@ -8,40 +8,40 @@
     x         float32, bfloat16 or float16 [M, K], any strides
     codes     int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
     scale     float32 [M]
-    codes_t   as codes [K, M rounded up to a multiple of 16]
+    codes_t   like codes, [K, M rounded up to a multiple of 16]
     scale_t   float32 [K]
 
-So of both copies a product can sum over contiguous elements: `scaled_mm`. ``tensorwise`` (float8): one scale, the
-largest magnitude of all by L, and scale and scale_t are [1]. A pair that isn't wanted comes back as [0, 0] and [0].
+So a product (`scaled_mm`) can sum over contiguous elements of either copy. ``tensorwise`` (float8 only): one scale, the
+largest magnitude of the matrix divided by L; scale and scale_t are then [1]. A pair that is not requested comes back as
+[0, 0] and [0].
 
 A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a NaN or an infinity has scale NaN and
 codes 0, so that its products are NaN.
 
-With ``seed`` the rounding is by chance: up with the probability of the distance from below, so that the expectation is
-x (to 2**-16 of a step). The draw of element (m, k), for both copies the same, is that of `lowbit_kernels.draws` with
-the index m * (K rounded up to a multiple of 8) + k::
+With ``seed`` the rounding is stochastic: up with a probability equal to the distance from the number below, so that the
+expectation is x (to 2**-16 of a step). Both copies of element (m, k) use the same bits, `lowbit_kernels.random_bits`
+with the index m * (K rounded up to a multiple of 8) + k::
 
     int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
-    float8:  as many bits of the draw as x / scale has more than the format are added to those, which are then cut off
+    float8:  the bits that x / scale has beyond the format's are summed with as many bits of the draw, then cut off
 
-What it costs: both copies of M x K 16-bit elements are 4 bytes an element, moved once. But no scale is known before all
-is read, so x is read twice, 6 bytes, and the L2 cache has little of it the second time. On one H200
-`quantize_rowcol.cu` moves those 6 at 84 to 91% of the copy's speed, so 56 to 61% of it by 4 bytes; with a second
-reading that always hits, 67 to 76%. Blocks that keep tiles until the scales are known gain nothing
-(``benchmarks/LOG.md``).
+Cost: both copies of M x K 16-bit elements move 4 bytes an element, if every byte moves once. But no scale is known
+before the whole matrix is read, so x is read twice: 6 bytes, and the L2 cache holds little of x at the second read. On
+one H200 `quantize_rowcol_cuda.cu` moves those 6 bytes at 84 to 91% of the speed of a copy, which is 56 to 61% when 4
+bytes are counted; with a second read that always hits the cache, 67 to 76%. Blocks that keep tiles until the scales are
+known gain nothing (``benchmarks/LOG.md``).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
-from lowbit_kernels.draws import hashed, keys, multipliers, upper
+from lowbit_kernels import nvrtc, quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels.launches import ran
 from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
 from lowbit_kernels.triton_runtime import runs_on
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ def quantize_rowcol(
         format: "int8", "e4m3" or "e5m2".
         rows, columns: which pairs are computed.
         tensorwise: one scale for all; float8 only.
-        seed: int64, one element, on x's device: round by chance.
+        seed: int64, one element, on x's device; with it the rounding is stochastic.
 
     Raises:
         TypeError: a dtype other than those above.
@@ -110,7 +110,7 @@ def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
         found = magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
     else:
         found = magnitude.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
-    # By a tensor: by a number CUDA multiplies with its reciprocal.
+    # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
     scale = (found / torch.full_like(found, largest)).clamp(min=2.0**-126)
     scale = torch.where(found == 0, 1.0, scale)
     return torch.where(found.isfinite(), scale, torch.nan)
@@ -120,19 +120,19 @@ def _encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tens
     dtype, largest = FORMATS[format]
     q = torch.where(scale.isnan(), 0.0, x / scale)
     if draws is not None:
-        q = _round_by_chance(q, format, draws)
+        q = _round_stochastically(q, format, draws)
     elif format == "int8":
         q = q.round()
     return q.clamp(-largest, largest).to(dtype)
 
 
-def _round_by_chance(q: Tensor, format: str, draws: Tensor) -> Tensor:
+def _round_stochastically(q: Tensor, format: str, draws: Tensor) -> Tensor:
     if format == "int8":
         steps = (q * 32768.0).round().to(torch.int32)
         return ((steps + upper(draws, 15)) >> 15).to(torch.float32)
     dropped, normal = (20, 2.0**-6) if format == "e4m3" else (21, 2.0**-14)
     magnitude = q.abs()
-    # Below `normal` the format's numbers are as far apart as those from there to twice that.
+    # Below `normal`, the format's numbers are as far apart as between `normal` and 2 * `normal`.
     shift = torch.where(magnitude < normal, normal, 0.0)
     bits = (magnitude + shift).view(torch.int32)
     bits = (bits + upper(draws, dropped)) & (-1 << dropped)
@@ -140,7 +140,7 @@ def _round_by_chance(q: Tensor, format: str, draws: Tensor) -> Tensor:
 
 
 def _draws(m: int, k: int, seed: Tensor) -> Tensor:
-    """Of each element of [m, k]: int32."""
+    """The draw of each element of [m, k], int32."""
     octets = -(-k // 8)
     h = hashed(torch.arange(m * octets, device=seed.device), *keys(seed.reshape(())))
     return (h[:, None] * multipliers(seed.device)).view(m, 8 * octets)[:, :k]
@@ -180,15 +180,20 @@ def _launch(
     seed: Tensor | None = None,
 ) -> Result:
     _check(x, format, tensorwise, seed)
+    arguments = (x, format, rows, columns, tensorwise, seed)
     if x.numel() and (rows or columns):
-        out = allocate(x, format, rows, columns, tensorwise)
-        if quantize_rowcol_cuda.is_available(x.device):
-            quantize_rowcol_cuda.quantize(x, format, rows, columns, tensorwise, seed, out)
+        if nvrtc.runs_on_hopper(x.device):
+            ran("quantize_rowcol", "cuda")
+            out = allocate(x, format, rows, columns, tensorwise)
+            quantize_rowcol_cuda.quantize(*arguments, out)
             return out
         if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
-            quantize_rowcol_triton.quantize(x, format, rows, columns, tensorwise, seed, out)
+            ran("quantize_rowcol", "triton")
+            out = allocate(x, format, rows, columns, tensorwise)
+            quantize_rowcol_triton.quantize(*arguments, out)
             return out
-    return reference(x, format, rows, columns, tensorwise, seed)
+    ran("quantize_rowcol", "torch")
+    return reference(*arguments)
 
 
 def _fake(
@@ -229,89 +234,3 @@ LIBRARY.define(
 )
 LIBRARY.impl("quantize_rowcol", _launch, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::quantize_rowcol", _fake, lib=LIBRARY)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, with random arguments."""
-
-    name: str
-    m: int
-    k: int
-    format: str = "int8"
-    dtype: torch.dtype = torch.bfloat16
-    rows: bool = True
-    columns: bool = True
-    tensorwise: bool = False
-    stochastic: bool = False
-    layout: str = "contiguous"  # or "transposed", "strided", "misaligned"
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
-
-    def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """x, format, rows, columns, tensorwise, seed."""
-        m, k = self.m, self.k
-        shape = {"transposed": (k, m), "strided": (m, 2 * k), "misaligned": (m, k + 1)}
-        x = torch.randn(shape.get(self.layout, (m, k)), device=device)
-        # Rows and columns of different magnitudes.
-        x = (
-            x * torch.rand(x.shape[0], 1, device=device) * torch.rand(x.shape[1], device=device)
-        ).to(self.dtype)
-        x = {"transposed": x.T, "strided": x[:, ::2], "misaligned": x[:, 1:]}.get(self.layout, x)
-        seed = torch.tensor([2**40 + 77], device=device) if self.stochastic else None
-        return x, self.format, self.rows, self.columns, self.tensorwise, seed
-
-
-SHAPES: list[tuple[str, int, int, dict]] = [
-    ("typical", 128, 256, {}),
-    ("several-tiles", 300, 520, {}),
-    ("fp32", 130, 200, {"dtype": torch.float32}),
-    ("fp16", 130, 200, {"dtype": torch.float16}),
-    ("prime-everything", 131, 127, {}),
-    ("prime-everything-fp32", 61, 67, {"dtype": torch.float32}),
-    ("one-row", 1, 300, {}),
-    ("one-column", 300, 1, {}),
-    ("one-element", 1, 1, {}),
-    ("no-rows", 0, 32, {}),
-    ("no-columns", 16, 0, {}),
-    ("rows-only", 70, 333, {"columns": False}),
-    ("long-rows-only", 3, 20_001, {"columns": False}),
-    ("columns-only", 70, 333, {"rows": False}),
-    ("neither", 7, 9, {"rows": False, "columns": False}),
-    ("transposed", 90, 70, {"layout": "transposed"}),
-    ("strided", 90, 70, {"layout": "strided"}),
-    ("misaligned", 140, 144, {"layout": "misaligned"}),
-    ("by-chance", 140, 150, {"stochastic": True}),
-    ("by-chance-odd", 61, 67, {"stochastic": True, "dtype": torch.float32}),
-    ("by-chance-rows-only", 61, 67, {"stochastic": True, "columns": False}),
-]
-TENSORWISE: list[tuple[str, int, int, dict]] = [
-    ("tensorwise", 140, 150, {}),
-    ("tensorwise-rows-only", 140, 150, {"columns": False}),
-    ("tensorwise-columns-only", 61, 67, {"rows": False, "dtype": torch.float32}),
-    ("tensorwise-by-chance", 61, 67, {"stochastic": True}),
-    ("tensorwise-no-rows", 0, 5, {}),
-]
-LARGE = [
-    ("8192-square", 8192, 8192),
-    ("llama-8b-attention", 8192, 4096),
-    ("llama-8b-down", 8192, 14336),
-    ("weight", 4096, 4096),
-]
-CASES = [
-    *(Case(name, m, k, **options) for name, m, k, options in SHAPES),
-    *(Case(f"e4m3-{name}", m, k, "e4m3", **options) for name, m, k, options in SHAPES),
-    *(Case(f"e4m3-{n}", m, k, "e4m3", tensorwise=True, **o) for n, m, k, o in TENSORWISE),
-    Case("e5m2", 130, 200, "e5m2"),
-    Case("e5m2-by-chance", 130, 200, "e5m2", stochastic=True),
-    Case("e5m2-tensorwise", 130, 200, "e5m2", tensorwise=True),
-    *(Case(name, m, k, large=True) for name, m, k in LARGE),
-    Case("rows-only-llama-8b-attention", 8192, 4096, columns=False, large=True),
-    Case("by-chance-llama-8b-attention", 8192, 4096, stochastic=True, large=True),
-    Case(
-        "by-chance-rows-only-llama-8b-attention",
-        *(8192, 4096),
-        columns=False,
-        stochastic=True,
-        large=True,
-    ),
-]

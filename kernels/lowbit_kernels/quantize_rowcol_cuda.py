@@ -1,4 +1,4 @@
-"""Launches ``quantize_rowcol.cu``: on GPUs of compute capability 9.0."""
+"""Launches ``quantize_rowcol_cuda.cu`` on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lowbit_kernels import nvrtc
 INPUTS = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 TILE, THREADS, ROW_STEP = 128, 256, 2048
 MAX_STEPS = 8
-SHARED = 16384 + 2 * TILE * 8  # of a tile: its transposed codes, its scales
+SHARED = 16384 + 2 * TILE * 8
+"""Bytes of shared memory of a tile: its transposed codes and its scales."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for; the head of ``quantize_rowcol.cu`` says what each means."""
+    """The options of a compiled kernel; the head of ``quantize_rowcol_cuda.cu`` explains each field."""
 
     input: str
     format: str
@@ -31,15 +32,6 @@ class Variant:
     steps: int
 
 
-def is_available(device: torch.device) -> bool:
-    """Whether `quantize` runs on this device."""
-    return (
-        device.type == "cuda"
-        and nvrtc.is_available()
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
-
-
 def quantize(
     x: Tensor,
     format: str,
@@ -49,7 +41,7 @@ def quantize(
     seed: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """The operands of ``lowbit::quantize_rowcol``, checked, and its results to fill; M, K > 0."""
+    """Write the results of ``lowbit::quantize_rowcol`` to `out`; the arguments have been checked, M and K are > 0."""
     x = x if x.stride(1) == 1 else x.contiguous()
     m, k = x.shape
     in_one_pass = rows and not columns and not tensorwise
@@ -84,13 +76,13 @@ def quantize(
 
 
 def source(variant: Variant, primitives: str | None = None) -> str:
-    """The CUDA C++ to compile; `primitives` takes the place of ptx.cuh."""
+    """The CUDA C++ to compile; `primitives` replaces ptx.cuh."""
     lines = []
     for field in fields(variant):
         value = getattr(variant, field.name)
         lines.append(f"#define {field.name.upper()} {int(value) if value in (0, 1) else value}")
     own = primitives or _file("ptx.cuh")
-    return "\n".join([*lines, own, _file("draws.h"), _file("quantize_rowcol.cu")])
+    return "\n".join([*lines, own, _file("random_bits.h"), _file("quantize_rowcol_cuda.cu")])
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""``quantize_rowcol`` in Triton: for GPUs other than those of ``quantize_rowcol_cuda``, and for its interpreter.
+"""``quantize_rowcol`` in Triton, for GPUs that ``quantize_rowcol_cuda`` does not support and for Triton's interpreter.
 
-Two launches over tiles: the largest magnitudes of rows and columns by atomic maxima on their bits, then the codes.
+Two launches over tiles: the first finds the largest magnitudes of rows and columns, by atomic maxima on their bits; the
+second writes the codes.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.draws import hash_of, key_of, multiplier_of
+from lowbit_kernels.random_bits import hash_of, key_of, multiplier_of
 from lowbit_kernels.triton_runtime import jit, tl, triton
 
 
 def takes(format: str, device: torch.device) -> bool:
-    """Whether Triton writes that format on that device."""
+    """Whether Triton can write this format on this device."""
     return (
         device.type == "cpu"
         or format == "int8"
@@ -74,28 +75,27 @@ def _draws(seed, row, column, k):
 
 
 @jit
-def _rounded(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
-    """A quotient to a number of the format, by arithmetic on float32: no conversion then rounds any more."""
+def _rounded(q, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr):
+    """Round a quotient to a number of the format by float32 arithmetic, so that the conversion to codes is exact."""
     if LARGEST == 127.0:
-        if BY_CHANCE:
+        if STOCHASTIC:
             steps = (q * 32768.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
             result = ((steps + (draws >> 17).to(tl.int32)) >> 15).to(tl.float32)
         else:
-            result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, beside which the unit is 1
+            result = (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, whose unit in the last place is 1
     else:
-        result = rounded_to_float8(q, draws, BY_CHANCE, LARGEST)
+        result = rounded_to_float8(q, draws, STOCHASTIC, LARGEST)
     return result
 
 
 @jit
-def rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
-    DROPPED: tl.constexpr = (
-        20 if LARGEST == 448.0 else 21
-    )  # bits of a float32 that the format lacks
+def rounded_to_float8(q, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr):
+    # bits of a float32 that the format lacks
+    DROPPED: tl.constexpr = 20 if LARGEST == 448.0 else 21
     NORMAL: tl.constexpr = 2.0**-6 if LARGEST == 448.0 else 2.0**-14
     magnitude = tl.abs(q)
     small = magnitude < NORMAL
-    if BY_CHANCE:
+    if STOCHASTIC:
         shift = tl.where(small, NORMAL, 0.0)
         bits = (magnitude + shift).to(tl.int32, bitcast=True)
         bits += (draws >> (32 - DROPPED)).to(tl.int32)
@@ -104,9 +104,8 @@ def rounded_to_float8(q, draws, BY_CHANCE: tl.constexpr, LARGEST: tl.constexpr):
         bits = magnitude.to(tl.int32, bitcast=True)
         bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
         rounded = (bits & (-1 << DROPPED)).to(tl.float32, bitcast=True)
-        UNIT: tl.constexpr = (
-            1.5 * NORMAL * 2.0 ** (DROPPED)
-        )  # beside which it is that of small numbers
+        # its unit in the last place is the distance between subnormal numbers of the format
+        UNIT: tl.constexpr = 1.5 * NORMAL * 2.0 ** (DROPPED)
         rounded = tl.where(small, (magnitude + UNIT) - UNIT, rounded)
     sign = q.to(tl.int32, bitcast=True) & -0x80000000
     bits = tl.minimum(rounded, LARGEST).to(tl.int32, bitcast=True)
@@ -133,7 +132,7 @@ def _quantize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TENSORWISE: tl.constexpr,
-    BY_CHANCE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -142,7 +141,7 @@ def _quantize(
     column = tl.program_id(0) % across * BLOCK_K + tl.arange(0, BLOCK_K)
     values = _load(x, row, column, m, k, row_stride, column_stride)
     draws = row[:, None]
-    if BY_CHANCE:
+    if STOCHASTIC:
         draws = _draws(tl.load(seed), row, column, k)
     if ROWS:
         if TENSORWISE:
@@ -153,7 +152,7 @@ def _quantize(
             tl.store(scale + row, found, mask=row < m)
         usable = (found == found)[:, None]
         q = tl.where(usable, tl.div_rn(values, tl.where(found == found, found, 1.0)[:, None]), 0.0)
-        out = _rounded(q, draws, BY_CHANCE, LARGEST).to(codes.dtype.element_ty)
+        out = _rounded(q, draws, STOCHASTIC, LARGEST).to(codes.dtype.element_ty)
         at = row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(codes + at, out, mask=(row < m)[:, None] & (column < width)[None, :])
     if COLUMNS:
@@ -166,7 +165,7 @@ def _quantize(
         usable_t = (found_t == found_t)[None, :]
         spread = tl.where(found_t == found_t, found_t, 1.0)[None, :]
         q_t = tl.where(usable_t, tl.div_rn(values, spread), 0.0)
-        out_t = _rounded(q_t, draws, BY_CHANCE, LARGEST).to(codes_t.dtype.element_ty)
+        out_t = _rounded(q_t, draws, STOCHASTIC, LARGEST).to(codes_t.dtype.element_ty)
         at_t = column.to(tl.int64)[:, None] * width_t + row[None, :]
         inside = (column < k)[:, None] & (row < width_t)[None, :]
         tl.store(codes_t + at_t, tl.trans(out_t), mask=inside)
@@ -181,7 +180,7 @@ def quantize(
     seed: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """The operands of ``lowbit::quantize_rowcol``, checked, and its results to fill; M, K > 0."""
+    """Write the results of ``lowbit::quantize_rowcol`` to `out`; the arguments have been checked, M and K are > 0."""
     codes, scale, codes_t, scale_t = out
     m, k = x.shape
     block = 32 if x.device.type == "cpu" else 64
@@ -210,7 +209,7 @@ def quantize(
             k + -k % 16,
             m + -m % 16,
             across,
-            BY_CHANCE=seed is not None,
+            STOCHASTIC=seed is not None,
             LARGEST=largest,
             **flags,
         )

@@ -1,4 +1,4 @@
-"""Activations to int8 or float8, each row with a scale of its own: what lowbit's dynamic schemes compute.
+"""Activations to int8 or float8, each row with a scale of its own, as lowbit's dynamic schemes compute them.
 
     int8:   scale[m] = max(-min_k x[m, k] / 128, max_k x[m, k] / 127, 0)
     e4m3:   scale[m] = max_k |x[m, k]| / 448
@@ -9,31 +9,33 @@
     codes   int8 or float8_e4m3fn [M, K rounded up to a multiple of 16], 0 in the padding
     scale   float32 [M]
 
-Division, product and rounding are float32's, each rounded once, so that codes and scales are to the bit those of
-``Spec.quantize`` of ``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``.
-(`quantize_rowcol`, for training, differs: int8 codes within +-127, quotients in place of products, scale 1 for zeros.)
+Division, product and rounding are float32 operations, each rounded once. So codes and scales equal, to the bit, those
+of ``Spec.quantize`` for ``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``.
+(`quantize_rowcol`, for training, differs: int8 codes lie within +-127, it divides by the scale instead of multiplying
+by the inverse, and the scale of zeros is 1.)
 
-``tensorwise`` (e4m3): one scale for all, [1]. A row with a NaN has scale NaN, with an infinity an infinite one; their
-codes stand for nothing.
+``tensorwise`` (e4m3): one scale for the matrix, [1]. A row with a NaN has scale NaN, a row with an infinity has an
+infinite scale; the codes of such rows have no meaning.
 
-Where each runs:
+Where each implementation runs:
 
-    compute capability 9.0      quantize_tokens.cu, compiled at first use: rows of bfloat16 and float16 of a multiple
-                                of 16 elements, up to 65,536, which are read once and kept in registers
-    otherwise, and one scale    Triton, a program a row: up to 8,192 elements read once, longer ones twice; one scale
-                                for all takes another launch before
-    CPU                         PyTorch
+    compute capability 9.0           quantize_tokens_cuda.cu, compiled at first use: rows of bfloat16 and float16 of a
+                                     multiple of 16 elements, up to 65,536. It reads a row once, into registers
+    other GPUs, and ``tensorwise``   Triton, a program a row: rows of up to 8,192 elements are read once, longer ones
+                                     twice; ``tensorwise`` takes another launch before
+    CPU                              PyTorch
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels import quantize_tokens_cuda
+from lowbit_kernels.launches import ran
 from lowbit_kernels.library import LIBRARY
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
@@ -42,6 +44,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 SMALLEST = 2.0**-126
 MOST_KEPT = 8192
+"""Elements of a row that a Triton program keeps in registers."""
 
 
 def quantize_tokens(x: Tensor, format: str, *, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def quantize_tokens(x: Tensor, format: str, *, tensorwise: bool = False) -> tupl
 
 
 def reference(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
-    """The formula in PyTorch ops, on any device; divisions through float64, which gives float32's quotients."""
+    """The formula in PyTorch ops, on any device. Divisions through float64 give the quotients of float32."""
     _check(x, format, tensorwise)
     values = x.to(torch.float32)
     low, high = (values.new_zeros(len(x)) for _ in range(2))
@@ -84,7 +87,7 @@ def reference(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor,
 
 @jit
 def _extremes(x):
-    """Bits of the largest magnitudes of the negative and of the positive ones, in whose order NaN is last."""
+    """The bits of the magnitudes of negative and of positive numbers. In the order of the bits, NaN is last."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     return tl.where(bits < 0, magnitude, 0), tl.where(bits < 0, 0, magnitude)
@@ -134,12 +137,12 @@ def _scale(low, high, IS_INT8: tl.constexpr):
 
 @jit
 def _codes(values, inverse, IS_INT8: tl.constexpr):
-    """As float32. The clamp stands between product and sum, so that no compiler makes one operation of them."""
+    """The codes as float32. The clamp between product and sum keeps compilers from fusing them into an FMA."""
     LIMIT: tl.constexpr = 127.0 if IS_INT8 else 448.0
     LEAST: tl.constexpr = -128.0 if IS_INT8 else -448.0
     q = values * inverse
     q = tl.where(q == q, tl.minimum(tl.maximum(q, LEAST), LIMIT), 0.0)
-    if IS_INT8:  # 1.5 * 2**23, beside which the unit is 1
+    if IS_INT8:  # 1.5 * 2**23, whose unit in the last place is 1
         q += 12582912.0
         q -= 12582912.0
     else:
@@ -159,7 +162,7 @@ def _kernel(
     column_stride,
     IS_INT8: tl.constexpr,
     TENSORWISE: tl.constexpr,
-    KEPT: tl.constexpr,  # a row fits BLOCK
+    KEPT: tl.constexpr,  # BLOCK holds a whole row
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -190,16 +193,41 @@ def _kernel(
 def codes_of(
     x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens`, checked, with codes as numbers of `dtype`, which must hold them: float16 does, bfloat16
-    those of "int8"."""
+    """`quantize_tokens` of checked arguments, with the codes as numbers of `dtype`.
+
+    `dtype` must represent them exactly: float16 does; bfloat16 does for "int8".
+    """
+    return _implementation(x, format, tensorwise)[1](x, format, dtype, tensorwise)
+
+
+def _implementation(
+    x: Tensor, format: str, tensorwise: bool
+) -> tuple[str, Callable[..., tuple[Tensor, Tensor]]]:
+    if x.numel():
+        if not tensorwise and quantize_tokens_cuda.takes(x):
+            return "cuda", _by_cuda
+        if runs_on(x.device) and takes(format, x.device):
+            return "triton", _by_triton
+    return "torch", _by_torch
+
+
+def _by_cuda(x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool) -> tuple[Tensor, Tensor]:
+    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
+    quantize_tokens_cuda.quantize(x, codes, scale, format)
+    return codes, scale
+
+
+def _by_torch(
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool
+) -> tuple[Tensor, Tensor]:
+    codes, scale = reference(x, format, tensorwise)
+    return codes.to(dtype), scale
+
+
+def _by_triton(
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool
+) -> tuple[Tensor, Tensor]:
     m, k = x.shape
-    if x.numel() and not tensorwise and quantize_tokens_cuda.takes(x):
-        codes, scale = x.new_empty((m, k), dtype=dtype), x.new_empty(m, dtype=torch.float32)
-        quantize_tokens_cuda.quantize(x, codes, scale, format)
-        return codes, scale
-    if not (x.numel() and runs_on(x.device) and takes(format, x.device)):
-        codes, scale = reference(x, format, tensorwise)
-        return codes.to(dtype), scale
     codes = x.new_empty((m, k + -k % 16), dtype=stored_dtype(dtype, x.device))
     scale = x.new_empty((1 if tensorwise else m,), dtype=torch.float32)
     block = min(triton.next_power_of_2(codes.shape[1]), MOST_KEPT)
@@ -222,7 +250,9 @@ def codes_of(
 
 def _launch(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
     _check(x, format, tensorwise)
-    return codes_of(x, format, FORMATS[format], tensorwise)
+    name, quantize = _implementation(x, format, tensorwise)
+    ran("quantize_tokens", name)
+    return quantize(x, format, FORMATS[format], tensorwise)
 
 
 def _fake(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
@@ -247,46 +277,3 @@ def _check(x: Tensor, format: str, tensorwise: bool) -> None:
 LIBRARY.define("quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)")
 LIBRARY.impl("quantize_tokens", _launch, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::quantize_tokens", _fake, lib=LIBRARY)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, with random arguments."""
-
-    name: str
-    m: int
-    k: int
-    format: str = "int8"
-    dtype: torch.dtype = torch.bfloat16
-    tensorwise: bool = False
-    transposed: bool = False
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
-
-    def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """x, format, tensorwise."""
-        shape = (self.k, self.m) if self.transposed else (self.m, self.k)
-        x = torch.randn(shape, device=device) * torch.rand(shape[0], 1, device=device)
-        x = x.to(self.dtype)
-        return x.T if self.transposed else x, self.format, self.tensorwise
-
-
-SHAPES: list[tuple[str, int, int, dict]] = [
-    ("typical", 12, 256, {}),
-    ("fp32", 9, 200, {"dtype": torch.float32}),
-    ("fp16", 9, 200, {"dtype": torch.float16}),
-    ("prime-everything", 13, 127, {}),
-    ("one-row", 1, 300, {}),
-    ("one-element", 1, 1, {}),
-    ("long-rows", 3, 20_001, {}),
-    ("no-rows", 0, 32, {}),
-    ("no-columns", 16, 0, {}),
-    ("transposed", 20, 30, {"transposed": True}),
-]
-CASES = [
-    *(Case(name, m, k, **options) for name, m, k, options in SHAPES),
-    *(Case(f"e4m3-{name}", m, k, "e4m3", **options) for name, m, k, options in SHAPES),
-    *(Case(f"tensorwise-{name}", m, k, "e4m3", tensorwise=True, **o) for name, m, k, o in SHAPES),
-    Case("llama-8b-attention", 8192, 4096, large=True),
-    Case("llama-8b-down", 8192, 14336, large=True),
-    Case("e4m3-llama-8b-attention", 8192, 4096, "e4m3", large=True),
-]

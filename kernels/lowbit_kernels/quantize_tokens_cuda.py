@@ -1,4 +1,4 @@
-"""Launches ``quantize_tokens.cu``: rows of bfloat16 and float16, on GPUs of compute capability 9.0."""
+"""Launches ``quantize_tokens_cuda.cu``: rows of bfloat16 and float16, on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPES = {
     torch.int8: "INT8",
     torch.float8_e4m3fn: "E4M3",
 }
-VECTOR = 8  # elements that a thread loads at once
+VECTOR = 8  # elements of a 16-byte load
 MAX_THREADS = 1024
-MAX_VECTORS = 8  # of a thread; more don't fit its registers
+MAX_VECTORS = 8  # of a thread; more do not fit its registers
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for; the head of ``quantize_tokens.cu`` says what each means."""
+    """The options of a compiled kernel; the head of ``quantize_tokens_cuda.cu`` explains each field."""
 
     x: str
     codes: str
@@ -33,7 +33,7 @@ class Variant:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether `quantize` takes x [M, K], M and K > 0: rows that begin at multiples of 16 bytes, K a multiple of 16."""
+    """Whether `quantize` takes x [M, K], M and K > 0: rows begin at multiples of 16 bytes, K is a multiple of 16."""
     m, k = x.shape
     return (
         nvrtc.runs_on_hopper(x.device)
@@ -47,8 +47,11 @@ def takes(x: Tensor) -> bool:
 
 
 def plan(k: int) -> tuple[int, int]:
-    """Vectors of a thread, and threads of a block. Four, measured on an H200: with fewer, the warps of a block take
-    longer to meet, with one of many rows up to 1.5 times as long."""
+    """Vectors of a thread, and threads of a block.
+
+    A thread has four vectors where these suffice. With fewer, the warps of a block wait longer for each other: with one
+    vector and many rows the kernel took up to 1.5 times as long on an H200.
+    """
     vectors, own = k // VECTOR, 4
     while vectors > own * MAX_THREADS:
         own *= 2
@@ -56,8 +59,10 @@ def plan(k: int) -> tuple[int, int]:
 
 
 def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
-    """Writes codes [M, K] and scale [M] of an x for which `takes` holds. Codes of `format`, "int8" or "e4m3", are of
-    its dtype, or numbers of float16, those of "int8" also of bfloat16."""
+    """Write codes [M, K] and scale [M] of an x for which `takes` holds.
+
+    `format` is "int8" or "e4m3". `codes` has the format's dtype, or is float16, or for "int8" bfloat16.
+    """
     m, k = x.shape
     own, threads = plan(k)
     variant = Variant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
@@ -68,10 +73,10 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
 
 
 def source(variant: Variant, primitives: str | None = None) -> str:
-    """The CUDA C++ to compile; `primitives` takes the place of ptx.cuh and hopper.cuh."""
+    """The CUDA C++ to compile; `primitives` replaces ptx.cuh and sm90.cuh."""
     defines = [f"#define {f.name.upper()} {getattr(variant, f.name)}" for f in fields(variant)]
-    own = [primitives] if primitives else [_file("ptx.cuh"), _file("hopper.cuh")]
-    return "\n".join([*defines, *own, _file("quantize_tokens.cu")])
+    own = [primitives] if primitives else [_file("ptx.cuh"), _file("sm90.cuh")]
+    return "\n".join([*defines, *own, _file("quantize_tokens_cuda.cu")])
 
 
 def _file(name: str) -> str:

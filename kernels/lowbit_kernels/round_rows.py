@@ -1,38 +1,37 @@
-"""Rows of float32 rounded to int8 with a scale a row: to nearest, or stochastically by a stream of draws.
+"""Rows of float32 rounded to int8 with a scale a row, to nearest or stochastically.
 
-    scale[r]    = largest magnitude of row r / 127; its old one where that is 127 times it already, so that what has
-                  not changed is stored as it was; 1 for a row of zeros, NaN for one with a NaN or an infinity
+    scale[r]    = largest magnitude of row r / 127. The old scale if the largest magnitude is 127 times it, so that an
+                  unchanged row is stored as it was. 1 for a row of zeros, NaN for a row with a NaN or an infinity.
     q           = x[r, k] / scale[r]
-    codes[r, k] = the integer next to q; or with probability |q - that| (short by at most 2**-16) the one on the other
-                  side of q; 0 under a scale of NaN
+    codes[r, k] = the integer n nearest to q, or with probability |q - n| (short by at most 2**-16) the integer on the
+                  other side of q. 0 if the scale is NaN.
 
-So the expectation of a code is within 2**-16 of q, and what is within 2**-16 of an integer becomes that integer: the
-error of the division moves nothing. The draw of an element is the upper 16 bits of that of `lowbit_kernels.draws` with
-the 64-bit index first[r] + start + k and the keys `KEYS`.
+So the expectation of a code is within 2**-16 of q, and a q within 2**-16 of an integer becomes that integer: the error
+of the division moves nothing. The random bits of an element are the upper 16 of `lowbit_kernels.random_bits`, with the
+64-bit index first[r] + start + k and the keys `KEYS`.
 
     values     float32 [R, K]
-    old        float32 [R]: the scales so far; None: there are none
-    largest    float32 [R]: of rows that go on elsewhere, their largest magnitude; None: these are whole
-    first      int64 [R]; None: to nearest
-    start      of these columns in the row
+    old        float32 [R], the scales so far, or None
+    largest    float32 [R], the largest magnitude of each row if `values` are only some of its columns, else None
+    first      int64 [R], the random offset of each row's first column; None rounds to nearest
+    start      the first of these columns in the row
     codes      int8 [R, K], scale float32 [R]
 
-The Triton kernel does it in two passes over a row, where PyTorch ops take some forty over all.
+The Triton kernel makes two passes over a row; PyTorch ops make some forty passes over all of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from lowbit_kernels.draws import draws, hash_of, multiplier_of, upper
+from lowbit_kernels.launches import ran
 from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.random_bits import hash_of, multiplier_of, random_bits, upper
 from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
 
 KEYS = (0x45E50725, 0xE4A20C3)
-"""K0 and K1: any two numbers, but the same ever after."""
+"""k0 and k1: two arbitrary numbers, which must never change."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -64,7 +63,7 @@ def reference(
         largest = padded.abs().amax(1)
     scale = (largest / torch.full_like(largest, 127)).clamp(
         min=TINY
-    )  # a GPU divides by a number as a product
+    )  # by a tensor: a GPU multiplies with the reciprocal of a number
     if old is not None:
         scale = torch.where(largest == old * 127, old, scale)
     scale = torch.where(largest == 0, 1.0, scale)
@@ -75,7 +74,7 @@ def reference(
         index = first[:, None] + torch.arange(start, start + values.shape[1], device=values.device)
         rest = exact - codes
         codes = codes + torch.where(
-            upper(draws(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
+            upper(random_bits(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
         )
     return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
 
@@ -121,21 +120,21 @@ def _kernel(
     scale = tl.where(most == 0, 1.0, scale)
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
     if STOCHASTIC:
-        place = tl.load(first + row) + start
+        offset = tl.load(first + row) + start
         multiplier = multiplier_of(
-            place + tl.arange(0, BLOCK)
-        )  # 8 divides BLOCK, or all is one block
+            offset + tl.arange(0, BLOCK)
+        )  # of every block, because 8 divides BLOCK, or of the only one
     for begin in tl.range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < columns
         exact = tl.div_rn(tl.load(source + column, mask=inside, other=0), scale)
         code = (exact + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds half to even
         if STOCHASTIC:
-            h = hash_of((place + column) >> 3, K0, K1)
-            draw = ((h * multiplier) >> 16).to(tl.float32)
+            h = hash_of((offset + column) >> 3, K0, K1)
+            bits = ((h * multiplier) >> 16).to(tl.float32)
             rest = exact - code
             step = tl.where(rest > 0, 1.0, -1.0)
-            code += tl.where(draw + 1 < tl.abs(rest) * 65536, step, 0.0)
+            code += tl.where(bits + 1 < tl.abs(rest) * 65536, step, 0.0)
         code = tl.where(finite, tl.minimum(tl.maximum(code, -127.0), 127.0), 0.0)
         tl.store(codes + row * columns + column, code.to(tl.int8), mask=inside)
 
@@ -147,9 +146,11 @@ def _launch(
     first: Tensor | None,
     start: int,
 ) -> tuple[Tensor, Tensor]:
-    """The Triton kernel, where it runs; else the reference."""
+    """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
+        ran("round_rows", "torch")
         return reference(values, old, largest, first, start)
+    ran("round_rows", "triton")
     _check(values, old, largest, first)
     values = values if values.stride(1) == 1 else values.contiguous()
     codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
@@ -213,50 +214,3 @@ LIBRARY.define(
 )
 LIBRARY.impl("round_rows", _launch, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::round_rows", _fake, lib=LIBRARY)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, with random arguments."""
-
-    name: str
-    rows: int
-    columns: int
-    has_old: bool = True
-    has_largest: bool = False
-    stochastic: bool = True
-    start: int = 0
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
-
-    def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """values, old, largest, first, start."""
-        values = torch.randn(self.rows, self.columns, device=device)
-        bad = (float("nan"), float("inf"), 0.0)
-        for row, value in zip(range(self.rows - 1), bad, strict=False):
-            values[row] = values[row] * 0 + value if value == 0 else values[row]
-            if value != 0 and self.columns:
-                values[row, self.columns // 2] = value
-        largest = values.abs().amax(1) * 1.5 if self.columns else values.new_zeros(self.rows)
-        old = largest / 1.5 / 127 * (torch.rand(self.rows, device=device) < 0.5)
-        first = torch.randint(-(2**63), 2**63 - 1, (self.rows,), device=device)
-        return (
-            values,
-            old if self.has_old else None,
-            largest if self.has_largest else None,
-            first if self.stochastic else None,
-            self.start,
-        )
-
-
-CASES = [
-    Case("typical", 8, 256),
-    Case("to-nearest", 8, 256, stochastic=False),
-    Case("no-scale-yet", 7, 101, has_old=False),
-    Case("a-part-of-rows", 5, 50, has_largest=True, start=50),
-    Case("several-blocks", 5, 5000),
-    Case("one-element", 1, 1),
-    Case("no-rows", 0, 16),
-    Case("no-columns", 4, 0, has_old=False),
-    Case("llama-8b-up", 14336, 4096, large=True),
-    Case("llama-8b-down", 4096, 14336, large=True),
-]

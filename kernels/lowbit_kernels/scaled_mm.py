@@ -9,74 +9,60 @@
     bias       float32, bfloat16 or float16 [N], or None
     out        float32, bfloat16 or float16 [M, N], contiguous
 
-``int8_scaled_mm``: the sum is exact in int32 (it wraps beyond 2**31, which takes more than 133,000 products of 127 by
-127 in one row), then converted to float32, multiplied by the row's scale, by the column's, and the bias added, each in
-float32, and rounded once to the output's dtype. Every path below does these steps in this order; only the bias may be
-added without a rounding before it.
+int8 by int8: the sum is exact in int32. (It wraps beyond 2**31, which takes more than 133,000 products of 127 by 127 in
+one row.) Then the sum is converted to float32, multiplied by the row's scale, by the column's, and the bias is added,
+each step in float32; the result is rounded once to the output dtype. Every implementation does these steps in this
+order. Only the addition of the bias may be fused with the product before it, which then is not rounded.
 
-``float8_scaled_mm``: e4m3 by e4m3, e5m2 by e4m3 or e4m3 by e5m2 (`torch.float8_e4m3fn`, `torch.float8_e5m2`). On GPUs
-with float8 units (compute capability 8.9 on) it is cuBLAS, whose sums on Hopper have about 14 bits in a row of 32
-products or more; elsewhere the product of the decoded operands in float32.
+float8: e4m3 by e4m3, e5m2 by e4m3, or e4m3 by e5m2 (`torch.float8_e4m3fn`, `torch.float8_e5m2`).
 
-`calls` counts the calls of each op, by name, where it is computed: also inside of compiled code, which can't see
-through an op.
+The dtype of the operands and the device choose the implementation:
 
-Where each runs:
-
-    CUDA, compute capability 9.0    scaled_mm.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256; where these are
-                                    fewer than multiprocessors, narrower ones, or K in slices, whose int32 sums take
-                                    4·M·N bytes each while it runs (17 MB for the four of a gradient of 512 x 2048 over
-                                    16384 rows)
-    other CUDA devices              Triton (int8_mm_triton)
-    CPU                             PyTorch
+    int8    CUDA, compute capability 9.0    int8_mm_sm90.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256.
+                                            Narrower tiles, or K in slices, where there are fewer tiles than
+                                            multiprocessors. Slices take 4·M·N bytes each for their int32 sums while
+                                            the product runs (17 MB for the four slices of a gradient of 512 x 2048
+                                            over 16384 rows)
+            other CUDA devices              Triton (int8_mm_triton)
+            CPU                             PyTorch
+    float8  CUDA, from capability 8.9 on    cuBLAS. On Hopper its sums have about 14 bits for 32 products or more
+            elsewhere                       the float32 product of the decoded operands
 """
 
 from __future__ import annotations
 
-import collections
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels import int8_mm_hopper, int8_mm_triton
+from lowbit_kernels import int8_mm_sm90, int8_mm_triton, nvrtc
+from lowbit_kernels.launches import ran
 from lowbit_kernels.library import LIBRARY, check_one_device
 from lowbit_kernels.triton_runtime import runs_on
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OPERANDS = {(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
 
-calls: collections.Counter[str] = collections.Counter()
 
-
-def int8_scaled_mm(
+def scaled_mm(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor,
+    *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a @ b.T of int8, scaled; shapes, dtypes and the formula are in the module's docstring.
+    """a @ b.T of int8 or float8, scaled; shapes, dtypes and the formula are in the module's docstring.
 
     Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes that don't fit each other, K not a multiple of 16, or tensors on several devices.
+        TypeError: a dtype, or a pair of dtypes, other than those above.
+        ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
     """
-    return torch.ops.lowbit.int8_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-
-
-def float8_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """a @ b.T of float8, scaled; arguments and errors as of `int8_scaled_mm`."""
-    return torch.ops.lowbit.float8_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+    return torch.ops.lowbit.scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
 
 
 def reference(
@@ -99,7 +85,7 @@ def _scaled(
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
 
 
-def _int8(
+def _launch(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
@@ -108,23 +94,49 @@ def _int8(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     _check(a, b, a_scale, b_scale, bias, out_dtype)
-    _check_operands(a, b, (torch.int8,))
-    calls["int8_scaled_mm"] += 1
+    name, multiply = _implementation(a, b)
+    ran("scaled_mm", name)
+    return multiply(a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
+    """The name and the function of the implementation for checked operands."""
+    is_int8, device = a.dtype == torch.int8, a.device
     if 0 in (*a.shape, b.shape[0]):
-        return _empty_sum(a, b, bias, out_dtype)
-    arguments = (a, b, a_scale, b_scale, bias, out_dtype)
-    if int8_mm_hopper.is_available(a.device):
-        return int8_mm_hopper.int8_mm(*arguments)
-    if runs_on(a.device):
-        return int8_mm_triton.int8_mm(*arguments)
-    return _scaled(int8_sums(a, b).to(torch.float32), *arguments[2:])
+        return "int8 empty" if is_int8 else "float8 empty", _empty_sum
+    if is_int8:
+        if nvrtc.runs_on_hopper(device):
+            return "int8 sm90", int8_mm_sm90.int8_mm
+        if runs_on(device):
+            return "int8 triton", int8_mm_triton.int8_mm
+        return "int8 torch", _int8_by_torch
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        return "float8 cublas", _float8_by_cublas
+    return "float8 torch", _float8_by_torch
+
+
+def _empty_sum(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = a.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
+    return out if bias is None else out + bias.to(out_dtype)
+
+
+def _int8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
+    return _scaled(int8_sums(a, b).to(torch.float32), *scales_bias_and_dtype)
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [N, K].T of int8, in int32 [M, N]; none of the sizes 0.
+    """a [M, K] @ b [N, K].T of int8, in int32 [M, N]; no size is 0.
 
-    On CPUs torch._int_mm takes the stride of a dimension of size 1 for the distance of its rows, whatever it is (0 from
-    Inductor, 1 of a column turned into a row), and reads other memory (pytorch issue 195066). So here there is none.
+    On CPUs, torch._int_mm uses the stride of a dimension of size 1 as a row distance. That stride may be anything (0
+    from Inductor, 1 for a column transposed into a row), and the op then reads out of bounds (pytorch issue 195066).
+    So this function pads dimensions of size 1.
     """
     (m, k), n = a.shape, b.shape[0]
     if a.device.type == "cpu":
@@ -134,27 +146,13 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.T)[:m, :n]
 
 
-def _float8(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
-    _check_operands(a, b, FLOAT8)
-    calls["float8_scaled_mm"] += 1
-    if 0 in (*a.shape, b.shape[0]):
-        return _empty_sum(a, b, bias, out_dtype)
-    if a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) >= (8, 9):
-        return _float8_cublas(a, b, a_scale, b_scale, bias, out_dtype)
-    with torch.autocast(a.device.type, enabled=False):  # in float16 the codes' products overflow
+def _float8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
         sums = a.float() @ b.float().T
-    return _scaled(sums, a_scale, b_scale, bias, out_dtype)
+    return _scaled(sums, *scales_bias_and_dtype)
 
 
-def _float8_cublas(
+def _float8_by_cublas(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
@@ -162,7 +160,7 @@ def _float8_cublas(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    # a single row counts as contiguous whatever its stride is, and cuBLAS wants that of a row
+    # A single row is contiguous with any stride, but cuBLAS needs the stride of a full row.
     a, b = (x.contiguous().view(-1).view(x.shape) for x in (a, b))
     n = b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns
@@ -183,21 +181,16 @@ def _float8_cublas(
             out_dtype=out_dtype,
             use_fast_accum=True,
         )
-    # cuBLAS has no such epilogue: the plain sums in float32, and the scales in a second pass.
+    # cuBLAS has no such epilogue: compute plain sums in float32, and scale them in a second pass.
     one = a_scale.new_ones(())
     sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
     return _scaled(sums[:, :n], a_scale, b_scale, bias, out_dtype)
 
 
 def _takes_rows_in_any_dtype(device: torch.device) -> bool:
-    """Whether scales of rows may come with another output than bfloat16: in cuBLAS 12.9 and later, on Hopper."""
+    """Whether scales of rows may come with an output other than bfloat16: in cuBLAS 12.9 and later, on Hopper."""
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _empty_sum(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    out = a.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
-    return out if bias is None else out + bias.to(out_dtype)
 
 
 def _fake(
@@ -210,16 +203,6 @@ def _fake(
 ) -> Tensor:
     _check(a, b, a_scale, b_scale, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _check_operands(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    names = " or ".join(map(str, dtypes))
-    if a.dtype not in dtypes or b.dtype not in dtypes:
-        raise TypeError(f"both operands must be {names}, got {a.dtype} and {b.dtype}")
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        raise TypeError(
-            "one operand must be torch.float8_e4m3fn, got two of torch.float8_e5m2, whose product no GPU has"
-        )
 
 
 def _check(
@@ -255,100 +238,16 @@ def _check(
     ):
         if got not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
-
-
-for _name, _launch in (("int8_scaled_mm", _int8), ("float8_scaled_mm", _float8)):
-    LIBRARY.define(
-        f"{_name}(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
-        "ScalarType out_dtype=bfloat16) -> Tensor"
-    )
-    LIBRARY.impl(_name, _launch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, with random arguments."""
-
-    name: str
-    m: int
-    n: int
-    k: int
-    a_dtype: torch.dtype = torch.int8
-    b_dtype: torch.dtype | None = None  # a's
-    rowwise: bool = True  # a scale for each row of both operands, or one for each operand
-    bias: torch.dtype | None = None
-    out_dtype: torch.dtype = torch.bfloat16
-    row_step: int = 1  # every n-th row of larger operands
-    turned: bool = False  # transposes of columns that lie end to end: a single row has stride 1
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
-
-    def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """a, b, a_scale, b_scale, bias, out_dtype."""
-
-        def operand(rows: int, dtype: torch.dtype) -> Tensor:
-            size = (rows * self.row_step, self.k)
-            if dtype == torch.int8:
-                codes = torch.randint(-127, 128, size, dtype=dtype, device=device)
-            else:
-                codes = (torch.randn(size, device=device) * 16).to(dtype)
-            if self.turned:
-                codes = codes.new_empty((self.k, rows)).copy_(codes.T).T.contiguous()
-            return codes[:: self.row_step]
-
-        def scale(rows: int) -> Tensor:
-            return torch.rand(rows if self.rowwise else 1, device=device) * 0.01 + 1e-4
-
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
-        return (
-            operand(self.m, self.a_dtype),
-            operand(self.n, self.b_dtype or self.a_dtype),
-            scale(self.m),
-            scale(self.n),
-            bias,
-            self.out_dtype,
+    if (a.dtype, b.dtype) not in OPERANDS:
+        raise TypeError(
+            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
+            f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
         )
 
 
-E4M3, E5M2 = FLOAT8
-SHAPES: list[tuple[str, int, int, int, dict]] = [
-    ("typical", 128, 256, 128, {}),
-    ("one-scale", 64, 96, 64, {"rowwise": False}),
-    ("bias", 65, 72, 80, {"bias": torch.bfloat16}),
-    ("fp16", 40, 24, 48, {"out_dtype": torch.float16, "bias": torch.float16}),
-    ("fp32", 33, 48, 64, {"out_dtype": torch.float32, "bias": torch.float32}),
-    ("bias-of-another-dtype", 31, 48, 64, {"bias": torch.float32}),
-    ("prime-everything", 131, 127, 16, {}),
-    ("odd-columns-fp32", 17, 19, 32, {"out_dtype": torch.float32}),
-    ("one-row", 1, 64, 256, {}),
-    ("one-column", 70, 1, 144, {}),
-    ("one-element", 1, 1, 16, {}),
-    ("one-row-turned", 1, 64, 16, {"turned": True}),
-    ("one-column-turned", 16, 1, 144, {"turned": True}),
-    ("one-element-turned", 1, 1, 64, {"turned": True}),
-    ("several-tiles", 300, 520, 272, {}),
-    ("several-tiles-and-an-odd-one", 257, 514, 400, {"bias": torch.bfloat16}),
-    ("long-sums", 8, 16, 20_000, {"out_dtype": torch.float32}),
-    ("no-rows", 0, 32, 64, {}),
-    ("no-columns", 16, 0, 64, {"bias": torch.bfloat16}),
-    ("no-k", 5, 7, 0, {"bias": torch.float32}),
-    ("strided-rows", 50, 60, 64, {"row_step": 3}),
-]
-LARGE = [
-    ("8192-cubed", 8192, 8192, 8192),
-    ("llama-8b-attention", 8192, 4096, 4096),
-    ("llama-8b-up", 8192, 14336, 4096),
-    ("llama-8b-down", 8192, 4096, 14336),
-    ("llama-1b-key-gradient", 512, 2048, 16384),
-]
-CASES = [
-    *(Case(name, m, n, k, **options) for name, m, n, k, options in SHAPES),
-    *(Case(f"e4m3-{name}", m, n, k, E4M3, **options) for name, m, n, k, options in SHAPES),
-    Case("e5m2-e4m3", 48, 64, 96, E5M2, E4M3),
-    Case("e4m3-e5m2", 48, 64, 96, E4M3, E5M2, bias=torch.bfloat16),
-    Case("e5m2-e4m3-one-scale", 30, 34, 96, E5M2, E4M3, rowwise=False),
-    *(Case(name, m, n, k, large=True) for name, m, n, k in LARGE),
-    *(Case(f"e4m3-{name}", m, n, k, E4M3, large=True) for name, m, n, k in LARGE),
-]
+LIBRARY.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
+    "ScalarType out_dtype=bfloat16) -> Tensor"
+)
+LIBRARY.impl("scaled_mm", _launch, "CompositeExplicitAutograd")
+torch.library.register_fake("lowbit::scaled_mm", _fake, lib=LIBRARY)

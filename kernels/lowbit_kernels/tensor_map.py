@@ -1,4 +1,4 @@
-"""Matrices as the tensor memory accelerator of sm_90 copies them."""
+"""Tensor maps: matrices described for the tensor memory accelerator (TMA) of sm_90."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def takes_rows(stride: int, row: int) -> bool:
-    """Whether the tensor memory accelerator reads rows of `row` bytes that begin `stride` bytes apart."""
+    """Whether the TMA can read rows of `row` bytes that begin `stride` bytes apart."""
     return stride % 16 == 0 and stride >= row
 
 
@@ -15,12 +15,13 @@ def takes_rows(stride: int, row: int) -> bool:
 def tensor_map(
     address: int, size: int, rows: int, columns: int, stride: int, box: int, width: int
 ) -> Any:
-    """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` rows of
-    `width` elements: of 1 to 4 bytes, swizzled over their 64 or 128 bytes; of 8 bytes, as they are. It holds no memory
-    and depends on nothing else, and so is kept.
+    """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` x `width`.
+
+    Rows of a box are swizzled over their 64 or 128 bytes, except elements of 8 bytes. A map owns no memory and depends
+    only on the arguments, so maps are cached.
 
     Raises:
-        RuntimeError: CUDA refuses; the message says what.
+        RuntimeError: CUDA refuses the map; the message describes the map.
     """
     from cuda.bindings import driver
 

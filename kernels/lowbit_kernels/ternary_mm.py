@@ -1,32 +1,32 @@
-"""Product of int8 rows and a ternary matrix stored at 2 bits an element, scaled back.
+"""The product of int8 rows and a ternary matrix stored at 2 bits an element, scaled back.
 
     out[m, n] = (sum_k a[m, k] * (code[n, k] - 2)) * a_scale[m] * b_scale + bias[n]
 
-    a          int8 [M, Ka], Ka at least K; what lies beyond K is zero (`lowbit_kernels.quantize_rowcol` pads so)
-    packed     uint8 [N, ceil(K / 4)]: codes 1, 2, 3 (of -1, 0, 1), four a byte, the first in the lowest bits
+    a          int8 [M, Ka], Ka at least K; columns beyond K are zero (as `lowbit_kernels.quantize_rowcol` pads)
+    packed     uint8 [N, ceil(K / 4)]: codes 1, 2, 3 for -1, 0, 1; four in a byte, the first in the lowest bits
     a_scale    float32 [M]
     b_scale    float32 [1]
     bias       float32, bfloat16 or float16 [N], or None
     out        float32, bfloat16 or float16 [M, N]
 
-The sum is exact in int32; the rest is as in `lowbit_kernels.scaled_mm`, and equals it to the bit but for the bias,
-which either may add without a rounding before it.
+The sum is exact in int32. The other steps are those of `lowbit_kernels.scaled_mm`; the result equals that of scaled_mm
+to the bit, except that either op may fuse the addition of the bias with the product before it.
 
-A Triton kernel reads the 2 bits where a product with few rows is bound by them (`MOST_ROWS`); it needs no elements of
-a byte next to each other: lane j of every byte is a matrix of its own, multiplied by every fourth column of a, which a
-is reordered for. Any other product unpacks the codes, in a kernel of its own, and takes `int8_scaled_mm`.
+For up to `MOST_ROWS` rows, where loading the weight bounds the time, a Triton kernel reads the 2-bit codes. The kernel
+does not interleave the four elements of a byte: bits 2 j, 2 j + 1 of all bytes form one matrix, which is multiplied by
+every fourth column of a. The launcher reorders a for that. Any other product unpacks the codes, in a kernel of its own,
+and calls `scaled_mm`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels.launches import ran
 from lowbit_kernels.library import LIBRARY, check_one_device
-from lowbit_kernels.scaled_mm import calls, int8_scaled_mm
+from lowbit_kernels.scaled_mm import scaled_mm
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,7 +43,7 @@ def ternary_mm(
 ) -> Tensor:
     """The product above; shapes, dtypes and the formula are in the module's docstring.
 
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """
     return torch.ops.lowbit.ternary_mm(a, packed, a_scale, b_scale, bias, out_dtype)
 
@@ -64,7 +64,7 @@ def reference(
 
 
 def _unpacked(packed: Tensor, columns: int) -> Tensor:
-    """int8 [N, columns]; zeros beyond what is packed."""
+    """int8 [N, columns]; zeros beyond the packed columns."""
     lanes = torch.stack([(packed >> 2 * j) & 3 for j in range(4)], dim=-1)
     codes = lanes.flatten(1).view(torch.int8) - 2
     return F.pad(codes[:, :columns], (0, max(columns - codes.shape[1], 0)))
@@ -77,7 +77,7 @@ def _unpacking(
     width,
     columns,
     packed_stride,
-    BLOCK: tl.constexpr,  # bytes of a row that a program has
+    BLOCK: tl.constexpr,  # bytes of a row per program
 ):
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _unpacking(
 
 
 def _unpack_on_gpu(packed: Tensor, columns: int) -> Tensor:
-    """As `_unpacked`."""
+    """The same as `_unpacked`, by a Triton kernel."""
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=torch.int8)
     block = min(1024, triton.next_power_of_2(triton.cdiv(columns, 4)))
@@ -128,7 +128,7 @@ def _kernel(
         inside = column_inside[:, None] & (byte < width)[None, :]
         codes = tl.load(packed_rows + byte[None, :], mask=inside, other=0)
         for lane in tl.static_range(4):
-            # what is no code, beyond the last element, meets a zero of a
+            # Beyond the last element, bits that are no code are multiplied by a zero of a.
             x_inside = row_inside[:, None] & (byte < width)[None, :]
             x = tl.load(a_rows + lane * m * width + byte[None, :], mask=x_inside, other=0)
             weight = ((codes >> (2 * lane)) & 3).to(tl.int8) - 2
@@ -156,16 +156,16 @@ def _launch(
     _check(a, packed, a_scale, b_scale, bias, out_dtype)
     m, n = a.shape[0], packed.shape[0]
     if m > MOST_ROWS or not runs_on(a.device) or 0 in (m, n, packed.shape[1]):
+        ran("ternary_mm", "unpacked")
         columns = -(-a.shape[1] // 16) * 16
         unpack = _unpack_on_gpu if runs_on(a.device) and packed.numel() else _unpacked
         codes = unpack(packed, columns)
-        return int8_scaled_mm(
-            F.pad(a, (0, columns - a.shape[1])), codes, a_scale, b_scale, bias, out_dtype
-        )
-    calls["ternary_mm"] += 1
+        a = F.pad(a, (0, columns - a.shape[1]))
+        return scaled_mm(a, codes, a_scale, b_scale, bias=bias, out_dtype=out_dtype)
+    ran("ternary_mm", "triton")
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
     width = packed.shape[1]
-    a = F.pad(a, (0, 4 * width - a.shape[1]))  # cut, where it is longer
+    a = F.pad(a, (0, 4 * width - a.shape[1]))  # cuts a where it is longer
     a = a.reshape(m, width, 4).permute(2, 0, 1).contiguous()
     out = a.new_empty((m, n), dtype=stored_dtype(out_dtype, a.device))
     block_m, block_n = max(16, triton.next_power_of_2(m)), 32
@@ -240,47 +240,3 @@ LIBRARY.define(
 )
 LIBRARY.impl("ternary_mm", _launch, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::ternary_mm", _fake, lib=LIBRARY)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, with random arguments."""
-
-    name: str
-    m: int
-    n: int
-    k: int
-    has_bias: bool = False
-    out_dtype: torch.dtype = torch.bfloat16
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
-
-    def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """a, packed, a_scale, b_scale, bias, out_dtype."""
-        padded = -(-self.k // 16) * 16
-        a = torch.randint(-127, 128, (self.m, padded), dtype=torch.int8, device=device)
-        a[:, self.k :] = 0
-        lanes = torch.randint(1, 4, (self.n, -(-self.k // 4), 4), dtype=torch.uint8, device=device)
-        packed = (lanes << torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=device)).sum(-1)
-        scales = torch.rand(self.m, device=device) * 0.02, torch.rand(1, device=device) * 0.1
-        bias = torch.randn(self.n, device=device).to(self.out_dtype) if self.has_bias else None
-        return a, packed.to(torch.uint8), *scales, bias, self.out_dtype
-
-
-CASES = [
-    Case("typical", 4, 64, 256, True),
-    Case("one-row", 1, 96, 512),
-    Case("fp16", 16, 32, 128, True, torch.float16),
-    Case("fp32", 7, 40, 160, True, torch.float32),
-    Case("odd-sizes", 5, 33, 101, True, torch.float32),
-    Case("prime-everything", 17, 31, 13, False, torch.float32),
-    Case("one-element", 1, 1, 1, True, torch.float32),
-    Case("more-rows-than-a-block", 65, 48, 96, True, torch.float32),
-    Case("most-rows", 64, 48, 600),
-    Case("no-rows", 0, 16, 64, True),
-    Case("no-columns", 3, 0, 64),
-    Case("no-terms", 3, 16, 0, True),
-    Case("bitnet-2b-up", 1, 6912, 2560, large=True),
-    Case("llama-8b-up", 1, 14336, 4096, large=True),
-    Case("llama-8b-up-16", 16, 14336, 4096, True, large=True),
-    Case("llama-8b-down", 1, 4096, 14336, large=True),
-]

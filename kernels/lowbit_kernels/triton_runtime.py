@@ -1,5 +1,8 @@
-"""Triton where it is installed. Without it, ``jit`` keeps a kernel as the plain function that it decorates,
-which is never called, so that modules of ops need no condition around their kernels."""
+"""Triton, where it is installed.
+
+Without Triton, ``jit`` returns the plain function that it decorates. Nobody calls that function, so modules of ops need
+no condition around their kernels.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ else:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of ``device``: on the CPU, only under ``TRITON_INTERPRET=1``."""
+    """Whether Triton kernels run on tensors of ``device``. On the CPU they do under ``TRITON_INTERPRET=1`` only."""
     if triton is None:
         return False
     return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
 
 
 def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which a kernel should write a result of ``dtype``, to be converted afterwards.
+    """The dtype in which a kernel writes a result of ``dtype``; the launcher converts it afterwards.
 
-    The interpreter (triton 3.7) truncates float32 to bfloat16 where a GPU rounds to nearest even.
+    The interpreter (triton 3.7) truncates float32 to bfloat16, where a GPU rounds to nearest even.
     """
     return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype

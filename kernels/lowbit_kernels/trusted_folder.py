@@ -1,21 +1,21 @@
-"""Folders whose files only this user, or root, can have put there.
+"""Folders whose files only this user or root can have written.
 
-Whoever can write to a folder, or to any folder above it, can put a file of their own in the place of another. So a
-path is walked from the root, one component at a time, each opened relative to the one before. Each folder on the way
-has to belong to this user or to root, and nobody else may write to it. Files are then opened relative to the last
-one: there is no second look-up by path, so what has been checked is what is used.
+A user who can write to a folder, or to any folder above it, can replace its files. So this module walks a path from the
+root, one component at a time, and opens each component relative to the previous one. Each folder on the way must belong
+to this user or to root, and no other user may write to it. Files are then opened relative to the last folder. There is
+no second look-up by path, so the checked folder is the one that is used.
 
-Two things on the way are not refused:
+Two things on the way are allowed:
 
-- A folder above may be writable by all if it is sticky, as /tmp is: others can make files in it, but can neither
-  rename nor delete those of this user and of root, and the next folder has to belong to one of these two.
-- A symbolic link is followed if it belongs to this user or to root; what it points to is walked in the same way.
-  Links lie in checked folders, so nobody else can exchange one between the look at its owner and the reading of it.
+- A folder above the last one may be writable by all if it is sticky, like /tmp. Others can make files in it, but cannot
+  rename or delete those of this user and of root, and the next folder must belong to one of these two.
+- A symbolic link is followed if it belongs to this user or to root; its target is walked in the same way. Links lie in
+  checked folders, so nobody else can replace one between the check of its owner and its reading.
 
-A POSIX access list that lets others write shows in the bits of the group, which hold its mask. A file needs no look
-at its number of links: whoever makes another link to it changes neither its owner nor who may write to it.
+A POSIX access list that lets others write shows in the group's mode bits, which hold the list's mask. The number of
+links of a file does not matter: another link changes neither the file's owner nor who may write to it.
 
-Systems whose files have no owners that Python can read (Windows) get no checks; their folders are opened by path.
+On systems whose file owners Python cannot read (Windows), nothing is checked and folders are opened by path.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ import os
 import secrets
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowbit_kernels.warned import warn_once
+
 HAS_OWNERS = hasattr(os, "geteuid") and os.open in os.supports_dir_fd
-# Absent on Windows, so read by name. O_PATH (Linux) opens a folder that one may pass through but not list.
+# Read by name, since Windows has none of them. O_PATH (Linux) opens a folder that can be entered but not listed.
 _FOLDER = sum(getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_PATH"))
-# O_NONBLOCK: opening a FIFO returns at once, and so does opening a file on which somebody holds a lease.
+# O_NONBLOCK: opening a FIFO, or a file with a lease, returns at once.
 _FILE = sum(getattr(os, n, 0) for n in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_MOST_LINKS = 40  # as Linux
-TEMPORARY = ("/tmp", "/var/tmp")  # where the folder that $TMPDIR names is not to be trusted
-_WARNED: set[str] = set()
+_MOST_LINKS = 40  # the limit of Linux
+TEMPORARY = ("/tmp", "/var/tmp")
+"""Folders for temporary files where the one that $TMPDIR names is untrusted."""
 
 
 class Untrusted(OSError):
-    """What is wrong with a file or folder: `reason`, to be read after its path."""
+    """A file or folder is untrusted. `reason` says why; the message is the path and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} {reason}")
@@ -52,18 +53,18 @@ class Untrusted(OSError):
 
 @dataclass(frozen=True)
 class Folder:
-    """An open folder. Without a descriptor (see `HAS_OWNERS`) its files are opened by path."""
+    """An open folder. If `descriptor` is None (see `HAS_OWNERS`), files are opened by path."""
 
     path: Path
     descriptor: int | None
 
     def read(self, name: str, largest: int) -> bytes:
-        """A file's content, from a single opening of it.
+        """The content of a file, which is opened once.
 
         Raises:
-            FileNotFoundError: it isn't there.
-            Untrusted: it is no regular file, belongs to somebody else, others may write to it, it has more than
-                `largest` bytes, or it can't be opened.
+            FileNotFoundError: there is no such file.
+            Untrusted: it is not a regular file, belongs to another user, others may write to it, it has more than
+                `largest` bytes, or it cannot be opened.
         """
         path = self.path / name
         try:
@@ -77,21 +78,23 @@ class Folder:
         try:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
-                raise Untrusted(path, "is no regular file")
+                raise Untrusted(path, "is not a regular file")
             if self.descriptor is not None:
                 _check(status, path)
             if status.st_size > largest:
-                raise Untrusted(path, f"has {status.st_size} bytes, and at most {largest} are read")
+                raise Untrusted(
+                    path, f"has {status.st_size} bytes, and at most {largest} can be read"
+                )
             with open(handle, "rb", closefd=False) as file:
-                return file.read(status.st_size)  # no more, should it grow meanwhile
+                return file.read(status.st_size)  # not more, if it grows meanwhile
         finally:
             os.close(handle)
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file that only this user can read and write: whole or not at all, whoever else does.
+        """Make or replace a file, atomically; only this user can read and write it.
 
         Raises:
-            OSError: the folder takes no file, or none of that name.
+            OSError: the file cannot be written.
         """
         new, at = f".{secrets.token_hex(8)}", self.descriptor
         try:
@@ -114,13 +117,17 @@ class Folder:
 
 @contextlib.contextmanager
 def opened(path: Path, *, make: bool = False, shared: bool = False) -> Iterator[Folder]:
-    """The folder of an absolute path. `make`: with what is missing of it made, for this user alone (0700); `shared`:
-    also one like /tmp, in which others may make files.
+    """Open the folder of an absolute path.
+
+    Args:
+        path: the folder.
+        make: make missing folders, for this user alone (0700).
+        shared: also accept a folder like /tmp, in which others may make files.
 
     Raises:
-        FileNotFoundError: it isn't there, and `make` is False.
+        FileNotFoundError: the folder does not exist, and `make` is False.
         Untrusted: others can put files there.
-        OSError: it can't be opened or made.
+        OSError: the folder cannot be opened or made.
     """
     if not HAS_OWNERS:
         if make:
@@ -135,21 +142,23 @@ def opened(path: Path, *, make: bool = False, shared: bool = False) -> Iterator[
 
 
 def temporary() -> str:
-    """A folder for temporary files in which nobody else can exchange one: under sudo, $TMPDIR may name one of another
-    user. A folder that is passed over is told once.
+    """A folder for temporary files in which no other user can replace a file.
+
+    Under sudo, $TMPDIR may name another user's folder. A warning names, once, a folder that is refused.
 
     Raises:
-        OSError: there is none.
+        OSError: every folder is refused.
     """
     chosen = tempfile.gettempdir()
     refused: list[str] = []
     for folder in dict.fromkeys((chosen, *TEMPORARY)) if HAS_OWNERS else (chosen,):
         try:
             with opened(Path(folder).absolute(), shared=True):
-                if refused and refused[0] not in _WARNED:
-                    _WARNED.add(refused[0])
-                    message = f"{refused[0]}; temporary files go to {folder}. Set TMPDIR to a folder of your own"
-                    warnings.warn(message, stacklevel=2)
+                if refused:
+                    warn_once(
+                        refused[0],
+                        f"{refused[0]}; temporary files go to {folder}. Set TMPDIR to a folder of your own",
+                    )
                 return folder
         except OSError as error:
             refused.append(str(error))
@@ -160,9 +169,9 @@ def temporary() -> str:
 
 
 def _walk(path: Path, make: bool, shared: bool) -> int:
-    """A descriptor of the folder, all of whose path has been checked."""
+    """A descriptor of the folder; every component of its path has been checked."""
     here, folder = Path(path.anchor), os.open(path.anchor, os.O_RDONLY | _FOLDER)
-    # "/" comes first: opened relative to any folder, it is the root.
+    # The first component is "/", which is the root whatever folder it is opened relative to.
     names = list(reversed(path.parts))
     links = 0
     try:
@@ -186,7 +195,7 @@ def _walk(path: Path, make: bool, shared: bool) -> int:
     except BaseException as error:
         os.close(folder)
         if isinstance(error, OSError) and not isinstance(error, Untrusted):
-            raise OSError(error.errno, error.strerror, str(here)) from error  # all of its path
+            raise OSError(error.errno, error.strerror, str(here)) from error  # with the whole path
         raise
     return folder
 
@@ -197,13 +206,15 @@ def _status(name: str, folder: int, make: bool) -> os.stat_result:
     except FileNotFoundError:
         if not make:
             raise
-    with contextlib.suppress(FileExistsError):  # made by another process meanwhile: checked as any
+    with contextlib.suppress(
+        FileExistsError
+    ):  # another process made it: it is checked like any other
         os.mkdir(name, 0o700, dir_fd=folder)
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _check(status: os.stat_result, path: Path, within: bool = False) -> None:
-    """Untrusted, if others can write to it; `within`: if they can exchange what is in it and isn't theirs."""
+    """Raise Untrusted if others can write to it; with `within`, if they can replace files that are not theirs."""
     _check_owner(status, path, within)
     mode = stat.S_IMODE(status.st_mode)
     if mode & _OTHERS_WRITE and not (within and mode & stat.S_ISVTX):
@@ -217,10 +228,10 @@ def _check_owner(status: os.stat_result, path: Path, within: bool) -> None:
 
 
 def _hides_root(owner: int) -> bool:
-    """Whether root's files seem to belong to `owner`, as in a container whose user namespace has no root.
+    """Whether root's files appear to belong to `owner`, as in a container whose user namespace has no root.
 
-    Files of all users outside then seem to belong to that one. Such a user could exchange a folder above the last one,
-    but only for another folder of this user: the last folder and its files have to be this user's own.
+    The files of all users outside the namespace then appear to belong to `owner`. Such a user could replace a folder
+    above the last one, but only by another folder of this user: the last folder and its files must be this user's own.
     """
     try:
         unknown = int(Path("/proc/sys/kernel/overflowuid").read_text())

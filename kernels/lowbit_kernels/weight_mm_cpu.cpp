@@ -1,9 +1,9 @@
-// out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, of few tokens, for codes of 4 and 8 bits.
+// out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, for few tokens and codes of 4 or 8 bits.
 //
-// R rows of the weight meet M tokens in registers: a number is made once for M products, and x loaded once for R. Where
-// 16 words of 32 bits are whole (`in_words`), they are loaded as they lie, and the j-th shift of all of them gives the
-// j-th code of each: x comes in that order, [tokens, columns / CHUNK, PER_WORD, 16]. Elsewhere it comes as it is, and
-// codes_cpu.h reads the weight.
+// A block multiplies R rows of the weight by M tokens in registers: it converts a code once for M products, and loads x
+// once for R rows. Where a row is whole vectors of 16 words of 32 bits (`in_words`), the vectors are loaded as stored,
+// and the j-th shift of a vector gives the j-th code of each word. Then x comes in this order: [tokens, columns /
+// CHUNK, PER_WORD, 16]. Otherwise x comes in its own order, and codes_cpu.h reads the weight.
 
 static constexpr int PER_WORD = 32 / BITS, CHUNK = 16 * PER_WORD;
 
@@ -23,7 +23,7 @@ static inline float total(Float16 sums) {
 
 // ---- words -------------------------------------------------------------------------------------------------------
 
-// The j-th number of each word.
+// The j-th code of each word, as a number.
 INLINE Float16 numbers(Word16 words, int j) {
     const Word16 codes = words >> (uint32_t)(j * BITS);
 #ifdef HAS_TABLE
@@ -34,14 +34,15 @@ INLINE Float16 numbers(Word16 words, int j) {
 #endif
 }
 
-// Which of the groups that 16 words lie in is each one's, where they are several whole ones.
+// The index of each word's group among the groups of 16 words, where a group is whole words.
 static inline Int16 groups_of_words(int64_t group) {
     Int16 each;
     for (int i = 0; i < 16; i++) each[i] = (int)(i * PER_WORD / group);
     return each;
 }
 
-// Of 16 words from a column on, what belongs to the group of each. Up to 16 floats from there on are read.
+// The scale (or zero point) of each word's group, for 16 words from a column on. Reads up to 16 floats from the first
+// on.
 INLINE Float16 of_words(const float* found, int64_t column, int64_t group, Int16 each) {
     if (group % CHUNK == 0) return Float16{} + found[column / group];
 #ifdef HAS_SHUFFLE
@@ -109,7 +110,7 @@ struct Multiply {
                 UNROLL for (int r = 0; r < R; r++) {
                     const uint8_t* p = weight.codes + (n + r) * l.row_bytes + k * BITS / 8;
                     words[r] = *(const UnalignedWord16*)p;
-                    __builtin_prefetch(p + 4 * l.row_bytes);  // rows are too short for the processor to foresee
+                    __builtin_prefetch(p + 4 * l.row_bytes);  // rows are too short for the hardware prefetcher
                 }
                 UNROLL for (int j = 0; j < PER_WORD; j++) {
                     Float16 given[M];
@@ -149,7 +150,7 @@ struct Multiply {
         for (; m + M <= tokens; m += M) in_words ? by_words<R, M>(n, m) : by_codes<R, M>(n, m);
         return m;
     }
-    // Sums that fit the registers, and enough of them to hide how long an addition takes.
+    // Blocks whose sums fit into the registers, and are enough to hide the latency of additions.
     void rows(int64_t n, int64_t end) {
         for (; n + 4 <= end; n += 4) {
             const int64_t fours = some<2, 4>(n, 0);
@@ -160,8 +161,8 @@ struct Multiply {
     }
 };
 
-// After the scales 15 more floats can be read. `in_words`: x lies as above; CHUNK divides the columns, and a group is
-// whole chunks or divides one in whole words.
+// 15 more floats must be readable after the scales. `in_words`: x has the order above, CHUNK divides the columns, and a
+// group is whole chunks, or divides a chunk into whole words.
 extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
                             const Zero* zero, const float* x, int64_t tokens, int64_t in_words, Parallel parallel,
                             int64_t threads) {

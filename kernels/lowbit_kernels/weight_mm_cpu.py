@@ -1,12 +1,12 @@
-"""Few tokens in 16 bits by a weight of 4 or 8 bits on a CPU: the kernel of ``weight_mm_cpu.cpp``.
+"""Small-batch products in 16 bits with a weight of 4 or 8 bits on a CPU: the kernel of ``weight_mm_cpu.cpp``.
 
-It reads codes and scales where they lie, at every product. PyTorch's own kernel for 4 bits wants nibbles in another
-order, in a copy as large as the weight; nothing tells when codes are written through ``.data``, NumPy, DLPack or a file
-that is mapped, and then such a copy is stale. That for 8 bits crashes on memory that isn't aligned.
+The kernel reads codes and scales in place at every product. PyTorch's own int4 kernel needs a reordered copy as large
+as the weight. That copy goes stale when codes are written through ``.data``, NumPy, DLPack or a mapped file, which
+nothing reports. PyTorch's int8 kernel crashes on memory that isn't aligned.
 
-Sums are float32's and are rounded once, after bias and residual. Measured on one core of an EPYC with AVX-512 that
-others were using too (bfloat16, 4096 x 4096, int4 in groups of 128 and int8 by rows, milliseconds, for 1, 4, 8, 16 and
-32 tokens):
+Sums are float32 and are rounded once, after bias and residual. Measured on one core of an EPYC with AVX-512, with other
+programs running (bfloat16, 4096 x 4096, int4 in groups of 128 and int8 by rows, milliseconds for 1, 4, 8, 16 and 32
+tokens):
 
     int4, this kernel             0.9    2.3    4.7    8.6     14
     int4, PyTorch's, with a copy  1.1    2.0    4.1    6.6     13
@@ -15,7 +15,7 @@ others were using too (bfloat16, 4096 x 4096, int4 in groups of 128 and int8 by 
     int8, PyTorch's               1.7    2.6    4.6    9.9     19
     int8, dequantized in chunks   5.6     12     13     11     14
 
-Compiled at first use, once on a machine; where that can't be done, weights are dequantized in chunks.
+The source is compiled at first use, once on a machine. Without a compiler, weights are dequantized in chunks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_once
+from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compiled
+from lowbit_kernels.weight_operands import HALVES, Product, Tensors, WeightOperands
 
 MOST_TOKENS = {4: 32, 8: 16}
 READ_AFTER = 15  # floats after the scales that the kernel may read
 
 
-class _Product(Layout):
+class _Kernel(Layout):
     """The kernel for a weight of one shape."""
 
     def __init__(self, format: Format, rows: int, columns: int, group_size: int) -> None:
@@ -58,70 +59,71 @@ def _function(format: Format) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _product(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> _Product | None:
+def _kernel(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> _Kernel | None:
     format = Format(bits, -(2 ** (bits - 1)), zero_point="code" if has_zero else "none")
     try:
-        return _Product(format, rows, columns, group)
+        return _Kernel(format, rows, columns, group)
     except RuntimeError as error:
-        warn_once(str(error).splitlines()[0])
+        warn_not_compiled(error)
         return None
 
 
-def takes(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    *,
-    bits: int,
-    group_size: int,
-) -> bool:
-    """Whether `weight_mm` multiplies these; M, N, K > 0."""
-    (n, groups), m = scale.shape, x.shape[0]
-    return (
-        x.device.type == "cpu"
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and m <= MOST_TOKENS[bits]
-        and codes.is_contiguous()
-        and _product(bits, zero_point is not None, n, groups * group_size, group_size) is not None
-    )
+def product(operands: WeightOperands) -> Product | None:
+    """The planned product; None on other devices, for float32, for more than MOST_TOKENS tokens, for codes with gaps,
+    with a token_scale, and without a compiler."""
+    if operands.token_scale is not None:
+        return None
+    if operands.x.device.type != "cpu" or operands.x.dtype not in HALVES:
+        return None
+    if operands.m > MOST_TOKENS[operands.bits] or not operands.codes.is_contiguous:
+        return None
+    columns, has_zero = operands.groups * operands.group_size, operands.zero_point is not None
+    kernel = _kernel(operands.bits, has_zero, operands.n, columns, operands.group_size)
+    return None if kernel is None else CpuProduct(operands, kernel, columns)
 
 
-def weight_mm(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    bits: int,
-    group_size: int,
-) -> Tensor:
-    """The product of `weight_linear`, of operands that it `takes`."""
-    (m, k), (n, groups), dtype = x.shape, scale.shape, x.dtype
-    columns = groups * group_size
-    product = _product(bits, zero_point is not None, n, columns, group_size)
-    assert product is not None
-    x = x.float()
-    if k < columns:
-        x = F.pad(x, (0, columns - k))
-    if product.in_words:
-        x = x.reshape(m, *product.chunks).transpose(2, 3)
-    x, scale = x.contiguous(), _float32(scale, READ_AFTER if product.reads_after else 0)
-    zero_point = None if zero_point is None else zero_point.contiguous()
-    out = x.new_empty((m, n))
-    zero = None if zero_point is None else zero_point.data_ptr()
-    addresses = (out.data_ptr(), codes.data_ptr(), scale.data_ptr(), zero, x.data_ptr())
-    product.multiply(product.address, *addresses, m, product.in_words, *product.threads())
-    for part in (bias, residual):
-        if part is not None:
-            out.add_(part)
-    return out.to(dtype)
+class CpuProduct:
+    """The product of operands that `product` takes."""
+
+    def __init__(self, operands: WeightOperands, kernel: _Kernel, columns: int) -> None:
+        scale = operands.scale
+        self.kernel, self.shape, self.dtype = kernel, (operands.m, operands.n), operands.out
+        self.padding = columns - operands.k
+        self.x_shape = (operands.m, *kernel.chunks)
+        self.reads_scale = scale.is_contiguous and scale.dtype == torch.float32
+        self.reads_scale &= not kernel.reads_after
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, _ = tensors
+        kernel = self.kernel
+        if self.padding:
+            x = F.pad(x, (0, self.padding))
+        if kernel.in_words:
+            x = x.reshape(self.x_shape).transpose(2, 3)
+        x = x.to(torch.float32, memory_format=torch.contiguous_format)
+        if not self.reads_scale:
+            scale = _float32(scale, READ_AFTER if kernel.reads_after else 0)
+        zero = None if zero_point is None else zero_point.contiguous()
+        out = x.new_empty(self.shape)
+        kernel.multiply(
+            kernel.address,
+            out.data_ptr(),
+            codes.data_ptr(),
+            scale.data_ptr(),
+            None if zero is None else zero.data_ptr(),
+            x.data_ptr(),
+            self.shape[0],
+            kernel.in_words,
+            *kernel.threads(),
+        )
+        for part in (bias, residual):
+            if part is not None:
+                out.add_(part)
+        return out.to(self.dtype)
 
 
 def _float32(scale: Tensor, after: int) -> Tensor:
-    """float32 scales without gaps, with so many more floats in the memory after them."""
+    """float32 scales without gaps, followed by `after` more floats of memory."""
     if not after:
         return scale.float().contiguous()
     whole = torch.empty(scale.numel() + after, dtype=torch.float32)

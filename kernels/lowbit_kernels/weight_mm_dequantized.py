@@ -1,11 +1,11 @@
-"""Many tokens by a weight of 4 or 8 bits: some rows of it dequantized, multiplied, and the next into the same memory.
+"""Products with a dequantized weight of 4 or 8 bits, a chunk of its rows at a time in the same memory.
 
-There is never a copy of a whole large weight, and what was dequantized is still in the cache when it is multiplied: on
-GPUs at most 24 MB lie in the L2 (torch.mm writes its part of the result in place, a slice of columns), on CPUs 2 MB.
+A large weight is never dequantized as a whole. A chunk is still in the cache when it is multiplied: at most 24 MB in
+the L2 cache of GPUs, where torch.mm writes its columns of the result in place, and 2 MB on CPUs.
 
-The weight is rounded once to the dtype of the product, as everywhere where a dequantized weight is multiplied: against
-the unrounded one a bfloat16 result is off by 2.3e-3 instead of 1.7e-3. On CPUs the product is float32's, without that
-rounding, for up to 8 tokens, which costs nothing there, and for float16, whose products take five times as long.
+The weight is rounded once to the dtype of the product, as in every product with a dequantized weight. Against the exact
+product a bfloat16 result is off by 2.3e-3 instead of 1.7e-3. On CPUs the product is float32, without that rounding, in
+two cases: for up to 8 tokens, where it costs nothing, and for float16, whose products take five times as long.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.dequantize_int4 import fill as fill_int4
-from lowbit_kernels.dequantize_int4 import fill_on_cpu as fill_int4_on_cpu
-from lowbit_kernels.dequantize_int4 import reference as int4_reference
-from lowbit_kernels.dequantize_int4 import rows_in_cache
-from lowbit_kernels.dequantize_int8 import fill as fill_int8
-from lowbit_kernels.dequantize_int8 import fill_on_cpu as fill_int8_on_cpu
-from lowbit_kernels.dequantize_int8 import reference as int8_reference
+from lowbit_kernels.dequantize import fill, fill_on_cpu, reference, rows_in_cache
 from lowbit_kernels.triton_runtime import runs_on
+from lowbit_kernels.weight_operands import Product, WeightOperands
 
 BYTES_IN_L2 = 24_000_000
 ROWS_OF_A_TILE = 256
@@ -28,7 +23,7 @@ MOST_TOKENS_IN_FLOAT32 = 8  # of bfloat16, on CPUs
 
 
 def rows_of_chunk(n: int, k: int, itemsize: int) -> int:
-    """Rows that a GPU dequantizes at a time: all, or as many whole tiles as divide them evenly and fit the cache."""
+    """Rows of a chunk on a GPU: all, or a number of whole tiles that divides them evenly and fits into the cache."""
     chunks = -(-n * k * itemsize // BYTES_IN_L2)
     if chunks <= 1:
         return n
@@ -36,20 +31,14 @@ def rows_of_chunk(n: int, k: int, itemsize: int) -> int:
     return min(most, -(-n // chunks // ROWS_OF_A_TILE) * ROWS_OF_A_TILE)
 
 
-def weight_mm(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    bits: int,
-    group_size: int,
-) -> Tensor:
-    """The product of `weight_linear`, on any device; M, N, K > 0."""
-    way = _on_cpu if x.device.type == "cpu" else _in_place
-    return way(x, codes, scale, zero_point, bias, residual, bits, group_size)
+def product(operands: WeightOperands) -> Product | None:
+    """The product of any operands on any device; None with a token_scale."""
+    if operands.token_scale is not None:
+        return None
+    bits, group_size = operands.bits, operands.group_size
+    multiply = _on_cpu if operands.x.device.type == "cpu" else _in_place
+
+    return lambda tensors: multiply(*tensors[:-1], bits, group_size)
 
 
 def _in_place(
@@ -62,18 +51,18 @@ def _in_place(
     bits: int,
     group_size: int,
 ) -> Tensor:
-    """Each product into its columns of the result."""
+    """Each chunk's product is written into its columns of the result."""
     (m, k), n = x.shape, codes.shape[0]
     rows = rows_of_chunk(n, k, x.element_size())
     out, chunk = x.new_empty((m, n)), x.new_empty((rows, k))
-    # one launch adds the residual, or the bias where the product is one; cuBLAS can't in a slice
+    # The product's launch adds the residual, or the bias where there is one chunk: cuBLAS can't add it to a slice.
     in_product = bias if residual is None and rows == n else None
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
         weight, to = chunk[: part.stop - first], out[:, part]
         zeros = None if zero_point is None else zero_point[part]
         _fill(weight, codes[part], scale[part], zeros, bits, group_size)
-        # by `out`, which autocast leaves alone
+        # autocast leaves products with `out` alone
         if residual is not None:
             torch.addmm(residual[:, part], x, weight.t(), out=to)
         elif in_product is not None:
@@ -86,12 +75,10 @@ def _in_place(
 def _fill(
     out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int
 ) -> None:
-    """out [N, K] = the dequantized weight, wherever it is."""
+    """out [N, K] = the dequantized weight, on any device."""
     if runs_on(out.device) and out.is_cuda:
-        fill = fill_int4 if bits == 4 else fill_int8
         fill(out, codes, scale, zero_point, group_size)
     else:
-        reference = int4_reference if bits == 4 else int8_reference
         out.copy_(reference(codes, scale, zero_point, group_size, out.shape[1], out.dtype))
 
 
@@ -107,7 +94,6 @@ def _on_cpu(
 ) -> Tensor:
     (m, k), (n, groups) = x.shape, scale.shape
     dtype, padded = x.dtype, groups * group_size
-    fill = fill_int4_on_cpu if bits == 4 else fill_int8_on_cpu
     if dtype == torch.float16 or m <= MOST_TOKENS_IN_FLOAT32:
         x = x.float()
     out = x.new_empty((m, n), dtype=dtype)
@@ -121,7 +107,7 @@ def _on_cpu(
         if bits == 4 and padded % 2:
             _fill(weight[:, :k], codes[part], scale[part], zeros, bits, group_size)
         else:
-            fill(weight, codes[part], scale[part], zeros, group_size)
+            fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
         torch.mm(x, weight[:, :k].t(), out=to)
         if bias is not None:
             to.add_(bias[part])

@@ -1,11 +1,14 @@
-"""Few tokens by a weight of 4 or 8 bits in Triton: for GPUs and layouts that the CUDA kernels don't take.
+"""Small-batch products with a weight of 4 or 8 bits in Triton, for GPUs and layouts that the CUDA kernels don't take.
 
 A program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over a slice of K. A block of K lies in one group, so
-its sum is scaled once, in float32: the weight is never rounded. Of 4 bits, word c holds the values of k = 8c .. 8c + 7
-(of shorter words: 4c, 2c); nibble j of all words is a matrix of its own, multiplied by every eighth column of x from
-j on, so that nothing is interleaved. Weights are the first operand of the product: they stay in registers.
+its sum is scaled once, in float32, and the weight is never rounded.
 
-Where rows are too few to fill the GPU, K is cut in slices, whose sums a second launch adds in their order.
+The codes are read in words. At 4 bits, word c holds the codes of k = 8c .. 8c + 7 (shorter words: 4c or 2c). The j-th
+nibbles of all words form a matrix of their own, which is multiplied by every eighth column of x from column j on, so
+nothing has to be interleaved. The weight is the first operand of the product, since that one stays in registers.
+
+Where the weight has too few rows to fill the GPU, K is cut into slices (split-K). A second launch adds their sums in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ import functools
 import torch
 from torch import Tensor
 
-from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
+from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.weight_operands import Layout, Product, Tensors, WeightOperands
 
 MOST_TOKENS = 64
 MOST_SLICES = 16
+WORDS = {8: torch.int32, 4: torch.int16}  # by codes of 4 bits in a word
 
 
 @jit
 def sums_of_blocks(
-    x_rows,  # where tokens begin, [BLOCK_M]
+    x_rows,  # pointers to tokens, [BLOCK_M]
     row_inside,
-    codes_rows,  # where rows of the weight begin, [BLOCK_N]; words of WORD values
+    codes_rows,  # pointers to rows of the weight, [BLOCK_N], in words of WORD codes
     scale_rows,
     zero_rows,  # or None
     column_inside,
@@ -33,12 +38,12 @@ def sums_of_blocks(
     last,
     k,
     width,  # words of a row
-    GROUP_SIZE: tl.constexpr,  # 0: the whole row is one
+    GROUP_SIZE: tl.constexpr,  # 0: a row is one group
     BITS: tl.constexpr,
     WORD: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """float32 [BLOCK_N, BLOCK_M]: of the weight's columns first .. last, scaled."""
+    """The scaled sums over columns first .. last of the weight: float32 [BLOCK_N, BLOCK_M]."""
     BLOCK_N: tl.constexpr = codes_rows.shape[0]
     BLOCK_M: tl.constexpr = x_rows.shape[0]
     WORDS: tl.constexpr = BLOCK_K // WORD
@@ -54,7 +59,7 @@ def sums_of_blocks(
             zero += tl.load(zero_rows + group, mask=column_inside, other=0).to(tl.float32)
         partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for j in tl.static_range(WORD):
-            if BITS == 4:  # a nibble in the mantissa of 2**23 is the float 2**23 + nibble
+            if BITS == 4:  # the mantissa of 2**23 with a nibble in it is the float 2**23 + nibble
                 nibble = ((words.to(tl.int32) >> (4 * j)) & 15) | 0x4B000000
                 value = nibble.to(tl.float32, bitcast=True) - (zero + 8388616.0)[:, None]
             else:
@@ -70,7 +75,7 @@ def sums_of_blocks(
 
 @jit
 def _finished(sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n):
-    """sums [BLOCK_M, BLOCK_N] by the tokens' scales, with bias and residual; each of them may be None."""
+    """sums [BLOCK_M, BLOCK_N] times the tokens' scales, plus bias and residual. Each of these may be None."""
     if token_scale is not None:
         sums *= tl.load(token_scale + rows, mask=row_inside, other=0)[:, None]
     if bias is not None:
@@ -171,86 +176,96 @@ def _combine(
 
 
 def block_of_k(group_size: int, groups: int) -> int:
-    """Elements of K multiplied at a time, all of one group; 0 where the kernel can't take the groups."""
+    """Elements of K that a product takes, all in one group; 0 where the kernel doesn't take the groups."""
     if groups == 1:
         return 128
     return next((block for block in (128, 64, 32) if group_size % block == 0), 0)
 
 
-def words_of(codes: Tensor, bits: int, block: int) -> tuple[Tensor, int]:
-    """The codes as the longest words that their layout and a product of `block // word` allow; values of a word."""
+def codes_of_word(codes: Layout, bits: int, block: int) -> int:
+    """The number of codes in the longest word that the layout and a product of `block // word` elements allow."""
     if bits == 8:
-        return codes, 1
-    for word, dtype in ((8, torch.int32), (4, torch.int16)):
-        layout = (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1])
-        if block // word >= 16 and all(n % (word // 2) == 0 for n in layout):
-            return codes.view(dtype), word
-    return codes, 2
+        return 1
+    for word in WORDS:
+        numbers = (codes.misaligned, codes.shape[-1], *codes.strides[:-1])
+        if block // word >= 16 and all(n % (word // 2) == 0 for n in numbers):
+            return word
+    return 2
+
+
+def in_words(codes: Tensor, word: int) -> Tensor:
+    """The codes as words of `codes_of_word`."""
+    return codes.view(WORDS[word]) if word in WORDS else codes
 
 
 def plan(n: int, k: int, block: int, multiprocessors: int) -> tuple[int, int]:
-    """Slices of K, and blocks of a slice: two programs of 64 rows for each multiprocessor, where K is that long."""
+    """Slices of K, and blocks of a slice: two programs of 64 rows for each multiprocessor where K is long enough."""
     blocks = -(-k // block)
     wanted = -(-2 * multiprocessors // -(-n // 64))
-    steps = -(-blocks // max(1, min(wanted, MOST_SLICES, blocks // 4)))
+    return _even_slices(blocks, max(1, min(wanted, MOST_SLICES, blocks // 4)))
+
+
+def _even_slices(blocks: int, slices: int) -> tuple[int, int]:
+    """At most so many slices, and the blocks of each."""
+    steps = -(-blocks // slices)
     return -(-blocks // steps), steps
 
 
-def weight_mm(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    token_scale: Tensor | None,
-    *,
-    bits: int,
-    group_size: int,
-    slices: int | None = None,
-) -> Tensor:
-    """The product of `weight_linear`, of at most MOST_TOKENS tokens and groups that `block_of_k` takes; M, N, K > 0.
+def product(operands: WeightOperands, slices: int | None = None) -> Product | None:
+    """The planned product; None where Triton doesn't run, for more than MOST_TOKENS tokens, and for groups that
+    `block_of_k` refuses. `slices`: of K, for tests."""
+    block = block_of_k(operands.group_size, operands.groups)
+    if not (runs_on(operands.x.device) and operands.m <= MOST_TOKENS and block):
+        return None
+    return TritonProduct(operands, block, slices)
 
-    token_scale: float32 [M], by which the sums are multiplied as well. slices: of K, for tests.
-    """
-    (m, k), (n, groups), dtype = x.shape, scale.shape, x.dtype
-    if x.device.type == "cpu":  # the interpreter has no bfloat16
-        x = x.float()
-    x, codes, scale = (
-        part if part.stride(1) == 1 else part.contiguous() for part in (x, codes, scale)
-    )
-    zeros, *ends = (
-        None if part is None else part.contiguous()
-        for part in (zero_point, bias, residual, token_scale)
-    )
-    block = block_of_k(group_size, groups)
-    words, word = words_of(codes, bits, block)
-    planned, steps = plan(n, k, block, _multiprocessors(x.device))
-    if slices is not None:
-        blocks = triton.cdiv(k, block)
-        steps = triton.cdiv(blocks, slices)
-        planned = triton.cdiv(blocks, steps)
-    out = x.new_empty((m, n), dtype=stored_dtype(dtype, x.device))
-    to = x.new_empty((planned, m, n), dtype=torch.float32) if planned > 1 else out
-    block_m = max(16, triton.next_power_of_2(m))
-    with torch.cuda.device_of(x):
-        _kernel[(triton.cdiv(n, 64), planned)](
-            *(x, words, scale, zeros, *ends, to, m, n, k, words.shape[1]),
-            *(x.stride(0), words.stride(0), scale.stride(0), groups, steps),
-            SLICES=planned,
-            GROUP_SIZE=0 if groups == 1 else group_size,
-            BITS=bits,
-            WORD=word,
-            BLOCK_M=block_m,
-            BLOCK_N=64,
-            BLOCK_K=block,
-            num_warps=4,
-            num_stages=3,
-        )
-        if planned > 1:
-            grid = (triton.cdiv(n, 256), triton.cdiv(m, 4))
-            _combine[grid](to, *ends, out, m, n, planned, m * n, BLOCK_M=4, BLOCK_N=256)
-    return out.to(dtype)
+
+class TritonProduct:
+    """The product of operands that `product` takes."""
+
+    def __init__(self, operands: WeightOperands, block: int, slices: int | None) -> None:
+        device, k = operands.x.device, operands.k
+        codes = operands.codes
+        codes = codes if codes.strides[-1] == 1 else codes.copied()
+        self.shape, self.dtype = (operands.m, operands.n), operands.out
+        self.stored = stored_dtype(operands.out, device)
+        self.word = codes_of_word(codes, operands.bits, block)
+        if slices is None:
+            self.slices, self.steps = plan(operands.n, k, block, _multiprocessors(device))
+        else:
+            self.slices, self.steps = _even_slices(-(-k // block), slices)
+        self.options = {
+            "SLICES": self.slices,
+            "GROUP_SIZE": operands.group,
+            "BITS": operands.bits,
+            "WORD": self.word,
+            "BLOCK_M": max(16, triton.next_power_of_2(operands.m)),
+            "BLOCK_N": 64,
+            "BLOCK_K": block,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        (m, n), k = self.shape, x.shape[1]
+        if x.device.type == "cpu":  # the interpreter has no bfloat16
+            x = x.float()
+        x, codes, scale = (t if t.stride(1) == 1 else t.contiguous() for t in (x, codes, scale))
+        zero_point = None if zero_point is None else zero_point.contiguous()
+        words, ends = in_words(codes, self.word), (bias, residual, token_scale)
+        out = x.new_empty((m, n), dtype=self.stored)
+        to = x.new_empty((self.slices, m, n), dtype=torch.float32) if self.slices > 1 else out
+        with torch.cuda.device_of(x):
+            _kernel[(-(-n // 64), self.slices)](
+                *(x, words, scale, zero_point, *ends, to, m, n, k, words.shape[1]),
+                *(x.stride(0), words.stride(0), scale.stride(0), scale.shape[1], self.steps),
+                **self.options,
+            )
+            if self.slices > 1:
+                grid = (-(-n // 256), -(-m // 4))
+                _combine[grid](to, *ends, out, m, n, self.slices, m * n, BLOCK_M=4, BLOCK_N=256)
+        return out.to(self.dtype)
 
 
 @functools.cache

@@ -1,12 +1,12 @@
-"""fuse_linears_: linears that read the same input, computed by one product over their weights side by side.
+"""fuse_linears_: linears that read the same input become one product over their weights side by side.
 
-    q, k, v = q_proj(x), k_proj(x), v_proj(x)     one product with the rows of all three, in the first
+    q, k, v = q_proj(x), k_proj(x), v_proj(x)     one product with the rows of all three, computed by the first
 
-The first module of a group holds the joint weight. Whichever is called first computes all outputs; each of the others
-takes its slice, once, when called with the same input in the same state. The model's code stays as it is, and
-so do its state dicts: the joint weight is saved as, and loaded from, the parts' own names, so that checkpoints pass
-between fused and plain models in both directions. (Load first and fuse then, where memory is short: fusing holds one
-group twice, loading into a fused model the whole state dict and the joint weights.)
+The first module of a group holds the joint weight. Whichever module is called first computes the outputs of all. Each
+of the others takes its slice, once, when it is called with the same input in the same state. The model's code stays as
+it is, and so do its state dicts: the joint weight is saved and loaded under the names of its parts. Checkpoints
+therefore pass between fused and plain models in both directions. Where memory is short, load first and fuse afterwards:
+fusing holds one group twice, loading into a fused model holds the whole state dict besides the joint weights.
 """
 
 from __future__ import annotations
@@ -34,205 +34,13 @@ GROUPS = (
     ("query", "key", "value"),
     ("gate", "up"),
 )
-"""Names of siblings that read one input: Hugging Face's Llama-like models, and recipes/llama.py."""
+"""Names of siblings that read one input: those of Hugging Face's Llama-like models, and of recipes/llama.py."""
 
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-
-
-class FusedLinear(nn.Module):
-    """The first linear of a group: holds the joint `weight` [sum of N, K] and `bias`, returns its own output."""
-
-    converted_as = (
-        "fused with its neighbours: convert first, or after lowbit.inference.unfuse_linears_"
-    )
-    """What reports of conversions say of it."""
-
-    def __init__(self, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
-        super().__init__()
-        self.names = tuple(names)
-        self.sizes = tuple(part.out_features for part in parts)
-        self.in_features, self.out_features = parts[0].in_features, self.sizes[0]
-        first = parts[0].weight
-        self.weight = nn.Parameter(
-            torch.cat([p.weight.detach() for p in parts]), requires_grad=first.requires_grad
-        )
-        self.bias: nn.Parameter | None = None
-        if parts[0].bias is not None:
-            joint = torch.cat([p.bias.detach() for p in parts])
-            self.bias = nn.Parameter(joint, requires_grad=parts[0].bias.requires_grad)
-        self._held: tuple[Tensor, Any, tuple[Tensor | None, ...]] | None = None
-        self.train(parts[0].training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.take(0, x)
-
-    def take(self, index: int, x: Tensor) -> Tensor:
-        """The output of part `index`, each once for a product."""
-        held, state = self._held, self._state(x)
-        outputs: tuple[Tensor | None, ...]
-        if held is not None and held[0] is x and held[1] == state and held[2][index] is not None:
-            outputs = held[2]
-        else:
-            outputs = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
-        y = outputs[index]
-        assert y is not None
-        left = tuple(None if i == index else t for i, t in enumerate(outputs))
-        self._held = (x, state, left) if any(t is not None for t in left) else None
-        return y
-
-    def _state(self, x: Tensor) -> Any:
-        """What else the outputs depend on: they are held on where a part isn't called, until the next product."""
-        if torch.compiler.is_compiling():
-            return None
-        tensors = [t for t in (x, self.weight, self.bias) if t is not None and not t.is_inference()]
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
-        return [t._version for t in tensors], x.requires_grad, modes
-
-    def part(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Views of the rows of part `index`."""
-        start = sum(self.sizes[:index])
-        end = start + self.sizes[index]
-        return self.weight[start:end], None if self.bias is None else self.bias[start:end]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}  # a copy of the model holds no outputs
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        _save_part(self, 0, destination, prefix, keep_vars)
-
-    def extra_repr(self) -> str:
-        parts = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
-        return f"in_features={self.in_features}, {parts}, bias={self.bias is not None}"
-
-
-class FusedPart(nn.Module):
-    """Another linear of the group: its output is a slice of what the first one computed."""
-
-    def __init__(self, lead: FusedLinear, index: int) -> None:
-        super().__init__()
-        self._lead = (lead,)  # in a tuple: it is no submodule here
-        self.index = index
-        self.in_features, self.out_features = lead.in_features, lead.sizes[index]
-        self.train(lead.training)
-        self.register_state_dict_post_hook(_hand_out_part)
-        self.register_load_state_dict_pre_hook(_check_part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._lead[0].take(self.index, x)
-
-    @property
-    def weight(self) -> Tensor:
-        """A view of the joint weight's rows."""
-        return self._lead[0].part(self.index)[0]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """A view of the joint bias's elements, or None."""
-        return self._lead[0].part(self.index)[1]
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        _save_part(self._lead[0], self.index, destination, prefix, keep_vars)
-
-    def extra_repr(self) -> str:
-        lead = self._lead[0]
-        return f"{lead.names[self.index]} of {lead.names[0]}, out_features={self.out_features}"
-
-
-def _save_part(
-    lead: FusedLinear, index: int, destination: dict[str, Any], prefix: str, keep_vars: bool
-) -> None:
-    for kind, t in zip(("weight", "bias"), lead.part(index), strict=True):
-        if t is not None and keep_vars:
-            # A view that requires grad cannot be a Parameter; the others are, and so stay whole.
-            destination[prefix + kind] = t if t.requires_grad else nn.Parameter(t, False)
-        elif t is not None:
-            destination[prefix + kind] = t.detach()
-
-
-def _hand_out_part(
-    part: FusedPart, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    hand_out_names(("weight",), state_dict, prefix, metadata)
-
-
-def _check_part(part: FusedPart, *args: Any) -> None:
-    """Its tensors are loaded by the parent; what they are said to be is known here."""
-    _, prefix, metadata, _, _, _, errors = args
-    entry = described(metadata, "weight")
-    if entry is not None and isinstance(part.weight, LowbitTensor):
-        try:
-            check_described(part.weight, f"{prefix}weight", entry)
-        except ValueError as error:
-            errors.append(str(error))
-
-
-def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Replace the entries of a group's parts by those of the joint tensors, where all parts have one."""
-    leads = [m for m in parent._modules.values() if isinstance(m, FusedLinear)]
-    for lead in leads:
-        lead._held = None
-        assign = bool(args[0].get("assign_to_params_buffers"))
-        for index, name in enumerate(lead.names):
-            weight = lead.part(index)[0]
-            if isinstance(weight, LowbitTensor):
-                take_parts(weight, f"{prefix}{name}.weight", state_dict, None, assign, args[-1])
-        for kind in ("weight", "bias"):
-            keys = [f"{prefix}{name}.{kind}" for name in lead.names]
-            found = [state_dict.pop(key) for key in keys if key in state_dict]
-            if found and len(found) == len(keys):
-                state_dict[keys[0]] = torch.cat(found)
-            elif found:
-                args[-1].append(f"{prefix}{lead.names[0]} is fused: it loads all of {keys} or none")
-
-
-def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, int]) -> str:
-    """Why these modules cannot be one product, or ""."""
-    parts: list[nn.Linear] = []
-    for name, part in zip(names, modules, strict=True):
-        if type(part) is not nn.Linear:
-            return f"{name} is a {type(part).__name__}, not an nn.Linear"
-        if "weight" not in part._parameters:
-            return f"the weight of {name} is computed, not a parameter"
-        if any(not is_ours(hook) for kind in HOOKS for hook in getattr(part, kind).values()):
-            return f"{name} has hooks, which a fused module would not run"
-        if uses[id(part.weight)] > 1:
-            return f"the weight of {name} is tied to another one"
-        parts.append(part)
-    first = parts[0].weight
-    for name, part in zip(names, parts, strict=True):
-        w, b = part.weight, part.bias
-        facts = {
-            "K": (w.shape[1], first.shape[1]),
-            "dtype": (w.dtype, first.dtype),
-            "device": (w.device, first.device),
-            "bias": (b is not None, parts[0].bias is not None),
-            "requires_grad": (w.requires_grad, first.requires_grad),
-            "mode (train or eval)": (part.training, parts[0].training),
-        }
-        for what, (own, expected) in facts.items():
-            if own != expected:
-                return f"{name} has {what} {own}, {names[0]} has {expected}"
-        alike = (
-            first._is_stored_like(w) if isinstance(first, LowbitTensor) else type(w) is type(first)
-        )
-        if not alike:
-            return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
-        if isinstance(w, LowbitTensor) and w._row_attrs() != tuple(w.inner_tensors()):
-            return f"all rows of {name} share a scale of its own ({_stored(w)})"
-    return ""
-
-
-def _stored(weight: Tensor) -> str:
-    spec = getattr(weight, "spec", None)
-    return type(weight).__name__ if spec is None else f"{spec}, activation {weight.activation}"  # type: ignore[attr-defined]
 
 
 def fuse_linears_(
@@ -243,21 +51,21 @@ def fuse_linears_(
         lowbit.quantize_(model, Int4WeightOnly())
         lowbit.inference.fuse_linears_(model)
 
-    A decoded token then takes one launch for q, k and v, and one for gate and up. Their input must not be written to
-    between the calls, where its version counter doesn't tell (compiled, or made in inference mode). One thread at a
-    time may call the model. Where parts read different inputs, as in cross attention, each computes all.
+    A decoded token then takes one launch for q, k and v, and one for gate and up. Do not write to the input between the
+    calls where its version counter does not show it (in compiled code, or to an inference tensor). Only one thread at a
+    time may call the model. Where the parts read different inputs, as in cross attention, each computes all outputs.
 
     Args:
-        model: its weights quantized or plain.
-        groups: names of siblings, of modules that hold all of a group's; default `GROUPS`: q_proj, k_proj and v_proj,
-            gate_proj and up_proj, and the names of recipes/llama.py.
+        model: a module with quantized or plain weights.
+        groups: names of siblings. Every module that has all names of a group is fused. Default `GROUPS`: q_proj, k_proj
+            and v_proj, gate_proj and up_proj, and the names of recipes/llama.py.
 
     Returns:
-        The fully qualified names of each group that was fused, first the one that holds the joint weight.
+        The fully qualified names of each fused group. The first module of each holds the joint weight.
 
     Raises:
-        ValueError: a group differs in K, scheme, dtype, device or bias, is tied, or has hooks; no module holds one of
-        the groups. The message names what it is; the model is then as it was.
+        ValueError: the members of a group differ in K, scheme, dtype, device or bias, are tied or have hooks; or no
+            module has any of the groups. The message names the obstacle; the model is then as it was.
     """
     wanted = GROUPS if groups is None else groups
     uses = {key: len(owners) for key, owners in find_owners(model).items()}
@@ -290,7 +98,7 @@ def fuse_linears_(
 
 
 def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Undo `fuse_linears_`, in place: every linear has a weight of its own again. Returns the names, as that does.
+    """Undo `fuse_linears_` in place: every linear has a weight of its own again. Returns the names as `fuse_linears_`.
 
     Raises ValueError where nothing is fused.
     """
@@ -298,15 +106,7 @@ def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
     for prefix, parent in list(model.named_modules()):
         for lead in [m for m in parent._modules.values() if isinstance(m, FusedLinear)]:
             for index, name in enumerate(lead.names):
-                weight, bias = lead.part(index)
-                new = nn.Linear(
-                    *(lead.in_features, lead.sizes[index], bias is not None), device="meta"
-                )
-                new.weight = nn.Parameter(weight.detach().clone(), lead.weight.requires_grad)
-                if bias is not None:
-                    assert lead.bias is not None
-                    new.bias = nn.Parameter(bias.detach().clone(), lead.bias.requires_grad)
-                setattr(parent, name, new.train(lead.training))
+                setattr(parent, name, lead.plain_linear(index))
             undone.append(tuple(f"{prefix}.{n}" if prefix else n for n in lead.names))
         hook = parent.__dict__.pop("_lowbit_join", None)
         if hook is not None:
@@ -314,3 +114,216 @@ def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
     if not undone:
         raise ValueError(f"nothing is fused in {type(model).__name__}")
     return undone
+
+
+# ---- the modules -------------------------------------------------------------------------------------------
+
+
+class FusedLinear(nn.Module):
+    """The first linear of a group: it holds the joint `weight` [sum of N, K] and `bias`, and returns its own output."""
+
+    converted_as = (
+        "fused with its neighbours: convert first, or after lowbit.inference.unfuse_linears_"
+    )
+    """How reports of conversions describe it."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.sizes = tuple(part.out_features for part in parts)
+        self.in_features, self.out_features = parts[0].in_features, self.sizes[0]
+        first = parts[0].weight
+        self.weight = nn.Parameter(
+            torch.cat([p.weight.detach() for p in parts]), requires_grad=first.requires_grad
+        )
+        self.bias: nn.Parameter | None = None
+        if parts[0].bias is not None:
+            joint = torch.cat([p.bias.detach() for p in parts])
+            self.bias = nn.Parameter(joint, requires_grad=parts[0].bias.requires_grad)
+        self._held: tuple[Tensor, Any, tuple[Tensor | None, ...]] | None = None
+        self.train(parts[0].training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.take(0, x)
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """The output of part `index`. One product gives each part's output once."""
+        held, state = self._held, self._state(x)
+        outputs: tuple[Tensor | None, ...]
+        if held is not None and held[0] is x and held[1] == state and held[2][index] is not None:
+            outputs = held[2]
+        else:
+            outputs = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        y = outputs[index]
+        assert y is not None
+        left = tuple(None if i == index else t for i, t in enumerate(outputs))
+        self._held = (x, state, left) if any(t is not None for t in left) else None
+        return y
+
+    def _state(self, x: Tensor) -> Any:
+        """What the outputs depend on besides x itself. Outputs of a part that is not called stay until the next
+        product."""
+        if torch.compiler.is_compiling():
+            return None
+        tensors = [t for t in (x, self.weight, self.bias) if t is not None and not t.is_inference()]
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        return [t._version for t in tensors], x.requires_grad, modes
+
+    def part(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Views of the rows of part `index`, in the weight and in the bias."""
+        start = sum(self.sizes[:index])
+        end = start + self.sizes[index]
+        return self.weight[start:end], None if self.bias is None else self.bias[start:end]
+
+    def plain_linear(self, index: int) -> nn.Linear:
+        """Part `index` as a linear of its own, with copies of its rows."""
+        weight, bias = self.part(index)
+        sizes = self.in_features, self.sizes[index]
+        linear = nn.Linear(*sizes, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
+        if self.bias is not None and bias is not None:
+            linear.bias = nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
+        return linear.train(self.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}  # a copy of the model holds no outputs
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        _save_part(self, 0, destination, prefix, keep_vars)
+
+    def extra_repr(self) -> str:
+        parts = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+        return f"in_features={self.in_features}, {parts}, bias={self.bias is not None}"
+
+
+class FusedPart(nn.Module):
+    """Another linear of the group: its output is a slice of the product that the first one holds."""
+
+    def __init__(self, lead: FusedLinear, index: int) -> None:
+        super().__init__()
+        self._lead = (lead,)  # in a tuple, so that it is no submodule here
+        self.index = index
+        self.in_features, self.out_features = lead.in_features, lead.sizes[index]
+        self.train(lead.training)
+        self.register_state_dict_post_hook(_hand_out_part)
+        self.register_load_state_dict_pre_hook(_check_part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._lead[0].take(self.index, x)
+
+    @property
+    def weight(self) -> Tensor:
+        """A view of the joint weight's rows."""
+        return self._lead[0].part(self.index)[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """A view of the joint bias's elements, or None."""
+        return self._lead[0].part(self.index)[1]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        _save_part(self._lead[0], self.index, destination, prefix, keep_vars)
+
+    def extra_repr(self) -> str:
+        lead = self._lead[0]
+        return f"{lead.names[self.index]} of {lead.names[0]}, out_features={self.out_features}"
+
+
+# ---- state dicts, under the names of the parts -------------------------------------------------------------
+
+
+def _save_part(
+    lead: FusedLinear, index: int, destination: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
+    for kind, t in zip(("weight", "bias"), lead.part(index), strict=True):
+        if t is not None and keep_vars:
+            # A view that requires grad cannot be a Parameter. Others become one: state dicts hand those out whole.
+            destination[prefix + kind] = t if t.requires_grad else nn.Parameter(t, False)
+        elif t is not None:
+            destination[prefix + kind] = t.detach()
+
+
+def _hand_out_part(
+    part: FusedPart, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    hand_out_names(("weight",), state_dict, prefix, metadata)
+
+
+def _check_part(part: FusedPart, *args: Any) -> None:
+    """Compare the metadata with the weight here: the parent, which loads the tensors, does not get the metadata."""
+    _, prefix, metadata, _, _, _, errors = args
+    entry = described(metadata, "weight")
+    if entry is not None and isinstance(part.weight, LowbitTensor):
+        try:
+            check_described(part.weight, f"{prefix}weight", entry)
+        except ValueError as error:
+            errors.append(str(error))
+
+
+def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Replace the entries of a group's parts by the joint tensors, where every part has one."""
+    leads = [m for m in parent._modules.values() if isinstance(m, FusedLinear)]
+    for lead in leads:
+        lead._held = None
+        assign = bool(args[0].get("assign_to_params_buffers"))
+        for index, name in enumerate(lead.names):
+            weight = lead.part(index)[0]
+            if isinstance(weight, LowbitTensor):
+                take_parts(weight, f"{prefix}{name}.weight", state_dict, None, assign, args[-1])
+        for kind in ("weight", "bias"):
+            keys = [f"{prefix}{name}.{kind}" for name in lead.names]
+            found = [state_dict.pop(key) for key in keys if key in state_dict]
+            if found and len(found) == len(keys):
+                state_dict[keys[0]] = torch.cat(found)
+            elif found:
+                args[-1].append(f"{prefix}{lead.names[0]} is fused: it loads all of {keys} or none")
+
+
+# ---- what cannot be fused ----------------------------------------------------------------------------------
+
+
+def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, int]) -> str:
+    """Why these modules cannot be one product, or ""."""
+    parts: list[nn.Linear] = []
+    for name, part in zip(names, modules, strict=True):
+        if type(part) is not nn.Linear:
+            return f"{name} is a {type(part).__name__}, not an nn.Linear"
+        if "weight" not in part._parameters:
+            return f"the weight of {name} is computed, not a parameter"
+        if any(not is_ours(hook) for kind in HOOKS for hook in getattr(part, kind).values()):
+            return f"{name} has hooks, which a fused module would not run"
+        if uses[id(part.weight)] > 1:
+            return f"the weight of {name} is tied to another one"
+        parts.append(part)
+    for name, part in zip(names, parts, strict=True):
+        for (what, own), (_, expected) in zip(_facts(part), _facts(parts[0]), strict=True):
+            if own != expected:
+                return f"{name} has {what} {own}, {names[0]} has {expected}"
+        first, w = parts[0].weight, part.weight
+        same_type = type(w) is type(first)
+        if not (first._is_stored_like(w) if isinstance(first, LowbitTensor) else same_type):
+            return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
+        if isinstance(w, LowbitTensor) and w._row_attrs() != tuple(w.inner_tensors()):
+            return f"all rows of {name} share a scale of its own ({_stored(w)})"
+    return ""
+
+
+def _facts(part: nn.Linear) -> list[tuple[str, Any]]:
+    """What all members of a group have in common."""
+    return [
+        ("K", part.weight.shape[1]),
+        ("dtype", part.weight.dtype),
+        ("device", part.weight.device),
+        ("bias", part.bias is not None),
+        ("requires_grad", part.weight.requires_grad),
+        ("mode (train or eval)", part.training),
+    ]
+
+
+def _stored(weight: Tensor) -> str:
+    spec = getattr(weight, "spec", None)
+    return type(weight).__name__ if spec is None else f"{spec}, activation {weight.activation}"  # type: ignore[attr-defined]

@@ -11,31 +11,31 @@ from lowbit.tensor.affine_tensor import AffineTensor
 
 
 def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
-    """Quantize the weights of `model` in place and report what was converted and what was left alone.
+    """Quantize the weights of `model` in place, and report what was converted and what was left alone.
 
         report = quantize_(model, Int4WeightOnly(group_size=128))
         quantize_(model, {"lm_head": None, "re:layers\\\\.(0|1)\\\\..*": Int8WeightOnly(), "*": Int4WeightOnly()})
 
     Args:
         model: any module. Weights become frozen `AffineTensor` or `Float8Tensor` parameters, on their device.
-        scheme: a `Scheme`, or a dict of patterns to a Scheme or None (left alone). A pattern is a shell-style glob,
-            or "re:" and a regular expression, over the name of the module or of its weight; the first that matches
-            counts.
-        filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. `nn.Embedding` can
-            be chosen, and modules of your own, whose 2-D and 3-D parameters (experts) are converted. Single parameters
-            of a module that it does not choose are asked for by their own names; one that it would take by any other
-            name as well is not chosen. What lies beside the `weight` of an
-            `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern or the filter names it.
+        scheme: a `Scheme`, or a dict of patterns to a Scheme or None (leave alone). A pattern is a shell-style glob, or
+            "re:" and a regular expression, over the name of the module or of its weight; the first match counts.
+        filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. It can choose
+            `nn.Embedding` and modules of your own, whose 2-D and 3-D parameters (experts) are converted. For a module
+            that it does not choose, it is asked for each parameter by the parameter's name, and chooses it unless it
+            accepts any other name as well. A further parameter of an `nn.Linear`, such as an adapter in a subclass, is
+            converted only where a pattern or the filter names it.
 
-    The report lists all parameters of two or more dimensions, with their share of the model's bytes, and says what
-    share of all parameters is now in low bits.
+    The report lists all parameters of two or more dimensions with their share of the model's bytes, and says what share
+    of all parameters is now in low bits.
 
     Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).
 
     Raises:
-        TypeError: `scheme` is none. ValueError: nothing to convert; a pattern that chooses nothing; an integer,
-        complex, NaN or infinite weight. The model is then as it was.
+        TypeError: `scheme` is neither a Scheme nor a dict.
+        ValueError: nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or infinite weight. The
+            model is then as it was.
     """
     targets, report = find_targets(model, scheme, filter_fn)
     trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]

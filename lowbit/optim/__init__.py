@@ -1,13 +1,22 @@
 """Optimizers whose states take few bits: drop-in replacements for those of torch.optim."""
 
-from lowbit.optim.adam import Adam, Adam4bit, Adam8bit, AdamFp8
-from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWFp8
+from lowbit.optim.adam import (
+    Adam,
+    Adam4bit,
+    Adam8bit,
+    AdamFp8,
+    AdamW,
+    AdamW4bit,
+    AdamW8bit,
+    AdamWFp8,
+)
 from lowbit.optim.ademamix import AdEMAMix, AdEMAMix4bit, AdEMAMix8bit, AdEMAMixFp8
-from lowbit.optim.base import CommonOptions
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.checkpoint import dequantize_state_dict
 from lowbit.optim.lion import Lion, Lion4bit, Lion8bit, LionFp8
 from lowbit.optim.muon import Muon, Muon4bit, Muon8bit, MuonFp8
 from lowbit.optim.offload import CPUOffloadOptimizer
-from lowbit.optim.saved import dequantize_state_dict
+from lowbit.optim.options import CommonOptions
 from lowbit.optim.sgd import SGD, SGD4bit, SGD8bit, SGDFp8
 
 __all__ = [
@@ -30,6 +39,7 @@ __all__ = [
     "Lion4bit",
     "Lion8bit",
     "LionFp8",
+    "LowbitOptimizer",
     "Muon",
     "Muon4bit",
     "Muon8bit",

@@ -1,22 +1,234 @@
-"""Adam (arXiv 1412.6980), its states in any format: AdamW's step with the weight decay added to the gradient,
-``g = g + weight_decay * p``, and not subtracted from the weight. `lowbit.optim.adamw` has the rest, and the
-reference (`decoupled=False`).
+"""AdamW and Adam (arXiv 1412.6980; decoupled weight decay: 1711.05101), their states in any format.
+
+With gradient g (negated to maximize), moments m and v, step t counted from 1::
+
+    g = g + weight_decay * p                     Adam only
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    s = max(s, v) with amsgrad, else v
+    p = p - lr * weight_decay * p                AdamW only
+    p = p - lr * (m / (1 - beta1**t)) / (sqrt(s / (1 - beta2**t)) + eps)
+
+All of it happens in float32, from the decoded states: the update uses the moments as computed, before they are
+encoded again, and the weight is rounded to its own dtype once.
 """
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.adamw import AdamBase
-from lowbit.optim.base import CommonOptions, ParamsT
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
+
+if TYPE_CHECKING:
+    from lowbit_kernels.fused_step import Rule
+
+
+def reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    step: Tensor,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = True,
+) -> None:
+    """One step in place, on plain tensors of one shape; see the module for the formula.
+
+    Args:
+        param: float32 or float64.
+        grad: float32 or float64, as the states; it stays as it is.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: m, v and s; `max_exp_avg_sq` with amsgrad only.
+        step: t, float64 without dimensions.
+        decoupled_weight_decay: AdamW, otherwise Adam.
+    """
+    beta1, beta2 = betas
+    if maximize:
+        grad = -grad
+    if weight_decay and not decoupled_weight_decay:
+        grad = grad + weight_decay * param.to(grad.dtype)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad * (1 - beta2), grad)  # a bare square overflows on a GPU
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+    # The corrections of both moments act on numbers, not on elements: numerator and denominator times `root`.
+    root = (1 - beta2**step).sqrt()
+    update = second.sqrt().add_(eps * root)
+    torch.div(exp_avg, update, out=update).mul_(lr * root / (1 - beta1**step))
+    if weight_decay and decoupled_weight_decay:
+        param.mul_(1 - lr * weight_decay)
+    param.sub_(update)
+
+
+class AdamBase(LowbitOptimizer):
+    """The common part of AdamW and Adam: everything except where the weight decay goes (`decoupled`)."""
+
+    moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    reference = staticmethod(reference)
+    decoupled: ClassVar[bool]
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        for name in ("eps", "weight_decay"):
+            check_nonnegative(name, group[name])
+            group[name] = float(group[name])
+        group["betas"] = check_betas(group["betas"], 2)
+        check_flag("amsgrad", group["amsgrad"])
+        check_flag("maximize", group["maximize"])
+        group["decoupled_weight_decay"] = self.decoupled
+
+    def fix_group(self, group: dict[str, Any]) -> None:
+        super().fix_group(group)
+        group.setdefault("amsgrad", False)
+        group.setdefault("maximize", False)
+        group["decoupled_weight_decay"] = self.decoupled
+
+    def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {**self.moments, "max_exp_avg_sq": False} if group["amsgrad"] else self.moments
+
+    def _loaded_state(
+        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        if not group["amsgrad"]:  # turned off before the checkpoint was saved
+            saved = {k: v for k, v in saved.items() if k != "max_exp_avg_sq"}
+        return super()._loaded_state(group, param, saved, name)
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        from lowbit_kernels.fused_step import Rule
+
+        lines = ["g = -g;"] if group["maximize"] else []
+        if not self.decoupled:
+            lines.append("g += c[6] * w;")
+        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
+        if group["amsgrad"]:  # fmaxf would drop a NaN
+            lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
+        if self.decoupled:
+            lines.append("w *= c[2];")
+        second = "s[2]" if group["amsgrad"] else "s[1]"
+        lines.append(f"w -= quotient(s[0], sqrtf({second}) + c[1]) * c[0];")
+        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
+
+    def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*group["betas"], group["eps"], group["weight_decay"])
+
+
+_HYPER = ("beta1", "beta2", "eps", "weight_decay")
+_PREPARE = """
+double root = sqrt(1.0 - pow(beta2, t));
+c[0] = lr * root / (1.0 - pow(beta1, t));
+c[1] = eps * root;
+c[2] = 1.0 - lr * weight_decay;
+c[3] = 1.0 - beta1;
+c[4] = beta2;
+c[5] = 1.0 - beta2;
+c[6] = weight_decay;
+"""
+
+
+class AdamW(AdamBase):
+    """`torch.optim.AdamW` with its states in few bits.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).
+            float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
+        lr: learning rate, a float or a tensor of one element.
+        betas: decay of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
+        amsgrad: divide by the largest second moment so far; one more state.
+        maximize: ascend.
+        bf16_stochastic_round: round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half
+            of their last bit are not lost. The random bits are a function of (seed, step, parameter, element): the
+            same at any sharding, and after a restart. Weights of other dtypes are unaffected.
+        weight_correction: "8bit" keeps the bits below a bfloat16 weight in one more byte of state, so that the weight
+            behaves as one of 24 bits. Not together with `bf16_stochastic_round`.
+        max_grad_norm: scale the gradients to at most this norm over all of them and all ranks, as
+            `torch.nn.utils.clip_grad_norm_` does, inside the step; `.grad` stays as it is. The same in all groups.
+        skip_nonfinite: a step whose gradients hold a NaN or an infinity changes no weight, state or step counter.
+            The same in all groups.
+        seed: of the random bits. fused: for parameters on an NVIDIA GPU or a CPU. None takes a compiled kernel where it
+        applies, False never, True
+            always, with an error where it does not apply. The kernel for a CPU needs a C++ compiler on the machine at
+            first use; see `lowbit.optim.CommonOptions`.
+        foreach, capturable: accepted for compatibility, without effect. `lowbit.optim.CommonOptions` says what a CUDA
+            graph needs.
+        differentiable: True is refused.
+        state: the format of the moments; by default this class's own, "8bit" for AdamW itself. It may differ between
+            groups. Bytes that both moments of an element take:
+
+            ==========  =====  ====================================================================
+            "4bit"      1.06   blocks of 128, signed dynamic and unsigned linear 4-bit tables
+            "8bit"      2.03   blocks of 256, signed and unsigned dynamic 8-bit tables
+            "float8"    2.03   blocks of 256, e4m3 with a scale of absmax / 448
+            "bf16"      4      second moment rounded stochastically, or it could never decay
+            "fp32"      8
+            ==========  =====  ====================================================================
+
+            1-D tensors, those under 4096 elements (over all shards), and those whose rows are shorter than 32
+            elements keep float32 states in every format.
+
+    Raises:
+        ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, options, common)
+
+
+class AdamW4bit(AdamW):
+    """`AdamW(..., state="4bit")`: 1.06 bytes of state an element where torch.optim.AdamW takes 8."""
+
+    default_state = "4bit"
+
+
+class AdamW8bit(AdamW):
+    """`AdamW(..., state="8bit")`: 2.03 bytes of state an element where torch.optim.AdamW takes 8."""
+
+    default_state = "8bit"
+
+
+class AdamWFp8(AdamW):
+    """`AdamW(..., state="float8")`: 2.03 bytes of state an element where torch.optim.AdamW takes 8."""
+
+    default_state = "float8"
 
 
 class Adam(AdamBase):
     """`torch.optim.Adam` with its states in few bits.
 
-    Arguments and errors as for `lowbit.optim.AdamW`, but `weight_decay` is 0 by default, and is added to the
+    Arguments and errors are those of `lowbit.optim.AdamW`, but `weight_decay` is 0 by default and is added to the
     gradient (L2 penalty).
     """
 

@@ -16,9 +16,9 @@ that of beta1 to that of beta3.
 
 The slow moment in few bits
 ---------------------------
-With beta3 = 0.9999 a step changes n by about 1% of its size where gradients are mostly noise, and by 0.01% where
-they agree. Rounding to nearest loses such changes. Relative error of n after 6,000 steps on gradients of 4,096
-elements, normal noise of 1 plus a constant mean drawn from a normal distribution:
+With beta3 = 0.9999 a step changes n by about 1% of its size if gradients are mostly noise, and by 0.01% if they agree.
+Rounding to nearest loses such changes. The table gives the relative error of n after 6,000 steps on gradients of 4,096
+elements: normal noise with a standard deviation of 1, plus a constant mean from a normal distribution.
 
 ===================  =====  =====  =====
 deviation of means       0    0.1      1
@@ -30,9 +30,9 @@ float8                 7.3   0.99   0.17
 bf16, stochastic      0.12   0.09   0.05
 ===================  =====  =====  =====
 
-(8bit blocks follow their largest element, whose code is exact; the others err by what it does.) Rounding the 8-bit
-codes stochastically would be unbiased, but n is a mean over 10,000 steps, and adds up the noise of as many
-roundings: that takes about 8 bits of mantissa. So in every format but "fp32" the slow moment is bfloat16, rounded
+(The scale of an 8-bit block follows its largest element, whose code is exact; its changes move the other elements.)
+Stochastic rounding of 8-bit codes would be unbiased, but n is a mean over 10,000 steps and adds up the noise of as many
+roundings, which needs about 8 bits of mantissa. So in every format except "fp32" the slow moment is bfloat16, rounded
 stochastically.
 """
 
@@ -43,15 +43,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.base import (
-    CommonOptions,
-    LowbitOptimizer,
-    ParamsT,
-    check_flag,
-    check_nonnegative,
-)
-from lowbit.optim.options import check_betas
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -63,42 +58,56 @@ def reference(
     exp_avg: Tensor,
     exp_avg_slow: Tensor,
     exp_avg_sq: Tensor,
-    step: int,
     *,
-    lr: float,
+    step: Tensor,
+    lr: float | Tensor,
     betas: tuple[float, float, float],
     alpha: float,
     t_alpha_beta3: int | None,
     eps: float,
     weight_decay: float,
     maximize: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One step on plain tensors of one shape and dtype, changing none of them.
+) -> None:
+    """One step in place, on plain tensors of one shape; see the module for the formula.
 
     Args:
-        param, grad, exp_avg, exp_avg_slow, exp_avg_sq: the parameter, its gradient and its states.
-        step: t, 1 for the first step.
-
-    Returns:
-        The new (param, exp_avg, exp_avg_slow, exp_avg_sq).
+        param: float32 or float64.
+        grad: float32 or float64, as the states; it stays as it is.
+        exp_avg, exp_avg_slow, exp_avg_sq: m, n and v.
+        step: t, float64 without dimensions.
     """
-    beta1, beta2, beta3 = betas
-    if t_alpha_beta3 is not None and step < t_alpha_beta3:
-        done = step / t_alpha_beta3
-        alpha = alpha * done
-        if beta3 > beta1 > 0:
-            slow, fast = math.log(beta3), math.log(beta1)
-            beta3 = min(beta3, math.exp(fast * slow / ((1 - done) * slow + done * fast)))
-        elif beta3 > 0 and beta1 == 0:  # the limit
-            beta3 = beta3 ** (1 / done)
+    beta1, beta2, _ = betas
+    weight, share = slow_moment_schedule(step, betas, alpha, t_alpha_beta3)
     if maximize:
         grad = -grad
-    exp_avg = beta1 * exp_avg + (1 - beta1) * grad
-    exp_avg_slow = beta3 * exp_avg_slow + (1 - beta3) * grad
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad**2
-    root = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
-    update = (exp_avg / (1 - beta1**step) + alpha * exp_avg_slow) / root
-    return param - lr * (update + weight_decay * param), exp_avg, exp_avg_slow, exp_avg_sq
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_slow.add_((grad - exp_avg_slow).mul_(share))
+    exp_avg_sq.mul_(beta2).addcmul_(grad * (1 - beta2), grad)  # a bare square overflows on a GPU
+    # The corrections of the moments act on numbers, not on elements: numerator and denominator times `root`.
+    root = (1 - beta2**step).sqrt()
+    factor = lr * root
+    update = (exp_avg * (factor / (1 - beta1**step))).add_(exp_avg_slow * (factor * weight))
+    update.div_(exp_avg_sq.sqrt().add_(eps * root))
+    if weight_decay:
+        param.mul_(1 - lr * weight_decay)
+    param.sub_(update)
+
+
+def slow_moment_schedule(
+    step: Tensor, betas: tuple[float, float, float], alpha: float, t_alpha_beta3: int | None
+) -> tuple[Tensor | float, Tensor | float]:
+    """a, and 1 - b, of the module docstring: float64 of the shape of `step`, or numbers without warmup."""
+    beta1, _, beta3 = betas
+    if t_alpha_beta3 is None:
+        return alpha, 1 - beta3
+    done = (step / t_alpha_beta3).clamp(max=1.0)
+    warm = (1 / ((1 - done) * _inverse_log(beta1) + done * _inverse_log(beta3))).exp()
+    return alpha * done, 1 - torch.where(done < 1, warm.clamp(max=beta3), beta3)
+
+
+def _inverse_log(beta: float) -> float:
+    """1 / ln(beta), which is proportional to the half-life; the limit 0 at beta = 0."""
+    return 1 / math.log(beta) if beta > 0 else 0.0
 
 
 class AdEMAMix(LowbitOptimizer):
@@ -121,10 +130,11 @@ class AdEMAMix(LowbitOptimizer):
             "bf16" 6, "fp32" 12; small parameters keep float32 states, see `lowbit.optim.AdamW`.
 
     Raises:
-        ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
+        ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
     """
 
-    # False for the slow moment, though it has a sign: in bfloat16 that is what has it rounded stochastically
+    reference = staticmethod(reference)
+    # The slow moment has a sign. False makes its bfloat16 values round stochastically.
     moments: ClassVar[dict[str, bool]] = {
         "exp_avg": True,
         "exp_avg_slow": False,
@@ -179,44 +189,6 @@ class AdEMAMix(LowbitOptimizer):
             return "bf16"
         return group["state"]
 
-    def scalars(
-        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
-    ) -> tuple[Tensor, ...]:
-        """(factors of the fast and of the slow moment in the update, share of the gradient in the slow one, eps and
-        factor of the weight) for each parameter; the corrections are moved out as AdamW does it."""
-        beta1, beta2, beta3 = group["betas"]
-        alpha, slow = group["alpha"] * torch.ones_like(steps), beta3 * torch.ones_like(steps)
-        if group["t_alpha_beta3"] is not None:
-            done = (steps / group["t_alpha_beta3"]).clamp(max=1.0)
-            alpha = alpha * done
-            warm = (1 / ((1 - done) * _inverse_log(beta1) + done * _inverse_log(beta3))).exp()
-            slow = torch.where(done < 1, warm.clamp(max=beta3), slow)
-        root = (1 - beta2**steps).sqrt()
-        factor = lr * root
-        keep = 1 - lr * group["weight_decay"] * torch.ones_like(steps)
-        return factor / (1 - beta1**steps), factor * alpha, 1 - slow, group["eps"] * root, keep
-
-    def update(
-        self,
-        group: dict[str, Any],
-        scalars: tuple[Tensor, ...],
-        weight: Tensor,
-        grad: Tensor,
-        states: dict[str, Tensor],
-    ) -> None:
-        fast_factor, slow_factor, share, eps, keep = scalars
-        beta1, beta2, _ = group["betas"]
-        fast, slow, second = (states[name] for name in self.moments)
-        if group["maximize"]:
-            grad = -grad
-        fast.lerp_(grad, 1 - beta1)
-        slow.add_((grad - slow).mul_(share))
-        second.mul_(beta2).addcmul_(grad * (1 - beta2), grad)  # squares overflow on a GPU
-        change = (fast * fast_factor).add_(slow * slow_factor).div_(second.sqrt().add_(eps))
-        if group["weight_decay"]:
-            weight.mul_(keep)
-        weight.sub_(change)
-
     def rule(self, group: dict[str, Any]) -> Rule:
         from lowbit_kernels.fused_step import Rule
 
@@ -255,11 +227,6 @@ c[5] = 1.0 - beta1;
 c[6] = beta2;
 c[7] = 1.0 - beta2;
 """
-
-
-def _inverse_log(beta: float) -> float:
-    """1 / ln(beta), in proportion to the half-life; its limit 0 at beta = 0."""
-    return 1 / math.log(beta) if beta > 0 else 0.0
 
 
 class AdEMAMix4bit(AdEMAMix):

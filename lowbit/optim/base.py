@@ -1,19 +1,32 @@
 """The base of every optimizer: parameter groups, states in any format, the step over parameters, checkpoints.
 
-An algorithm is a subclass that declares its moments and gives `scalars` and `update`; see `lowbit.optim.adamw`.
-What the base does with them:
+An optimizer is a subclass that names its states in `moments` and gives one pure function `reference`, its formula on
+plain tensors; `rule`, the same formula as a kernel's text, is optional. A subclass may be in any file:
 
-- A state is created as zeros at a parameter's first step: a `CodebookTensor`, or plain float32 or bfloat16. A
-  sharded parameter (DTensor, FSDP2) gets states sharded alike, over its own part only.
-- A step collects its jobs (`lowbit.optim.job`), finds out what clipping and skipping make of the gradients
-  (`lowbit.optim.clip`), and updates: decode, compute in float32, encode, and write the weight back in its own dtype
-  once (`lowbit.optim.eager`).
+    class SignSGD(LowbitOptimizer):
+        moments: ClassVar = {"momentum": True}
+
+        def __init__(self, params, lr=1e-3, beta=0.9, **common):
+            super().__init__(params, {"lr": lr, "beta": beta}, common)
+
+        @staticmethod
+        def reference(param, grad, momentum, *, lr, beta):
+            momentum.lerp_(grad, 1 - beta)
+            param.sub_(momentum.sign() * lr)
+
+What the base does with it:
+
+- A state is created as zeros at a parameter's first step: a `CodebookTensor`, or plain float32 or bfloat16. The states
+  of a sharded parameter (DTensor, FSDP2) are sharded alike and cover the parameter's own part only.
+- A step collects its jobs and the scale of all gradients (`lowbit.optim.job`), has kernels update what they can
+  (`lowbit.optim.fused`) and PyTorch operations the rest (`lowbit.optim.eager`). Either decodes the states, computes in
+  float32, encodes, and writes the weight back in its own dtype once.
 - Steps are counted in float64 (`state.STEP`), on the parameter's device.
-- Random draws (`lowbit.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in the
+- Random bits (`lowbit.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in the
   optimizer + slot, index of the element in the whole parameter), with slot 0 for the weight and i + 1 for the i-th
-  name of `state_names`: the same draws at any sharding, and after a restart.
-- Loading a checkpoint keeps this optimizer's own formats, whatever the checkpoint holds: torch.optim's loader
-  would cast states to the parameter's dtype.
+  name of `state_names`. So they are the same at any sharding and after a restart.
+- Loading a checkpoint (`lowbit.optim.checkpoint`) keeps this optimizer's own formats, whatever the checkpoint holds.
+  torch.optim's loader would cast states to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -31,53 +44,62 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim import eager
 from lowbit.optim import state as states
-from lowbit.optim.clip import GradScale, grad_scale
-from lowbit.optim.job import Job, collect
+from lowbit.optim.checkpoint import (
+    SteppedBy,
+    check_loadable,
+    checked_states,
+    converted,
+    fill,
+    parameter_names,
+)
+from lowbit.optim.eager import EagerStep
+from lowbit.optim.job import GradScale, Job, Step, collect, grad_scale
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
     CommonOptions,
     check_common,
-    check_flag,
     check_nonnegative,
     check_number,
     check_param,
     check_shared,
 )
-from lowbit.optim.saved import check_dtype, check_states, parameter_names, step_of
-from lowbit.optim.stepped_by import SteppedBy
-from lowbit.optim.stepped_by import read as read_stepped_by
 
 if TYPE_CHECKING:
-    from lowbit.optim.fused import FusedSteps
+    from lowbit.optim.fused import FusedStep
     from lowbit_kernels.fused_step import Rule
-
-__all__ = [
-    "CommonOptions",
-    "LowbitOptimizer",
-    "ParamsT",
-    "check_flag",
-    "check_nonnegative",
-    "check_number",
-]
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments`, `scalars` and `update`, and `rule` and `hyper` for the kernels."""
+    """See the module. Subclasses give `moments` and `reference`, and may give `rule` for the kernels."""
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
     default_state: ClassVar[str] = "8bit"
-    """The format of states where none is asked for."""
+    """The format of states where the user asks for none."""
+    reference: ClassVar[Callable[..., None]]
+    """The formula: a static function that makes one step in place, on tensors of one shape.
 
-    _plan: FusedSteps | None = None  # of the last step
-    _checked: Sequence[Any] = ()  # the options of all groups that were looked at
-    _stepped_by: SteppedBy
+    It is called with `param` (float32 or float64) and `grad` (float32, to be left alone), with the states (float32) by
+    their names in `moments`, and by name with whatever else it takes: `step` (float64 without dimensions, 1 at the
+    first step) and options of the group. `lr` is a float, or float64 without dimensions. The function must be
+    elementwise, because tensors may be pieces of a parameter or several parameters, and must not read values on the
+    host."""
+    eager_steps: ClassVar[tuple[Step, ...]] = (EagerStep(),)
+    """What updates the parameters that kernels leave, in this order."""
+
+    stepped_by: SteppedBy
+    """The implementation that last updated each parameter."""
+    _fused: FusedStep | None = None  # of the last step
+    _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
-        """`options`: the algorithm's own, with their values. Raises TypeError, ValueError for bad ones."""
+        """`options`: the algorithm's own options and their values, `lr` among them; `common`: see `CommonOptions`.
+
+        Raises:
+            TypeError, ValueError: an option or a parameter that is not accepted.
+        """
         unknown = sorted(set(common) - set(CommonOptions.__annotations__))
         if unknown:
             own = [
@@ -91,7 +113,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if defaults.get("state") is None:
             defaults["state"] = self.default_state
         self.check_group(defaults)
-        self._stepped_by = SteppedBy()
+        self.stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
     # ---- what an algorithm provides ------------------------------------------------------------------------
@@ -101,41 +123,24 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return self.moments
 
     def state_format(self, group: dict[str, Any], name: str) -> str:
-        """The format of one of them, for parameters large enough for it."""
+        """The format of one of the moments, for parameters that are large enough for it."""
         return group["state"]
 
-    def scalars(
-        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
-    ) -> tuple[Tensor, ...]:
-        """What `update` needs of the step count: float64 tensors [P], from float64 `steps` [P] of P parameters.
-        `lr` is a float, or float64 of one element without dimensions."""
-        raise NotImplementedError
-
-    def update(
-        self,
-        group: dict[str, Any],
-        scalars: tuple[Tensor, ...],
-        weight: Tensor,
-        grad: Tensor,
-        states: dict[str, Tensor],
-    ) -> None:
-        """Update `weight` [R, C] (float32, or float64) and float32 `states` in place; leave `grad` alone."""
-        raise NotImplementedError
-
     def rule(self, group: dict[str, Any]) -> Rule | None:
-        """The same step as C++ text for the kernels; None: there is none, and `update` runs everywhere."""
+        """The formula as C++ text for the kernels. None: there is no kernel, and `reference` runs everywhere."""
         return None
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The values of `Rule.hyper`, in that order."""
-        raise NotImplementedError
+        """The values of `Rule.hyper`, in that order; by default the group's options of these names."""
+        rule = self.rule(group)
+        return () if rule is None else tuple(float(group[name]) for name in rule.hyper)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise for an option that isn't taken; put options into their normal form."""
+        """Raise for an option that is not accepted; put options into their normal form."""
         check_common(group)
 
     def fix_group(self, group: dict[str, Any]) -> None:
-        """Give a loaded group, which an older version may have saved, the options that it lacks."""
+        """Add the options that a loaded group lacks, because an older version saved it."""
         for name, value in COMMON_DEFAULTS.items():
             group.setdefault(name, value)
 
@@ -161,31 +166,34 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`: where a parameter is float16, whose
-        gradients the scaler itself refuses to unscale. Lightning reads this too, and refuses to clip gradients where it
-        is True, in bfloat16 as well, where nothing is scaled; its mixed precision keeps parameters in float32."""
+        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`.
+
+        True if a parameter is float16, because the scaler itself refuses to unscale float16 gradients. Lightning reads
+        this property too and refuses to clip gradients if it is True, even in bfloat16, where nothing is scaled; its
+        mixed precision keeps parameters in float32.
+        """
         params = (p for group in self.param_groups for p in group["params"])
         return any(p.dtype == torch.float16 for p in params)
 
-    @torch._disable_dynamo  # its states cannot be traced: a compiled training step runs it as it is
+    @torch._disable_dynamo  # states cannot be traced: a compiled training step calls this one as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
+        """Update every parameter that has a gradient. Calls `closure` first, and returns what it returns.
 
         Raises:
-            RuntimeError: a gradient that is sparse or of another shape than its parameter, or a parameter of another
-                shape than in earlier steps. It has not changed then.
-            ValueError, TypeError: an option set since the last step isn't taken, or groups disagree in what concerns
-                all gradients together. Nothing has changed then.
+            RuntimeError: a gradient is sparse or of another shape than its parameter, or a parameter has another shape
+                than in earlier steps. This parameter has not changed then.
+            ValueError, TypeError: an option set since the last step is not accepted, or groups disagree in an option
+                that concerns all gradients together. Nothing has changed then.
         """
         self._check_options()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is not None and not self._plan.holds(self):
-            self._plan = None
-        jobs = collect(self.param_groups) if self._plan is None else self._plan.jobs()
+        if self._fused is not None and not self._fused.holds(self):
+            self._fused = None
+        jobs = collect(self.param_groups) if self._fused is None else self._fused.jobs()
         options = self.param_groups[0]
         scale = grad_scale(
             jobs,
@@ -194,8 +202,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
         )
-        if self._plan is None and scale.skip is not None and scale.skip.device.type == "cpu":
-            # without even making states; a GPU's answer would have to be waited for
+        if self._fused is None and scale.skip is not None and scale.skip.device.type == "cpu":
+            # without even creating states; the answer of a GPU would have to be waited for
             if bool(scale.skip):
                 return loss
             scale = scale._replace(skip=None)
@@ -203,9 +211,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_options(self) -> None:
-        """Look at options that were set since the last step, as the constructor does."""
+        """Check options that were set since the last step, as the constructor does."""
         for group in self.param_groups:
-            # a tensor's value is not looked at: it would wait for the device
+            # the value of a tensor is not checked: reading it would wait for the device
             check = check_number if isinstance(group["lr"], Tensor) else check_nonnegative
             check("lr", group["lr"])
         names = [name for name in self.defaults if name != "lr"]
@@ -221,35 +229,24 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._checked = [group[name] for group in self.param_groups for name in names]
 
     def _update(self, jobs: list[Job], scale: GradScale) -> None:
-        """Have kernels do what they can, and PyTorch operations the rest."""
-        rest = jobs if self._plan is None else self._plan.pop_rest()
-        for job in rest:
+        """Create missing states, have kernels update what they can, and PyTorch operations the rest."""
+        for job in jobs if self._fused is None else self._fused.rest:
             for param in job.params:
                 self._ensure_state(job.group, param)
-        if self._plan is None and any(job.may_fuse for job in jobs):
-            # where there is no kernel, none of this need be imported
-            from lowbit.optim.fused import FusedSteps
+        if self._fused is None and any(job.may_fuse for job in jobs):
+            # imported here, because a device without kernels needs none of it
+            from lowbit.optim.fused import FusedStep
 
-            self._plan = FusedSteps(self, jobs)
-            for places, by in self._plan.stepped_by():
-                self._stepped_by.note(self.param_groups, places, by)
-            rest = self._plan.pop_rest()
-        if self._plan is not None:
-            self._plan.run(self, scale)
-        # finding out whether to skip waits for the device
-        if rest and not (scale.skip is not None and bool(scale.skip)):
-            for job in rest:
-                self._stepped_by.note(self.param_groups, job.indices, "eager")
-            self._step_eagerly(rest, scale.coefficient)
-
-    def _step_eagerly(self, jobs: list[Job], coefficient: Tensor | None) -> None:
-        """Update these by PyTorch operations, their gradients multiplied by `coefficient`. Their states exist."""
-        for job in jobs:
-            torch._foreach_add_([self.state[param]["step"] for param in job.params], 1)
-            eager.Step(self, job, coefficient).run()
+            self._fused = FusedStep(self, jobs)
+        if self._fused is not None:
+            jobs = self._fused.run(self, jobs, scale)
+        # Kernels skip on the device. The others need the answer, for which the host waits.
+        if jobs and not (scale.skip is not None and bool(scale.skip)):
+            for step in self.eager_steps:
+                jobs = step.run(self, jobs, scale)
 
     def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
-        """Give a parameter the states that it lacks: all, or that of an option turned on since."""
+        """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since."""
         state = self.state[param]
         made = states.moved(state, param)
         if not state:
@@ -269,22 +266,22 @@ class LowbitOptimizer(torch.optim.Optimizer):
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim. Its `_metadata` records which implementation last updated each parameter, so that a run
-        that resumes can warn if it changes (`lowbit.optim.stepped_by`)."""
+        """As in torch.optim. Its `_metadata` records which implementation last updated each parameter, so that a run
+        that resumes can warn if that changes (`lowbit.optim.checkpoint`)."""
         made = super().state_dict()
-        return self._stepped_by.attach(made) if isinstance(made, dict) else made
+        return self.stepped_by.attach(made) if isinstance(made, dict) else made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim.
 
-        Options come from the checkpoint, as with torch.optim; but `state`, the format, stays this optimizer's,
-        and states are converted to it. They are copies: the checkpoint's tensors are not shared. If the next step is
-        by another implementation than the checkpoint's last one, compiled or not, it warns once.
+        Options come from the checkpoint, as with torch.optim, except `state`: the format stays this optimizer's, and
+        states are converted to it. They are copies: the checkpoint's tensors are not shared. The next step warns once
+        if its implementation, compiled or not, is another than that of the checkpoint's last step.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
         """
-        stepped_by = read_stepped_by(state_dict)
+        stepped_by = SteppedBy.of(state_dict)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -297,21 +294,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 f"got {reprlib.repr(got)}"
             )
         groups = self._loaded_groups(state_dict)
-        saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        slots = [(group, param) for group in groups for param in group["params"]]
-        named = zip(slots, parameter_names(groups), strict=True)
-        by_id = dict(zip(saved_ids, named, strict=True))
-        loaded: defaultdict[Any, Any] = defaultdict(dict)
         with torch.no_grad():
-            check_states(groups, state_dict)
-            for key, value in state_dict["state"].items():
-                if key in by_id:
-                    (group, param), name = by_id[key]
-                    loaded[param] = self._loaded_state(group, param, value, name)
-                else:
-                    loaded[key] = value
+            loaded = self._loaded_states(groups, state_dict)
         self.__setstate__({"state": loaded, "param_groups": groups})
-        self._stepped_by = stepped_by
+        self.stepped_by = stepped_by
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -334,9 +320,26 @@ class LowbitOptimizer(torch.optim.Optimizer):
             groups.append(group)
         return groups
 
+    def _loaded_states(
+        self, groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+    ) -> defaultdict[Any, Any]:
+        saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        owners = [(group, param) for group in groups for param in group["params"]]
+        named = zip(owners, parameter_names(groups), strict=True)
+        by_id = dict(zip(saved_ids, named, strict=True))
+        loaded: defaultdict[Any, Any] = defaultdict(dict)
+        for key, value in checked_states(groups, state_dict).items():
+            if key in by_id:
+                (group, param), name = by_id[key]
+                loaded[param] = self._loaded_state(group, param, value, name)
+            else:
+                loaded[key] = value
+        return loaded
+
     def _loaded_state(
         self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
     ) -> dict[str, Any]:
+        """The states of a parameter, called `name` in messages, from an entry of `checkpoint.checked_states`."""
         if not saved:
             return {}
         signs = self.state_names(group)
@@ -345,24 +348,23 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 f"{name}: the checkpoint's state has {sorted(saved)}, {type(self).__name__} takes "
                 f"{sorted(['step', *signs])}; is it the checkpoint of another optimizer?"
             )
-        made = {"step": states.new_step(param, step_of(name, saved["step"]))}
         for key in saved.keys() - {"step"}:
-            states.check_loaded(f"{name}: {key}", saved[key], param)
-            check_dtype(f"{name}: {key}", key, saved[key])
+            check_loadable(name, key, saved[key], param)
+        made = {"step": states.new_step(param, saved["step"])}
         for key, signed in signs.items():
-            made[key] = states.converted(saved[key], param, self.state_format(group, key), signed)
+            made[key] = converted(saved[key], param, self.state_format(group, key), signed)
         if "weight_correction" in saved and states.has_correction(group, param):
             made["weight_correction"] = states.new_correction(param)
-            states.fill(made["weight_correction"], saved["weight_correction"], param)
+            fill(made["weight_correction"], saved["weight_correction"], param)
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan, self._stepped_by = None, SteppedBy()
+        self._fused, self.stepped_by = None, SteppedBy()
         for group in self.param_groups:
             self.fix_group(group)
 
     def state_bytes(self) -> int:
-        """Bytes that the states take, on this rank and as of now (states are created at the first step)."""
+        """Bytes that the states take on this rank now. States are created at the first step."""
         tensors = (t for state in self.state.values() for t in state.values())
         return sum(states.nbytes(t) for t in tensors if isinstance(t, Tensor))

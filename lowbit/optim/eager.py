@@ -1,52 +1,84 @@
-"""The step in PyTorch operations, over pieces of rows: decode, update in float32, encode, write the weight once.
+"""The step in PyTorch operations: decode, call the optimizer's formula in float32, encode, write the weight once.
 
-Every tensor of a parameter (gradient, weight, correction, codes, scales) is seen as `[rows, width]`, with as many
-rows as its states have (`lowbit.tensor.codebook_tensor`); where no state is in codes, a row is one element. A large
-parameter is taken some rows at a time, so that what is decoded stays in the processor's cache. On a CPU, where an
-operation costs as much as a thousand elements, the rows of many small parameters are gathered into one piece, and
-what was computed is scattered back. All of it is elementwise or within a row: how rows are cut or gathered changes
-no bit. A weight that has no high-precision values, but rounds (`LowbitTensor.update_`), is decoded piece by piece too.
+Every tensor of a parameter (gradient, weight, correction, codes, scales) is viewed as `[rows, width]`, with as many
+rows as its states have (`lowbit.tensor.codebook_tensor`). Where no state has codes, a row is one element. A large
+parameter is updated some rows at a time, so that decoded values stay in the processor's cache. On a CPU, where one
+operation costs as much as a thousand elements, the rows of many small parameters are gathered into one piece, and the
+results are scattered back. All of the work is elementwise or within a row, so cutting and gathering change no bit. A
+weight that rounds itself (`LowbitTensor.update_`) is decoded piece by piece too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.optim import state as states
-from lowbit.optim.job import Job
+from lowbit.optim.job import GradScale, Job, piece_of, rows_of
 from lowbit.rounding import bits_at, join_bf16, keys, round_bf16, split_bf16
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 
-if TYPE_CHECKING:
-    from lowbit.optim.base import LowbitOptimizer
 
-# Elements updated at once: in the processor's cache on a CPU, enough to fill a GPU.
-PIECE_CPU, PIECE_OTHER = 2**17, 2**24
+class EagerStep:
+    """`lowbit.optim.job.Step` in PyTorch operations. It leaves no job."""
+
+    def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
+        for job in jobs:
+            count_step(optimizer, job)
+            names = optimizer.state_names(job.group)
+            formula = bound(optimizer.reference, job.group)
+            Update(optimizer.state, job, names, formula, scale.coefficient).run()
+        return []
 
 
-def piece_of(device: torch.device) -> int:
-    """Elements that are updated at once on a device."""
-    return PIECE_CPU if device.type == "cpu" else PIECE_OTHER
+def count_step(optimizer: Any, job: Job) -> None:
+    """Count one more step for the parameters of a job, and record that PyTorch operations do it."""
+    optimizer.stepped_by.note(optimizer.param_groups, job.indices, "eager")
+    torch._foreach_add_([optimizer.state[param]["step"] for param in job.params], 1)
+
+
+def bound(reference: Callable[..., Any], group: dict[str, Any]) -> Callable[..., Any]:
+    """`reference` with the group's options, those that it names as parameters: takes (param, grad, step=..., **states).
+
+    A learning rate in a tensor becomes float64 without dimensions.
+    """
+    names = _parameters(reference)
+    options = {name: group[name] for name in names if name in group}
+    if isinstance(options.get("lr"), Tensor):
+        options["lr"] = options["lr"].detach().reshape(()).double()
+    if "step" in names:
+        return functools.partial(reference, **options)
+
+    def without_step(*tensors: Tensor, step: Tensor, **named: Any) -> Any:
+        return reference(*tensors, **named, **options)
+
+    return without_step
+
+
+@functools.cache
+def _parameters(function: Callable[..., None]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 @dataclass(slots=True)
 class Part:
     """Rows of one parameter."""
 
-    place: int  # in the job
+    index: int  # in the job
     tensors: list[Tensor]
-    """Gradient, weight, correction if there is one, then the states': [rows, width] each."""
+    """Gradient, weight, correction if there is one, then those of the states: [rows, width] each."""
     rows: int
-    start: int = 0  # index of its first row on this rank
+    start: int = 0  # its first row within this rank's part
 
     def cut(self, start: int, end: int) -> Part:
-        return Part(self.place, [t[start:end] for t in self.tensors], end - start, start)
+        return Part(self.index, [t[start:end] for t in self.tensors], end - start, start)
 
 
 @dataclass(slots=True)
@@ -55,70 +87,79 @@ class Kind:
 
     cols: int
     widest: int
-    """Elements of a row over all shards: pieces are cut by it where ranks round rows together."""
+    """Elements of a row over all shards. Pieces are cut by it where ranks round rows together."""
     corrected: bool
     states: tuple[tuple[str, CodebookTensor | None, int], ...]
-    """Names, each with a tensor that knows how its codes are read, or None for plain memory; and how many of its
-    own rows one row of the piece holds, where a state in smaller blocks has shorter ones."""
+    """Names, each with a tensor that knows how its codes are decoded (None for plain values), and the number of the
+    state's own rows in one row of the piece: a state in smaller blocks has shorter rows."""
 
 
-class Step:
-    """One step over the parameters of a job, whose states exist and whose steps are counted."""
+class Update:
+    """One step of the parameters of a job, whose states exist and whose steps are counted.
 
-    def __init__(self, optimizer: LowbitOptimizer, job: Job, coefficient: Tensor | None) -> None:
-        self.optimizer, self.job, self.group = optimizer, job, job.group
-        self.signs = optimizer.state_names(job.group)
+    Args:
+        state: the optimizer's.
+        job: the parameters.
+        signs: the names of their states, and whether the values have a sign.
+        formula: called as `formula(weight, grad, step=step, **states)`. It updates the weight (float32 or float64) and
+            the states (float32) in place, [rows, cols] each. `step` is float64 without dimensions.
+        coefficient: a factor of the gradients, or None.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Tensor, Any],
+        job: Job,
+        signs: dict[str, bool],
+        formula: Callable[..., None],
+        coefficient: Tensor | None,
+    ) -> None:
+        self.state, self.job, self.group = state, job, job.group
+        self.signs, self.formula = signs, formula
         self.device = job.grads[0].device
         self.coefficient = None if coefficient is None else coefficient.to(self.device)
         self.on_cpu = self.device.type == "cpu"
-        self.steps = torch.stack([optimizer.state[p]["step"] for p in job.params])
-        lr = job.group["lr"]
-        if isinstance(lr, Tensor):
-            lr = lr.detach().reshape(()).double()
-        scalars = optimizer.scalars(job.group, lr, self.steps.double())
-        wide = job.params[0].dtype == torch.float64
-        self.scalars = tuple(s if wide else s.float() for s in scalars)
-        self.all_alike = self.on_cpu and bool((self.steps == self.steps[0]).all())
-        # float64 numbers in a column would widen float32 states, which single ones don't
-        self.gathers = self.on_cpu and (self.all_alike or not wide)
-        self.keys: dict[int, list[Tensor]] = {}  # of random draws, by slot
+        self.steps = torch.stack([state[p]["step"] for p in job.params])
+        # One piece has one step. Only on a CPU can the host read the steps without waiting.
+        self.step_numbers = self.steps.tolist() if self.on_cpu else [0.0] * len(job.params)
+        self.keys: dict[int, list[Tensor]] = {}  # of random bits, by slot
         self.kinds: dict[Any, tuple[Any, Kind]] = {}
         self.unfinished: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
         by_kind: dict[Any, tuple[Kind, list[Part]]] = {}
-        for place in range(len(self.job.params)):
-            found = self._part(place)
+        for index in range(len(self.job.params)):
+            found = self._part(index)
             if found is not None:
                 key, kind, part = found
                 by_kind.setdefault(key, (kind, []))[1].append(part)
         for kind, parts in by_kind.values():
             rows = max(1, piece_of(self.device) // kind.widest)
-            for piece in _pieces(parts, rows, gather=self.gathers):
+            for piece in _pieces(parts, rows, gather=self.on_cpu):
                 self._update(kind, piece)
         for target, values in self.unfinished:
             target.copy_(values.view(target.shape))
 
-    def _part(self, place: int) -> tuple[Any, Kind, Part] | None:
-        """The parameter's tensors as rows, and what they can be gathered by; None where it has no elements."""
-        param = self.job.params[place]
+    def _part(self, index: int) -> tuple[Any, Kind, Part] | None:
+        """What the parameter can be gathered by, and its tensors as rows; None where it has no elements."""
+        param = self.job.params[index]
         rounds = states.rounds_itself(param)
         weight = states.memory(param)
         if weight.numel() == 0:
             return None
-        state = self.optimizer.state[param]
+        state = self.state[param]
         stored: list[Any] = [states.local(state[name]) for name in self.signs]
         formats = tuple(t.format if isinstance(t, CodebookTensor) else t.dtype for t in stored)
         key, kind = self._kind(param, weight, formats, stored, rounds)
         rows = weight.numel() // kind.cols
-        tensors = [self.job.grads[place], weight]
+        tensors = [self.job.grads[index], weight]
         if kind.corrected:
             tensors.append(states.local(state["weight_correction"]))
         for t in stored:
             tensors.extend((t.codes, t.scale) if isinstance(t, CodebookTensor) else (t,))
         if rounds:
             tensors[1] = rows_of(weight, rows)
-        seen = [
+        viewed = [
             t
             if (t.ndim == 2 or isinstance(t, LowbitTensor)) and t.shape[0] == rows
             else t.reshape(rows, -1)
@@ -126,11 +167,11 @@ class Step:
         ]
         if (
             rounds
-        ):  # by itself, in the order of the parameters, since ranks may have to do it together
-            key = (place, *key)
-        elif seen[1] is not weight and not weight.is_contiguous():
-            self.unfinished.append((weight, seen[1]))
-        return key, kind, Part(place, seen, rows)
+        ):  # alone, in the order of the parameters, because ranks may have to do it together
+            key = (index, *key)
+        elif viewed[1] is not weight and not weight.is_contiguous():
+            self.unfinished.append((weight, viewed[1]))
+        return (self.step_numbers[index], *key), kind, Part(index, viewed, rows)
 
     def _kind(
         self,
@@ -140,7 +181,7 @@ class Step:
         stored: list[Any],
         rounds: bool,
     ) -> tuple[Any, Kind]:
-        """What to gather by, and the kind; found once for parameters of one shape."""
+        """What to gather by, and the kind; computed once for parameters of one shape."""
         at = (weight.shape, param.shape, weight.dtype, formats, rounds)
         if at not in self.kinds:
             coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
@@ -171,7 +212,7 @@ class Step:
                 codes, scale = (_shorter(t, within) for t in old[at : at + 2])
                 values[name] = coded.decode_rows(codes, scale).view(-1, kind.cols)
             at += 1 if coded is None else 2
-        self.optimizer.update(self.group, self._scalars_of(piece), work, grad, values)
+        self.formula(work, grad, step=self.steps[piece[0].index], **values)
         new = self._weight(kind, piece, work, weight.dtype)
         for slot, (name, coded, within) in enumerate(kind.states, 1):
             if coded is None:
@@ -187,44 +228,38 @@ class Step:
         if kind.corrected:
             return list(split_bf16(work))
         if dtype == torch.bfloat16 and self.group["bf16_stochastic_round"]:
-            return [round_bf16(work, self._draws(kind, piece, 0))]
+            return [round_bf16(work, self._random_bits(kind, piece, 0))]
         return [work if work.dtype == dtype else work.to(dtype)]
 
     def _plain(
         self, kind: Kind, piece: list[Part], slot: int, values: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A state not in codes. A second moment in bfloat16 is rounded stochastically: with beta2 = 0.999 it shrinks
-        by less than half of a bfloat16 step at a time, so that rounded to nearest it would never shrink."""
+        """A state without codes. A second moment in bfloat16 is rounded stochastically: with beta2 = 0.999 it shrinks
+        by less than half of a bfloat16 step at a time, so rounded to nearest it would never shrink."""
         if dtype == torch.bfloat16 and not self.signs[kind.states[slot - 1][0]]:
-            return round_bf16(values, self._draws(kind, piece, slot))
+            return round_bf16(values, self._random_bits(kind, piece, slot))
         return values if values.dtype == dtype else values.to(dtype)
 
-    def _scalars_of(self, piece: list[Part]) -> tuple[Tensor, ...]:
-        """Without dimensions where they are the same for all rows, else [rows, 1]."""
-        if len(piece) == 1 or self.all_alike:
-            return tuple(s[piece[0].place] for s in self.scalars)
-        return tuple(self._by_row(s, piece) for s in self.scalars)
-
     def _by_row(self, each: Tensor, piece: list[Part]) -> Tensor:
-        """What belongs to each parameter, [rows, 1]; of one parameter without dimensions."""
+        """A number of each parameter, by row: [rows, 1]; without dimensions for a single parameter."""
         if len(piece) == 1:
-            return each[piece[0].place]
-        places, rows = (
-            torch.tensor(n) for n in zip(*((p.place, p.rows) for p in piece), strict=True)
+            return each[piece[0].index]
+        indices, rows = (
+            torch.tensor(n) for n in zip(*((p.index, p.rows) for p in piece), strict=True)
         )
-        return torch.repeat_interleave(each[places], rows).unsqueeze(1)
+        return torch.repeat_interleave(each[indices], rows).unsqueeze(1)
 
-    def _draws(self, kind: Kind, piece: list[Part], slot: int) -> Tensor:
-        """Random bits [rows, cols], keyed as `lowbit.optim.base` tells."""
+    def _random_bits(self, kind: Kind, piece: list[Part], slot: int) -> Tensor:
+        """Random bits [rows, cols], with the key that `lowbit.optim.base` defines."""
         if slot not in self.keys:
-            # filled in one by one: copying a list to a GPU would wait for it
+            # filled in one by one: copying a list to a GPU would wait for the GPU
             numbers = [torch.full((), 4 * i + slot, device=self.device) for i in self.job.indices]
             found = keys(self.group["seed"], self.steps.to(torch.int64), torch.stack(numbers))
             self.keys[slot] = [k.to(torch.int32) for k in found]
         k0, k1 = (self._by_row(k, piece) for k in self.keys[slot])
-        params = [self.job.params[p.place] for p in piece]
+        params = [self.job.params[p.index] for p in piece]
         dtype = torch.int32 if max(p.numel() for p in params) < 2**31 else torch.int64
-        indices = []
+        offsets = []
         for p, param in zip(piece, params, strict=True):
             base, run, stride = states.global_index(param)
             first, last = p.start * kind.cols, (p.start + p.rows) * kind.cols
@@ -233,17 +268,12 @@ class Step:
             else:
                 i = torch.arange(first, last, dtype=dtype, device=self.device)
                 i = base + i // run * stride + i % run
-            indices.append(i)
-        return bits_at(_gather(indices).view(-1, kind.cols), k0, k1)
-
-
-def rows_of(weight: Tensor, rows: int) -> Tensor:
-    """A low-bit weight with that many rows, as its states have."""
-    return weight if weight.shape[0] == rows else weight.view(rows, -1, weight.shape[-1])
+            offsets.append(i)
+        return bits_at(_gather(offsets).view(-1, kind.cols), k0, k1)
 
 
 def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part]]:
-    """Of at most `rows` rows: large parts cut, small ones gathered if asked for."""
+    """Pieces of at most `rows` rows: large parts are cut, small ones gathered if `gather` says so."""
     together: list[Part] = []
     held = 0
     for part in parts:

@@ -1,23 +1,24 @@
-"""The compiled step of an optimizer: which launches it takes, and whether they are still the right ones.
+"""The compiled step of an optimizer: which kernel updates a parameter, and which launches a step takes.
 
-All parameters with the same algorithm, dtypes, state format and rounding are updated by one launch
-(`lowbit.optim.launch`); those that round themselves, by one for every few of them (`lowbit.optim.rounded`). What
-doesn't change between steps is worked out once (`FusedSteps`). Each step looks whether it still holds: the same
-parameters have gradients, and weights and states lie where they lay, in the same shapes. Then it collects the addresses
-of the gradients. On a GPU the table is copied to the device if anything in it has changed: a pinned, asynchronous copy
-of some kilobytes; on a CPU it is read where it is. Nothing is read back.
+One launch (`lowbit.optim.launch`) updates all parameters with the same algorithm, dtypes, state format and rounding.
+Parameters that round themselves take one launch for every few of them (`lowbit.optim.rounded`). A `FusedStep` keeps
+what does not change between steps. Each step checks whether that still holds: the same parameters have gradients, and
+weights and states have their addresses and shapes of before. Then it collects the addresses of the gradients. On a GPU
+the table of addresses is copied to the device if anything in it has changed, by a pinned, asynchronous copy of some
+kilobytes; on a CPU the kernel reads it in place. The host reads nothing back.
 
-A plan knows states by weak references, so that they are freed with the optimizer, or with what the user takes out of
-it. It knows parameters by their ids: weak references would keep `nn.Module.to` from swapping them. The optimizer's
-`state` keeps these parameters alive, so no other object can take their ids.
+A `FusedStep` has weak references to states, so that they are freed with the optimizer, or with what the user takes out
+of it. It has the ids of parameters, because weak references would keep `nn.Module.to` from swapping them. The
+optimizer's `state` keeps these parameters alive, so no other object can take their ids.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, compress
 from typing import Any
 
@@ -25,51 +26,56 @@ import torch
 from torch import Tensor
 
 from lowbit.optim import state as states
-from lowbit.optim.clip import GradScale
-from lowbit.optim.job import Job, local_grad
-from lowbit.optim.kernel import options_of, variant_of
-from lowbit.optim.launch import Item, Launch
+from lowbit.optim.job import GradScale, Job, local_grad
+from lowbit.optim.launch import Item, Launch, compiled, has_own_memory, variant
 from lowbit.optim.rounded import RoundedLaunch
-from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
+from lowbit_kernels import fused_step, host_compiler
+from lowbit_kernels.fused_step import Variant
+from lowbit_kernels.warned import warn_once
 
 _GRAD, _CODES, _SCALE = map(operator.attrgetter, ("grad", "codes", "scale"))
 
 
-class FusedSteps:
-    """What kernels do of an optimizer's step, and what they leave to PyTorch operations.
+class FusedStep:
+    """`lowbit.optim.job.Step` by kernels. It leaves the parameters that no kernel takes.
 
     Args:
-        optimizer: a `LowbitOptimizer`. It isn't kept: every method is given it.
-        jobs: what there is to do now, of parameters whose states exist.
+        optimizer: a `LowbitOptimizer`. It is not kept: every method is given it.
+        jobs: the work of this step. All states exist.
     """
 
     def __init__(self, optimizer: Any, jobs: list[Job]) -> None:
         groups = optimizer.param_groups
         numbers = {id(group): i for i, group in enumerate(groups)}
         batches: dict[Any, list[Item]] = defaultdict(list)
-        self._left: list[Job] = []  # of the step at hand
+        self.rest: list[Job] = []
+        """The jobs that kernels leave, until they are run."""
         for job in jobs:
             rest = Job(job.group)
             for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
-                variant = variant_of(optimizer, job.group, param, grad) if job.may_fuse else None
-                if variant is None:
+                found = variant_of(optimizer, job.group, param, grad) if job.may_fuse else None
+                if found is None:
                     rest.add(param, index, grad)
                 else:
                     own = states.memory(param)
                     item = Item(param, own, numbers[id(job.group)], index, grad)
                     kind = RoundedLaunch if states.rounds_itself(param) else Launch
-                    batches[kind, variant, own.device].append(item)
+                    batches[kind, found, own.device].append(item)
             if rest.params:
-                self._left.append(rest)
-        self._rest = [(numbers[id(job.group)], job.indices) for job in self._left]
+                self.rest.append(rest)
+        self._rest = [(numbers[id(job.group)], job.indices) for job in self.rest]
         self.launches: list[Launch] = [
-            kind.of(optimizer, variant, items) for (kind, variant, _), items in batches.items()
+            kind.of(optimizer, found, items) for (kind, found, _), items in batches.items()
         ]
+        for launch in self.launches:
+            by = f"fused {launch.table.device.type}"
+            optimizer.stepped_by.note(groups, launch.indices, by)
         if self.launches:
             self._remember(optimizer, jobs)
 
     def _remember(self, optimizer: Any, jobs: list[Job]) -> None:
-        """What `holds` compares."""
+        """Keep what `holds` compares."""
         groups = optimizer.param_groups
         params = _params(optimizer)
         self._params = list(map(id, params))
@@ -77,9 +83,9 @@ class FusedSteps:
         self._options = [options_of(optimizer, group) for group in groups]
         used = {index for job in jobs for index in job.indices}
         self._idle = [i not in used for i in range(len(params))]
-        # In the order of the parameters, in which all ranks exchange data: what the kernels take may differ.
+        # In the order of the parameters, in which all ranks exchange data. Ranks may differ in what kernels take.
         self._sharded = sorted(i for i in used if states.is_dtensor(params[i]))
-        taken = {id(params[place]) for launch in self.launches for place in launch.places}
+        taken = {id(params[index]) for launch in self.launches for index in launch.indices}
         self._is_taken = [id(key) in taken for key in optimizer.state]
         tensors = self._tensors_of(optimizer)
         self._tensors = list(map(_weak, tensors))
@@ -94,9 +100,9 @@ class FusedSteps:
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, optimizer: Any) -> bool:
-        """Whether this still describes the optimizer, whose gradients are taken up then; if not, make another one.
+        """Whether this still describes the optimizer. If so, take up its gradients; if not, make another one.
 
-        This is most of what the host does in a step: loops in Python would take three times as long.
+        This is most of the host's work in a step. Loops in Python would take three times as long as these in C.
         """
         groups, params = optimizer.param_groups, _params(optimizer)
         if not self.launches or list(map(id, params)) != self._params:
@@ -109,25 +115,25 @@ class FusedSteps:
             return False
         if not self._states_hold(optimizer):
             return False
-        for _, places in self._rest:
-            for param in map(params.__getitem__, places):
+        for _, indices in self._rest:
+            for param in map(params.__getitem__, indices):
                 grad = param.grad
                 if grad is None or grad.layout is not torch.strided or grad.shape != param.shape:
                     return False
         for launch in self.launches:
-            if not launch.holds(list(map(params.__getitem__, launch.places))):
+            if not launch.holds(list(map(params.__getitem__, launch.indices))):
                 return False
         return self._take_gradients(groups, params)
 
     def _states_hold(self, optimizer: Any) -> bool:
-        """Whether the states are the very tensors of before, and each in the same memory."""
+        """Whether the states are the same tensor objects as before, each in the same memory."""
         if len(optimizer.state) != len(self._is_taken):
             return False
         tensors = self._tensors_of(optimizer)
         return _are(tensors, self._tensors) and self._addresses_of(tensors) == self._addresses
 
     def _tensors_of(self, optimizer: Any) -> list[Any]:
-        """The states of the parameters that kernels take."""
+        """The states of the parameters that kernels update."""
         owned = compress(optimizer.state.values(), self._is_taken)
         return list(chain.from_iterable(map(dict.values, owned)))
 
@@ -139,40 +145,31 @@ class FusedSteps:
         return list(map(Tensor.data_ptr, memory))
 
     def _take_gradients(self, groups: list[dict[str, Any]], params: list[Tensor]) -> bool:
-        moved = {place: local_grad(params[place]) for place in self._sharded}
-        self._left = []
-        for group, places in self._rest:
-            own = [params[place] for place in places]
+        moved = {index: local_grad(params[index]) for index in self._sharded}
+        self.rest = []
+        for group, indices in self._rest:
+            own = [params[index] for index in indices]
             grads = [
-                moved[place] if place in moved else local_grad(param)
-                for place, param in zip(places, own, strict=True)
+                moved[index] if index in moved else local_grad(param)
+                for index, param in zip(indices, own, strict=True)
             ]
-            self._left.append(Job(groups[group], own, places, grads))
+            self.rest.append(Job(groups[group], own, indices, grads))
         return all(launch.take(moved) for launch in self.launches)
 
     def jobs(self) -> list[Job]:
-        """All that there is to do, with the gradients at hand."""
-        taken = [Job({}, x.params, x.places, x.grads) for x in self.launches]
-        return self._left + taken
+        """The work of this step, with its gradients."""
+        return self.rest + [Job({}, x.params, x.indices, x.grads) for x in self.launches]
 
-    def pop_rest(self) -> list[Job]:
-        """What kernels don't do of it, once a step."""
-        rest, self._left = self._left, []
-        return rest
-
-    def stepped_by(self) -> Iterator[tuple[list[int], str]]:
-        """The places of the parameters that kernels update, and of what device; see `lowbit.optim.stepped_by`."""
-        for launch in self.launches:
-            yield launch.places, f"fused {launch.table.device.type}"
-
-    def run(self, optimizer: Any, scale: GradScale) -> None:
-        """Update what the kernels take."""
+    def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
+        """`jobs` are those of the constructor, or of `jobs()` if `holds` was asked last."""
         for launch in self.launches:
             launch.run(optimizer, scale)
+        rest, self.rest = self.rest, []  # frees the gradients
+        return rest
 
 
 def _params(optimizer: Any) -> list[Any]:
-    """All parameters, in the order of their places."""
+    """All parameters, in the order of their indices."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
@@ -181,5 +178,156 @@ def _weak(value: Any) -> Callable[[], Any]:
 
 
 def _are(found: list[Any], kept: list[Callable[[], Any]]) -> bool:
-    """Whether these are the very objects."""
+    """Whether these are the same objects."""
     return len(found) == len(kept) and all(map(operator.is_, found, map(operator.call, kept)))
+
+
+# ---- which kernel ------------------------------------------------------------------------------------------
+
+
+def variant_of(
+    optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
+) -> Variant | None:
+    """The kernel to compile for a parameter, whose states exist; None where no kernel applies.
+
+    Raises:
+        RuntimeError: no kernel applies, and `fused=True` asks for one.
+    """
+    reason = _obstacle(optimizer, group, param, grad)
+    if reason is None:
+        own, state = states.memory(param), optimizer.state[param]
+        signs = optimizer.state_names(group)
+        formats = tuple(str(_format(states.local(state[name]))) for name in signs)
+        dtype = _dtype(param)
+        rule, rounding = optimizer.rule(group), _rounding(group, dtype)
+        found = variant(rule, dtype, grad.dtype, formats, tuple(signs.values()), rounding)
+        reason = compile_obstacle(found, own.device)
+        if reason is None:
+            return found
+    if group["fused"]:
+        raise RuntimeError(
+            f"fused=True, but no kernel takes a parameter of shape {tuple(param.shape)}: {reason}; "
+            "leave fused out to have it updated by PyTorch operations"
+        )
+    return None
+
+
+def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
+    """The options of a group that decide, together with a parameter, which kernel updates it."""
+    names = ("fused", "bf16_stochastic_round", "weight_correction")
+    return optimizer.rule(group), *(group[name] for name in names)
+
+
+def _format(state: Tensor) -> str | None:
+    """The kernel's name of a state's format; None for a state that it cannot read."""
+    if isinstance(state, CodebookTensor):
+        own_block = state.block_size == FORMATS[state.format].block_size
+        contiguous = state.codes.is_contiguous() and state.scale.is_contiguous()
+        return state.format if own_block and contiguous else None
+    if not state.is_contiguous():
+        return None
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(state.dtype)
+
+
+def _dtype(param: Tensor) -> torch.dtype:
+    """The dtype of the weight that the kernel writes: float32 for a weight that rounds itself
+    (`lowbit.optim.rounded`)."""
+    return torch.float32 if states.rounds_itself(param) else states.memory(param).dtype
+
+
+def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
+        return "stochastic"
+    if dtype == torch.bfloat16 and group["weight_correction"]:
+        return "corrected"
+    return "nearest"
+
+
+def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
+    """Why no kernel updates this parameter; None if one does."""
+    own = states.memory(param)
+    if group["fused"] is False:
+        return "fused=False"
+    if optimizer.rule(group) is None:
+        return f"{type(optimizer).__name__} has no kernel"
+    if own.dtype != param.dtype:
+        return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
+    for name, tensor in (("it", own), ("its gradient", grad)):
+        if tensor.dtype not in fused_step.DTYPES:
+            return f"{name} has the dtype {tensor.dtype}"
+        if tensor is own and states.rounds_itself(param):
+            continue  # the launch puts its values into memory
+        if not has_own_memory(type(tensor)):
+            return f"{name} is a {type(tensor).__name__}"
+        if tensor.numel() and not tensor.is_meta and tensor.data_ptr() == 0:
+            return f"{name} has no memory"
+    if not own.is_contiguous() or own.is_neg():
+        return f"its strides are {own.stride()}, or it is a view with the sign turned"
+    stored = [states.local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
+    formats = {_format(state) for state in stored}
+    if None in formats:
+        return "its states are not stored as the kernel reads them"
+    if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
+        return "its states have rows of several lengths"
+    is_random = _rounding(group, _dtype(param)) == "stochastic" or "bf16" in formats
+    _, run, stride = states.global_index(param) if is_random else (0, 1, 1)
+    if run != stride and run % 8 and own.device.type == "cuda":
+        return f"a row of its shard has {run} elements, which 8 doesn't divide"
+    return device_obstacle(own.device, "float8" in formats)
+
+
+def device_obstacle(device: torch.device, float8: bool) -> str | None:
+    """Why no kernel runs on a device, with float8 states or others; None if one does."""
+    if device.type == "cpu":
+        return _no_compiler()
+    if device.type != "cuda":
+        return f"there is none for {device.type}"
+    if torch.version.cuda is None:
+        return "the GPU is not NVIDIA's"
+    if not fused_step.is_available():
+        warn_once(
+            "optimizer: no cuda-bindings",
+            "lowbit's CUDA optimizer step needs the package cuda-bindings (part of torch's CUDA builds), which is "
+            "not installed: optimizers run by PyTorch ops, several times slower",
+        )
+        return "cuda.bindings is not installed"
+    needed = (8, 9) if float8 else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        return f"the GPU's compute capability is below {needed[0]}.{needed[1]}"
+    return None
+
+
+def _no_compiler() -> str | None:
+    try:
+        if host_compiler.compiler():
+            return None
+        reason = "no C++ compiler was found (c++, g++ or clang++ on the path, or one named in $CXX)"
+    except RuntimeError as error:
+        reason = str(error)
+    warn_once(
+        "optimizer: no compiler",
+        f"lowbit's optimizer step on a CPU is compiled at first use, and {reason}: optimizers run by PyTorch "
+        "operations, several times slower. Install g++ or clang++, or name a compiler in $CXX; fused=False asks for "
+        "PyTorch operations",
+    )
+    return reason
+
+
+@functools.cache
+def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
+    """Why this machine's compiler does not compile the kernel for a CPU, found by compiling it; None if it does, or if
+    the kernel is for a GPU."""
+    if device.type != "cpu":
+        return None
+    try:
+        compiled(variant, device)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        first = next((line for line in lines[1:] if "error" in line), "")
+        warn_once(
+            "optimizer: not compiled",
+            f"lowbit's optimizer step for this CPU could not be compiled, and runs by PyTorch operations, several "
+            f"times slower: {lines[0]} {first}".rstrip(),
+        )
+        return f"it could not be compiled: {lines[0]} {first}".rstrip()
+    return None

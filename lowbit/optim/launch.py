@@ -1,10 +1,12 @@
-"""One launch of a compiled step: its kernel, and the table of pointers that it reads, on a GPU or a CPU.
+"""One launch of a compiled step: its kernel, and the table of pointers that the kernel reads, on a GPU or a CPU.
 
-A launch knows addresses, shapes and places of what it updates, and keeps none of it alive but a step's gradients.
+A launch knows addresses, shapes and indices of the parameters that it updates. It keeps nothing alive except the
+gradients of a step.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,27 +17,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.codebook import Codebook
 from lowbit.optim import state as states
-from lowbit.optim.clip import GradScale
-from lowbit.optim.kernel import compiled, has_own_memory, scaled
+from lowbit.optim.job import GradScale
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit_kernels import fused_step
-from lowbit_kernels.fused_step import COLUMN, FusedStep, Variant
-from lowbit_kernels.fused_step_cpu import FusedStepCpu
+from lowbit_kernels.fused_step import COLUMN, StepKernel, Table, Variant
+from lowbit_kernels.fused_step_cpu import StepKernelCpu
 
 _GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "layout", "shape"))
 
 
 class Item(NamedTuple):
-    """A parameter of a launch, while it is made, or rows of one."""
+    """A parameter of a launch under construction, or some rows of one."""
 
     param: Tensor
-    own: Tensor  # what the step writes to: the parameter itself, or see `states.memory`
+    own: Tensor  # what the step writes to, see `states.memory`
     group: int  # index in param_groups
-    place: int  # in the optimizer
+    param_index: int  # among the parameters of the optimizer
     grad: Tensor
-    start: int = 0  # these rows, of `rows` in all
+    start: int = 0  # these rows of `rows`
     end: int = 1
     rows: int = 1
 
@@ -51,10 +53,10 @@ class Item(NamedTuple):
 
 @dataclass
 class Launch:
-    """One kernel and its table, [items, fused_step.TENSOR words] followed by the groups."""
+    """One kernel and its table: [items, words of fused_step.TENSOR], followed by the groups."""
 
     variant: Variant
-    places: list[int]  # of its parameters in the optimizer
+    indices: list[int]  # of its parameters in the optimizer
     wrapped: bool  # some parameter is a DTensor, or has its weight inside
     dtypes: set[torch.dtype]  # of the weights
     addresses: list[int]
@@ -64,23 +66,23 @@ class Launch:
     scalars: Tensor
     words: np.ndarray
     table: Tensor  # the same on the device; on a CPU, the same memory
-    others: np.ndarray  # bits of every address of a parameter but the gradient's, or-ed
-    params: list[Any]  # and their gradients, of the step at hand
+    others: np.ndarray  # the bits of all addresses of a parameter except its gradient's, or-ed
+    params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
     dense: bool = False  # whether a gradient's memory is simply its values
     uploaded: np.ndarray | None = None
-    kernels: dict[bool, FusedStep | FusedStepCpu] = field(default_factory=dict)
+    kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
     def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Self:
-        """The launch that updates these, whose states exist."""
+        """The launch that updates these items, whose states exist."""
         made = cls._over(optimizer, variant, items, items)
         made.take({})
         return made
 
     @classmethod
     def _over(cls, optimizer: Any, variant: Variant, items: list[Item], pieces: list[Item]) -> Self:
-        """The launch of these parameters, with these rows of them in its table; their gradients are yet to be taken."""
+        """The launch of these parameters, with `pieces` of them as rows of its table. Gradients are yet to be taken."""
         device = items[0].own.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -91,7 +93,9 @@ class Launch:
         words = np.zeros(len(pieces) * width + groups * fused_step.GROUP_WORDS, np.int64)
         rows = words[: len(pieces) * width].reshape(-1, width)
         pairs = zip(rows, pieces, strict=True)
-        others = np.array([_fill(row, optimizer, piece, draws_of(variant)) for row, piece in pairs])
+        others = np.array(
+            [_fill(row, optimizer, piece, is_random(variant)) for row, piece in pairs]
+        )
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
         first = np.cumsum(counts) - counts
         rows[:, COLUMN["first_tile"]] = first
@@ -99,7 +103,7 @@ class Launch:
         scratch = (len(pieces), fused_step.SCALARS_WORDS)
         made = cls(
             variant=variant,
-            places=[item.place for item in items],
+            indices=[item.param_index for item in items],
             wrapped=any(item.own is not item.param for item in items),
             dtypes={item.own.dtype for item in items},
             addresses=cls._addresses_of([item.own for item in items]),
@@ -123,7 +127,11 @@ class Launch:
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, params: list[Any]) -> bool:
-        """Whether weights and gradients are such as they were; takes up the gradients. `params`: its own."""
+        """Whether weights and gradients still have their addresses, shapes and dtypes; takes up the gradients.
+
+        Args:
+            params: the parameters of this launch.
+        """
         own = list(map(states.memory, params)) if self.wrapped else params
         if self._addresses_of(own) != self.addresses or set(map(_DTYPE, own)) != self.dtypes:
             return False
@@ -146,11 +154,17 @@ class Launch:
         return True
 
     def take(self, moved: dict[int, Tensor]) -> bool:
-        """Make the gradients ready to be read. `moved`: those that ranks had to exchange, by place. Returns whether
-        all have memory: one may have given it up."""
+        """Make the gradients ready to be read.
+
+        Args:
+            moved: the gradients for which ranks had to exchange data, by index of the parameter.
+
+        Returns:
+            Whether all gradients have memory. A gradient may have been resized to none.
+        """
         if self.wrapped:
-            each = zip(self.places, self.grads, strict=True)
-            self.grads = [moved.get(place, grad) for place, grad in each]
+            each = zip(self.indices, self.grads, strict=True)
+            self.grads = [moved.get(index, grad) for index, grad in each]
             self.dense = _are_dense(self.grads)
         if not self.dense:
             self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
@@ -161,7 +175,7 @@ class Launch:
         return bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
 
     def _gradients(self) -> np.ndarray:
-        """The addresses of what the rows of the table read; 0 for a gradient without memory."""
+        """The addresses of the gradients, by row of the table; 0 for a gradient without memory."""
         return np.array(list(map(Tensor.data_ptr, self.grads)), np.int64)
 
     def run(self, optimizer: Any, scale: GradScale) -> None:
@@ -174,12 +188,12 @@ class Launch:
         written = self.params
         if self.wrapped:
             written = [*written, *map(states.memory, written)]
-        # Autograd, which may hold them for a backward pass, and what low-bit tensors know of the weight inside.
+        # For autograd, which may hold them for a backward pass, and for low-bit tensors, which cache the weight inside.
         torch.autograd.graph.increment_version(written)
         self.params, self.grads = [], []  # let them be freed
 
     def _launch(
-        self, table: Tensor, kernel: FusedStep | FusedStepCpu, control: Tensor | None
+        self, table: Tensor, kernel: StepKernel | StepKernelCpu, control: Tensor | None
     ) -> None:
         address = table.data_ptr()
         kernel(
@@ -192,8 +206,8 @@ class Launch:
             control=control,
         )
 
-    def _kernel(self, is_scaled: bool) -> FusedStep | FusedStepCpu:
-        """The one for gradients that are scaled, or as they are. Kept here, since to hash a variant takes long."""
+    def _kernel(self, is_scaled: bool) -> StepKernel | StepKernelCpu:
+        """The kernel for scaled or unscaled gradients. Kept here, because hashing a variant takes long."""
         if is_scaled not in self.kernels:
             variant = scaled(self.variant) if is_scaled else self.variant
             self.kernels[is_scaled] = compiled(variant, self.table.device)
@@ -210,7 +224,7 @@ class Launch:
         return self.words[len(self.others) * len(fused_step.TENSOR) :].reshape(-1, width)
 
     def _scratch(self) -> tuple[Any, ...]:
-        """Memory of its own that the kernel is given, besides the table."""
+        """The memory of this launch that the kernel reads or writes, besides the table."""
         return self.locate, self.scalars
 
     def _write_groups(self, optimizer: Any) -> None:
@@ -226,14 +240,14 @@ class Launch:
             words[4 : 4 + len(hyper)].view(np.float64)[:] = hyper
 
     def _upload(self, optimizer: Any) -> Tensor:
-        """The table where the kernel reads it, as it is now."""
+        """The table as it is now, where the kernel reads it."""
         if self.table.device.type == "cpu":
             return self.table
         if self.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # a graph reads its own copy whenever it is replayed: later steps must not write to it
+            # A graph reads its own copy at every replay: later steps must not write to it.
             source = _pinned(self.words, self.table.device)
             table = torch.empty_like(self.table)
-            # kept for as long as the graph may be replayed, whatever plan and states come next
+            # kept as long as the graph may be replayed, whatever launches and states follow
             written = [(states.memory(p), dict(optimizer.state[p])) for p in self.params]
             kept = (self._scratch(), self.kernels, source, table, written)
             optimizer.__dict__.setdefault("_captured", []).append(kept)
@@ -245,14 +259,19 @@ class Launch:
         return self.table
 
 
-def _fill(row: np.ndarray, optimizer: Any, item: Item, draws: bool) -> int:
-    """Write a row of the table, but for the gradient's address and the first tile. Returns the bits of all addresses,
-    or-ed, and one more where rows don't begin at a multiple of eight elements: if the last four are 0, eight
-    elements can be read at once."""
+def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
+    """Write a row of the table, except the gradient's address and the first tile.
+
+    Returns:
+        The bits of all addresses, or-ed, and also 1 if rows don't begin at a multiple of eight elements. If the last
+        four bits are 0, the kernel can read eight elements at once.
+    """
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
     addresses = {}
-    if not isinstance(item.own, LowbitTensor):  # whose values are put into memory at each step
+    if not isinstance(
+        item.own, LowbitTensor
+    ):  # a RoundedLaunch puts its values into memory at each step
         addresses["param"] = _start(item.own, item)
     for slot, name in enumerate(optimizer.state_names(group)):
         part = states.local(state[name])
@@ -273,8 +292,8 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, draws: bool) -> int:
     row[COLUMN["step"]] = state["step"].data_ptr()
     row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
     row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
-    row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.place
-    if draws:
+    row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.param_index
+    if is_random:
         base, run, stride = states.global_index(item.param)
         row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs
         if run != stride:
@@ -287,8 +306,8 @@ def _start(tensor: Tensor, item: Item) -> int:
     return tensor.data_ptr() + tensor.nbytes // item.rows * item.start
 
 
-def draws_of(variant: Variant) -> bool:
-    """Whether it draws random bits."""
+def is_random(variant: Variant) -> bool:
+    """Whether a variant rounds stochastically."""
     return variant.rounding == "stochastic" or "bf16" in variant.formats
 
 
@@ -300,12 +319,12 @@ def _are_dense(grads: list[Tensor]) -> bool:
     """Whether the memory of gradients is simply their values."""
     try:
         return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
-    except RuntimeError:  # some layouts have no answer
+    except RuntimeError:  # some layouts cannot answer
         return False
 
 
 def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
-    """In memory from which a GPU can copy while the host goes on; torch frees it only after that."""
+    """The values in memory from which a GPU can copy while the host goes on. torch frees it only after the copy."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -319,7 +338,7 @@ def copied(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a device the current one, which costs more than asking whether it is."""
+    """Makes a device the current one, unless it is already: switching costs more than asking."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -332,7 +351,7 @@ def _is_read_on_device(lr: object, device: torch.device) -> bool:
 
 
 def _control(scale: GradScale, device: torch.device) -> Tensor | None:
-    """What the kernel reads of it: float32 [factor, whether to skip]."""
+    """The scale as the kernel reads it: float32 [factor, whether to skip]; None for neither."""
     if scale.coefficient is None and scale.skip is None:
         return None
     factor, skip = scale.coefficient, scale.skip
@@ -343,3 +362,50 @@ def _control(scale: GradScale, device: torch.device) -> Tensor | None:
         torch.zeros_like(some, dtype=torch.float32) if skip is None else skip.float(),
     ]
     return torch.stack(parts).to(device)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(variant: Variant, device: torch.device) -> StepKernel | StepKernelCpu:
+    """The kernel of a variant on a device, made once. Raises RuntimeError if it can't be compiled."""
+    return StepKernelCpu(variant) if device.type == "cpu" else StepKernel(variant, device)
+
+
+def scaled(v: Variant) -> Variant:
+    """The same variant for gradients that are multiplied by a factor."""
+    return variant(v.rule, v.param, v.grad, v.formats, v.signed, v.rounding, True)
+
+
+@functools.cache
+def has_own_memory(kind: type) -> bool:
+    """Whether the values of a class of tensors are at their `data_ptr`. Classes that dispatch operations themselves,
+    such as wrappers around other tensors and fake tensors, have none there."""
+    if not issubclass(kind, Tensor):
+        return False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+@functools.cache
+def variant(
+    rule: Any,
+    param: torch.dtype,
+    grad: torch.dtype,
+    formats: tuple[str, ...],
+    signed: tuple[bool, ...],
+    rounding: str,
+    scaled: bool = False,
+) -> Variant:
+    """A variant, one object for one combination, because kernels are cached by it."""
+    tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
+    return Variant(rule, param, grad, formats, signed, rounding, scaled, tables)
+
+
+@functools.cache
+def _table(format: str, signed: bool) -> Table | None:
+    if format not in ("8bit", "4bit") or (format == "4bit" and not signed):
+        return None  # no table, or an evenly spaced one, whose codes the kernel computes
+    book = Codebook(FORMATS[format].bits, signed)
+    cells = book.cells()
+    return Table(book.table().numpy(), cells.first, cells.shift, cells.words)

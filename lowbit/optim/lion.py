@@ -9,11 +9,11 @@ With gradient g (negated to maximize) and momentum m::
 The sign is that of the momentum before the step, mixed with the gradient. Every element moves by lr, so lr is taken
 3 to 10 times smaller than for AdamW, and weight_decay as much larger.
 
-How long a memory a format holds
---------------------------------
-A step changes m by a share of 1 - beta2, and what is below half the distance of two codes is lost. Relative error of
-m after some hundred steps on gradients of pure noise (with a mean as large as the noise, that of "4bit" is 0.3 to
-0.4 throughout):
+How long each format remembers
+------------------------------
+A step changes m by a share of 1 - beta2, and a change below half the distance of two codes is lost. The table gives the
+relative error of m after some hundred steps on gradients of pure noise. (If the gradients have a mean as large as the
+noise, the error of "4bit" is 0.3 to 0.4 for every beta2.)
 
 ========  ====  ====  ====  ====
 beta2      0.9  0.95  0.98  0.99
@@ -23,27 +23,22 @@ beta2      0.9  0.95  0.98  0.99
 "4bit"    0.34  0.48  0.86   1.5
 ========  ====  ====  ====  ====
 
-Loss of a small network (500 steps, batches of 32, four learning rates), relative to float32 states with the same
-betas: "bf16", "8bit" and "float8" within 1.5%; "4bit" 16 to 31% above with (0.9, 0.99), 0 to 12% with (0.95, 0.98),
-and within 4% with (0.9, 0.95) (5 and 13% after 200 steps). Rounding the codes stochastically is no way out: at 0.99
-it leaves 10%, and at 0.95 it is worse than rounding to nearest. So with "4bit" take betas=(0.9, 0.95).
+Loss of a small network (500 steps, batches of 32, four learning rates), relative to float32 states with the same betas:
+"bf16", "8bit" and "float8" within 1.5%; "4bit" 16 to 31% above with (0.9, 0.99), 0 to 12% with (0.95, 0.98), and within
+4% with (0.9, 0.95) (5 and 13% after 200 steps). Stochastic rounding of the codes does not help: with beta2 = 0.99 the
+loss is still 10% above, and with 0.95 stochastic rounding is worse than rounding to nearest. So take betas=(0.9, 0.95)
+with "4bit".
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.base import (
-    CommonOptions,
-    LowbitOptimizer,
-    ParamsT,
-    check_flag,
-    check_nonnegative,
-)
-from lowbit.optim.options import check_betas
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -54,25 +49,26 @@ def reference(
     grad: Tensor,
     exp_avg: Tensor,
     *,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     weight_decay: float,
     maximize: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One step on plain tensors of one shape and dtype, changing none of them.
+) -> None:
+    """One step in place, on plain tensors of one shape; see the module for the formula.
 
     Args:
-        param, grad, exp_avg: the parameter, its gradient and its momentum.
-
-    Returns:
-        The new (param, exp_avg).
+        param: float32 or float64.
+        grad, exp_avg: the gradient, which stays as it is, and the momentum m; float32 or float64.
     """
     beta1, beta2 = betas
     if maximize:
         grad = -grad
-    update = (beta1 * exp_avg + (1 - beta1) * grad).sign()
-    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
-    return param - lr * weight_decay * param - lr * update, exp_avg
+    mixed = exp_avg.lerp(grad, 1 - beta1)
+    exp_avg.lerp_(grad, 1 - beta2)
+    if weight_decay:
+        param.mul_(1 - lr * weight_decay)
+    # NaN where the gradient is not finite: the sign alone would hide that
+    param.sub_(mixed.sign().add_(mixed, alpha=0).mul_(lr))
 
 
 class Lion(LowbitOptimizer):
@@ -91,10 +87,11 @@ class Lion(LowbitOptimizer):
             "fp32" 4; small parameters keep float32 states, see `lowbit.optim.AdamW`.
 
     Raises:
-        ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
+        ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
     """
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": True}
+    reference = staticmethod(reference)
 
     def __init__(
         self,
@@ -120,33 +117,6 @@ class Lion(LowbitOptimizer):
         super().fix_group(group)
         group.setdefault("maximize", False)
 
-    def scalars(
-        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
-    ) -> tuple[Tensor, ...]:
-        """(lr, factor of the weight) for each parameter."""
-        rate = lr * torch.ones_like(steps)
-        return rate, 1 - rate * group["weight_decay"]
-
-    def update(
-        self,
-        group: dict[str, Any],
-        scalars: tuple[Tensor, ...],
-        weight: Tensor,
-        grad: Tensor,
-        states: dict[str, Tensor],
-    ) -> None:
-        lr, keep = scalars
-        beta1, beta2 = group["betas"]
-        exp_avg = states["exp_avg"]
-        if group["maximize"]:
-            grad = -grad
-        mixed = exp_avg.lerp(grad, 1 - beta1)
-        exp_avg.lerp_(grad, 1 - beta2)
-        if group["weight_decay"]:
-            weight.mul_(keep)
-        # NaN where the gradient was no finite number: its sign alone would hide that
-        weight.sub_(mixed.sign().add_(mixed, alpha=0).mul_(lr))
-
     def rule(self, group: dict[str, Any]) -> Rule:
         from lowbit_kernels.fused_step import Rule
 
@@ -171,7 +141,7 @@ c[3] = 1.0 - beta2;
 
 class Lion4bit(Lion):
     """`Lion(..., state="4bit")`: 0.53 bytes of state an element instead of 4. Take betas=(0.9, 0.95) with it: 4 bits
-    don't hold the momentum of beta2 = 0.99 (see `lowbit.optim.lion`)."""
+    do not hold the momentum of beta2 = 0.99 (see `lowbit.optim.lion`)."""
 
     default_state = "4bit"
 

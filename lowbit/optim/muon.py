@@ -11,46 +11,45 @@ With gradient G (negated to maximize) and momentum M of a matrix P [rows, cols]:
     ratio = sqrt(max(1, rows / cols))      adjust_lr_fn None or "original"
     ratio = 0.2 * sqrt(max(rows, cols))    adjust_lr_fn "match_rms_adamw" (arXiv 2502.16982)
 
-`lowbit.optim.orthogonalize` does it in bfloat16 on CUDA and in float32 elsewhere; everything else is float32, from
-the decoded momentum. Parameters that are no hidden matrices go to AdamW (`lowbit.optim.adamw`), in their own groups.
+    orthogonalize(X):  X = X / max(norm(X), eps), then ns_steps times
+                       X = a X + (b A + c A A) X,  A = X X^T        X transposed first if it is tall
+
+These Newton-Schulz iterations of an odd polynomial of degree 5 move all singular values near 1. They run in bfloat16 on
+CUDA and in float32 elsewhere; everything else is float32, from the decoded momentum. Every rank gathers a sharded
+matrix, orthogonalizes it and keeps its own part, so the result is that of one process. Parameters that are no hidden
+matrices go to AdamW (`lowbit.optim.adam`), in their own groups.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import ParamsT
 
-from lowbit.optim import eager
 from lowbit.optim import state as states
-from lowbit.optim.adamw import AdamBase
-from lowbit.optim.base import (
-    CommonOptions,
-    ParamsT,
-    check_flag,
-    check_nonnegative,
-    check_number,
-)
-from lowbit.optim.job import Job
-from lowbit.optim.orthogonalize import (
-    COEFFICIENTS,
-    gathered,
-    matrix_shape,
-    orthogonalize,
-    own_part,
-    working_dtype,
-)
+from lowbit.optim.adam import AdamBase
+from lowbit.optim.eager import EagerStep, Update, bound, count_step
+from lowbit.optim.job import GradScale, Job, Step
+from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
 from lowbit.tensor.codebook_tensor import CodebookTensor
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
 
-# Elements orthogonalized at once: many small matrices fill a GPU, one large one does.
+# Elements orthogonalized at once: one large matrix fills a GPU, or many small ones together.
 BATCH = 2**24
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b and c of Keller Jordan's Muon."""
+
+
+# ---- the formula --------------------------------------------------------------------------------------------
 
 
 def reference(
@@ -58,7 +57,7 @@ def reference(
     grad: Tensor,
     momentum_buffer: Tensor,
     *,
-    lr: float,
+    lr: float | Tensor,
     weight_decay: float = 0.1,
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -67,45 +66,173 @@ def reference(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     maximize: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One step on plain tensors of one shape [rows, ...] and dtype, changing none of them.
+) -> None:
+    """One step in place, on plain tensors of one shape [rows, ...]; see the module for the formula.
 
-    Returns:
-        The new (param, momentum_buffer).
+    `MatrixStep` calls the same three functions, because it gathers sharded matrices in between.
     """
+    update = direction(
+        grad, momentum_buffer, momentum=momentum, nesterov=nesterov, maximize=maximize
+    )
+    matrix = update.reshape(1, *matrix_shape(param.shape))
+    matrix = orthogonalize(matrix, ns_coefficients, steps=ns_steps, eps=eps)
+    ratio = learning_rate_ratio(param.shape, adjust_lr_fn)
+    descend(param, matrix.reshape(param.shape), lr=lr, weight_decay=weight_decay, ratio=ratio)
+
+
+def direction(
+    grad: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
+) -> Tensor:
+    """U of the module docstring: updates the momentum in place, and leaves `grad` alone."""
     if maximize:
         grad = -grad
-    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * grad
-    update = (1 - momentum) * grad + momentum * momentum_buffer if nesterov else momentum_buffer
-    x = update.reshape(len(update), -1)
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp_min(eps)
-    a, b, c = ns_coefficients
-    for _ in range(ns_steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    x = x.T if is_tall else x
-    ratio = learning_rate_ratio(param.shape, adjust_lr_fn)
-    return param - lr * weight_decay * param - lr * ratio * x.reshape(param.shape), momentum_buffer
+    momentum_buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(momentum_buffer, momentum) if nesterov else momentum_buffer
+
+
+def orthogonalize(
+    matrices: Tensor,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    *,
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> Tensor:
+    """`matrices` [count, rows, cols] with their singular values near 1, in their dtype; see the module."""
+    a, b, c = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def descend(
+    param: Tensor, update: Tensor, *, lr: float | Tensor, weight_decay: float, ratio: float
+) -> None:
+    """The end of a step, in place: decay the weight, and subtract the update."""
+    param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a parameter of this shape as a matrix."""
+    return shape[0], math.prod(shape[1:])
 
 
 def learning_rate_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
-    """The factor of the orthogonal update of a parameter of this (global) shape; see `lowbit.optim.muon`."""
+    """The factor of the orthogonal update of a parameter of this (global) shape; `ratio` of the module docstring."""
     rows, cols = matrix_shape(shape)
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1.0, rows / cols))
 
 
+# ---- matrices -----------------------------------------------------------------------------------------------
+
+
+class MatrixStep:
+    """`lowbit.optim.job.Step` of the groups with `use_muon`; it leaves the others."""
+
+    def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
+        for job in jobs:
+            if job.group["use_muon"]:
+                count_step(optimizer, job)
+                for batch in _batches(job):
+                    _step_matrices(optimizer.state, batch, scale.coefficient)
+        return [job for job in jobs if not job.group["use_muon"]]
+
+
+def _step_matrices(state: dict[Tensor, Any], job: Job, coefficient: Tensor | None) -> None:
+    """Update parameters of one (global) shape."""
+    group = job.group
+    shape = job.params[0].shape
+    whole = [
+        gathered(param, _direction(state[param], grad, group, coefficient).to(working_dtype(param)))
+        for param, grad in zip(job.params, job.grads, strict=True)
+    ]
+    joined = torch.stack(whole) if len(whole) > 1 else whole[0][None]
+    del whole  # one large matrix takes memory
+    results = orthogonalize(
+        joined.reshape(len(job.params), *matrix_shape(shape)),
+        group["ns_coefficients"],
+        steps=group["ns_steps"],
+        eps=group["eps"],
+    )
+    job.grads = [
+        own_part(param, result.reshape(shape)).to(grad.device)
+        for param, grad, result in zip(job.params, job.grads, results, strict=True)
+    ]
+    ratio = learning_rate_ratio(shape, group["adjust_lr_fn"])
+    # rounds and corrects weights as every optimizer does; without states, because the momentum is stored already
+    Update(state, job, {}, functools.partial(bound(descend, group), ratio=ratio), None).run()
+
+
+def _direction(
+    state: dict[str, Any], grad: Tensor, group: dict[str, Any], coefficient: Tensor | None
+) -> Tensor:
+    """`direction` with a momentum in any format: this rank's part of the matrix to orthogonalize, float32."""
+    grad = grad.float()
+    if coefficient is not None:
+        grad = grad * coefficient.to(grad.device)
+    stored = states.local(state["momentum_buffer"])
+    momentum = stored.dequantize() if isinstance(stored, CodebookTensor) else stored.float()
+    update = bound(direction, group)(grad, momentum, step=state["step"])
+    if momentum is not stored:
+        stored.copy_(momentum)
+    return update
+
+
+def _batches(job: Job) -> Iterator[Job]:
+    """Parts of one shape, with at most `BATCH` elements unless one parameter alone has more."""
+    by_shape: defaultdict[torch.Size, list[int]] = defaultdict(list)
+    for index, param in enumerate(job.params):
+        if param.numel():
+            by_shape[param.shape].append(index)
+    for shape, indices in by_shape.items():
+        count = max(1, BATCH // shape.numel())
+        for start in range(0, len(indices), count):
+            yield job.subset(indices[start : start + count])
+
+
+def working_dtype(param: Tensor) -> torch.dtype:
+    """The dtype in which matrices on this parameter's device are orthogonalized."""
+    device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def gathered(param: Tensor, part: Tensor) -> Tensor:
+    """The whole tensor of which `part` is this rank's part, on the mesh's device."""
+    if not isinstance(param, DTensor):
+        return part
+    mesh, shape = param.device_mesh, param.shape
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    sharded = DTensor.from_local(
+        part, mesh, param.placements, run_check=False, shape=shape, stride=stride
+    )
+    return sharded.full_tensor()
+
+
+def own_part(param: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has as a whole."""
+    if not isinstance(param, DTensor):
+        return whole
+    copies = [Replicate()] * param.device_mesh.ndim
+    same = DTensor.from_local(whole.contiguous(), param.device_mesh, copies, run_check=False)
+    return same.redistribute(param.device_mesh, param.placements).to_local()
+
+
+# ---- the optimizer ------------------------------------------------------------------------------------------
+
+
 class Muon(AdamBase):
     """Muon for matrices, with its momentum in few bits, and `lowbit.optim.AdamW` for the other parameters.
 
-    A group goes to Muon or to AdamW as its option `use_muon` says. A group that doesn't say is split in two: its
-    parameters of 2 and more dimensions go to Muon, those of fewer to AdamW. That cannot tell an embedding or an
-    output layer from a hidden matrix: give those in a group of their own with `use_muon=False`. More than 2
-    dimensions are flattened to [first, rest], as for a convolution; experts stacked in one parameter are not one
-    matrix, and are better given to AdamW.
+    The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
+    two: parameters of 2 and more dimensions go to Muon, the others to AdamW. This rule cannot distinguish an embedding
+    or an output layer from a hidden matrix: give those in a group of their own with `use_muon=False`. More than 2
+    dimensions are flattened to [first, rest], as for a convolution. Experts stacked in one parameter are not one
+    matrix; AdamW is the better choice for them.
 
         head = {"params": [model.embed.weight, model.head.weight], "use_muon": False}
         optimizer = Muon([{"params": model.blocks.parameters()}, head], lr=0.02, adamw_lr=3e-4)
@@ -118,23 +245,24 @@ class Muon(AdamBase):
             below). float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: Muon's, as in
             torch.optim.Muon; see `lowbit.optim.muon`.
-        adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps: AdamW's, where its groups don't give their own `lr`,
-            `weight_decay`, `betas`, `eps`. In a group that is split, these names set the AdamW part's.
+        adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps: AdamW's, unless its groups give their own `lr`,
+            `weight_decay`, `betas`, `eps`. In a group that is split, these names set the options of the AdamW part.
         maximize: ascend.
         common: `lowbit.optim.CommonOptions`. `state` is the format of the momentum and of AdamW's moments, by default
             this class's own, "8bit" for Muon itself. Bytes of momentum an element: "4bit" 0.53, "8bit" and "float8"
             1.02, "bf16" 2, "fp32" 4. `fused` concerns the AdamW groups.
 
-    What the codes of a momentum can't resolve is noise in every direction, which orthogonalizing lifts to the size of
-    the signal where that is small: 8 bits cost little, 4 bits slow training down.
+    The rounding error of a momentum's codes is noise in every direction. Orthogonalization amplifies it to the size of
+    the signal where the signal is small: 8 bits cost little, 4 bits slow training down.
 
-    A checkpoint of torch.optim.Muon with the same groups loads; `dequantize_state_dict` leads back.
+    A checkpoint of torch.optim.Muon with the same groups loads; `dequantize_state_dict` makes one for torch.optim.Muon.
 
     Raises:
-        ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
+        ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
     """
 
     decoupled = True
+    eager_steps: ClassVar[tuple[Step, ...]] = (MatrixStep(), EagerStep())
 
     def __init__(
         self,
@@ -212,7 +340,7 @@ class Muon(AdamBase):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        # without them a copy could take no more groups
+        # a copy needs them to take more groups
         return {**super().__getstate__(), "_adamw": self._adamw}
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -251,56 +379,6 @@ class Muon(AdamBase):
     def rule(self, group: dict[str, Any]) -> Rule | None:  # type: ignore[override]
         return None if group["use_muon"] else super().rule(group)
 
-    # ---- the step -------------------------------------------------------------------------------------------
-
-    def _step_eagerly(self, jobs: list[Job], coefficient: Tensor | None) -> None:
-        super()._step_eagerly([job for job in jobs if not job.group["use_muon"]], coefficient)
-        for job in jobs:
-            if job.group["use_muon"]:
-                torch._foreach_add_([self.state[param]["step"] for param in job.params], 1)
-                for batch in _batches(job):
-                    self._step_matrices(batch, coefficient)
-
-    def _step_matrices(self, job: Job, coefficient: Tensor | None) -> None:
-        """Update parameters of one (global) shape."""
-        group = job.group
-        shape = job.params[0].shape
-        whole = [
-            gathered(
-                param, self._direction(param, grad, group, coefficient).to(working_dtype(param))
-            )
-            for param, grad in zip(job.params, job.grads, strict=True)
-        ]
-        joined = torch.stack(whole) if len(whole) > 1 else whole[0][None]
-        del whole  # one large matrix takes memory
-        results = orthogonalize(
-            joined.reshape(len(job.params), *matrix_shape(shape)),
-            group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-        )
-        job.grads = [
-            own_part(param, result.reshape(shape)).to(grad.device)
-            for param, grad, result in zip(job.params, job.grads, results, strict=True)
-        ]
-        eager.Step(_Apply(self, shape), job, None).run()  # type: ignore[arg-type]
-
-    def _direction(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], coefficient: Tensor | None
-    ) -> Tensor:
-        """Update the momentum; this rank's part of the matrix to orthogonalize, float32."""
-        grad = grad.float()
-        if coefficient is not None:
-            grad = grad * coefficient.to(grad.device)
-        if group["maximize"]:
-            grad = -grad
-        stored = states.local(self.state[param]["momentum_buffer"])
-        momentum = stored.dequantize() if isinstance(stored, CodebookTensor) else stored.float()
-        momentum.lerp_(grad, 1 - group["momentum"])
-        if momentum is not stored:
-            stored.copy_(momentum)
-        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def _loaded_state(
@@ -311,57 +389,9 @@ class Muon(AdamBase):
         return super()._loaded_state(group, param, saved, name)
 
 
-class _Apply:
-    """The end of a step, as an optimizer without states for `eager.Step`: decay, and subtract what is in the job's
-    gradients. So rounding and correction of weights are those of every optimizer."""
-
-    def __init__(self, optimizer: Muon, shape: torch.Size) -> None:
-        self.state = optimizer.state
-        self.shape = shape
-
-    def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {}
-
-    def scalars(
-        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
-    ) -> tuple[Tensor, ...]:
-        ones = torch.ones_like(steps)
-        ratio = learning_rate_ratio(self.shape, group["adjust_lr_fn"])
-        return lr * ratio * ones, 1 - lr * group["weight_decay"] * ones
-
-    def update(
-        self,
-        group: dict[str, Any],
-        scalars: tuple[Tensor, ...],
-        weight: Tensor,
-        grad: Tensor,
-        states: dict[str, Tensor],
-    ) -> None:
-        factor, keep = scalars
-        weight.mul_(keep).sub_(grad * factor)
-
-
-def _batches(job: Job) -> Iterator[Job]:
-    """Parts of one shape, and at most `BATCH` elements unless of one parameter."""
-    by_shape: defaultdict[torch.Size, list[int]] = defaultdict(list)
-    for place, param in enumerate(job.params):
-        if param.numel():
-            by_shape[param.shape].append(place)
-    for shape, places in by_shape.items():
-        count = max(1, BATCH // shape.numel())
-        for start in range(0, len(places), count):
-            some = places[start : start + count]
-            yield Job(
-                job.group,
-                [job.params[i] for i in some],
-                [job.indices[i] for i in some],
-                [job.grads[i] for i in some],
-            )
-
-
 class Muon4bit(Muon):
-    """`Muon(..., state="4bit")`: 0.53 bytes of momentum an element where torch.optim.Muon takes 4; see `Muon` for what
-    that costs."""
+    """`Muon(..., state="4bit")`: 0.53 bytes of momentum an element where torch.optim.Muon takes 4; see `Muon` for
+    the cost."""
 
     default_state = "4bit"
 

@@ -1,17 +1,17 @@
 """CPUOffloadOptimizer: the states (and gradients) of any optimizer in host memory, its step on the CPU.
 
-Each parameter has a copy in host memory, and the base optimizer is built over those copies: its states are created
-and updated there, and never move. What moves, through pinned memory and on streams of its own:
+Each parameter has a copy in host memory, and the base optimizer is built over these copies: its states are created and
+updated there, and never move. Two things move, through pinned memory and on streams of their own:
 
     gradient   device -> host   as soon as backward has it, by a hook on the parameter
     weight     host -> device   as soon as the CPU has updated it, while the CPU goes on with others
 
-A step updates some parameters at a time, the last ones first, as backward delivers them: wait for their gradients,
-update, start their copies back. What the device is given next runs after those copies; nothing else waits.
+A step updates some parameters at a time, the last ones first, because backward delivers them first: it waits for their
+gradients, updates, and starts their copies back. The device's next work runs after those copies; nothing else waits.
 
-A copy that is under way can be overtaken: by clipping or unscaling, by another backward that adds to the gradient,
-by `load_state_dict` on the model. All of these change tensors in place, which changes their version counters, so
-what arrived is used only if the tensor is still the one that was copied; otherwise it is copied again in `step`.
+A copy that is under way can become stale: by clipping or unscaling, by another backward that adds to the gradient, by
+`load_state_dict` on the model. All of these change tensors in place, which changes their version counters. So an
+arrived copy is used only if its source has not changed since; otherwise `step` copies again.
 
 ZeRO-Offload, arXiv 2101.06840, describes the scheme.
 """
@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.base import LowbitOptimizer, check_flag
-from lowbit.optim.saved import check_states
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.checkpoint import checked_states
+from lowbit.optim.options import check_flag
 from lowbit.optim.state import is_dtensor, local
 from lowbit.optim.transfers import Slot, Transfers, transfers_for
 from lowbit.tensor.base import LowbitTensor
@@ -41,9 +42,9 @@ BUCKET = 2**24
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """Any optimizer, its states (and gradients) in host memory and its step on the CPU.
 
-    Use it as the optimizer that it wraps. Its `state_dict()` is that of `base_class` used directly: either loads
-    the other's, at any time, also between the backward passes of one step. Learning rate schedulers and changes of
-    `param_groups` count from the next step on. A loop needs no change but with `offload_gradients=True`: there the
+    Use it as the optimizer that it wraps. Its `state_dict()` is that of `base_class` used directly: each loads the
+    other's, at any time, also between the backward passes of one step. Learning rate schedulers and changes of
+    `param_groups` take effect at the next step. A loop needs no change, except with `offload_gradients=True`: then the
     gradients are no longer on the device, so clip with `clip_grad_norm_` of this class.
 
         optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
@@ -53,27 +54,27 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     half of a weight's last bit, as it does without offload. `lowbit.optim.AdamW` with `state="fp32"` (or "8bit") and
     `weight_correction="8bit"` or `bf16_stochastic_round=True` does not.
 
-    A parameter sharded by FSDP2 or DTensor is offloaded as its local part, in a DTensor of the same placement. Where
+    A parameter sharded by FSDP2 or DTensor is offloaded as its local part, in a DTensor with the same placements. If
     several processes hold plain parameters, as under DistributedDataParallel, which averages gradients at the end of
-    backward, they are copied in `step` (and stay on the device until then).
+    backward, then `step` copies the gradients, which stay on the device until then.
 
     Args:
         params: as for `base_class`: parameters, (name, parameter) pairs, or groups. Plain tensors or DTensors.
         base_class: a class of optimizers; all of torch.optim but LBFGS and SparseAdam, all of lowbit.optim, others.
-            Those of torch.optim and lowbit.optim update some parameters while the gradients of others are on their
-            way; any other, and one that clips or skips inside its step, is called once, with all gradients.
+            An optimizer of torch.optim or lowbit.optim updates some parameters while the gradients of others are on
+            their way. Any other one, and one that clips or skips inside its step, is called once, with all gradients.
         offload_gradients: free the device's gradients as backward delivers them, and add up those of several
-            backward passes on the host, in the gradients' dtype. `.grad` is None after backward then, so
+            backward passes on the host, in the gradients' dtype. Then `.grad` is None after backward, so
             `torch.nn.utils.clip_grad_norm_` and `GradScaler` find nothing: clip with `clip_grad_norm_` of this
             class, or by `max_grad_norm` of lowbit's optimizers, and scale by hand or not at all. `step` uses the
             gradients up; drop them without a step by `zero_grad` of this class (the model's cannot).
         base_options: for `base_class`: lr, betas, fused, ...
 
     Raises:
-        TypeError, ValueError: what can't be offloaded, and whatever `base_class` raises.
+        TypeError, ValueError: a parameter or class that can't be offloaded, and whatever `base_class` raises.
 
-    Weights changed in place or loaded are seen by the next step; not those changed in place through `.data`, which
-    nothing can see: write `with torch.no_grad(): p.mul_(...)` instead of `p.data.mul_(...)`.
+    The next step sees weights that were changed in place or loaded, but not those changed through `.data`, which no
+    version counter records: write `with torch.no_grad(): p.mul_(...)` instead of `p.data.mul_(...)`.
     """
 
     base: torch.optim.Optimizer
@@ -141,7 +142,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return {**options, "params": hosts}
 
     def _mirror_new_groups(self) -> None:
-        """Groups over the device's parameters for the base optimizer's, which may have split those it was given."""
+        """Add the groups of the base optimizer, over the device's parameters. It may have split the groups it was
+        given."""
         params = {slot.host: param for param, slot in self._slots.items()}
         for theirs in self.base.param_groups[len(self.param_groups) :]:
             own = {**theirs, "params": [params[host] for host in theirs["params"]]}
@@ -161,7 +163,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return handed
 
     def _take_options_back(self, handed: list[dict[str, Any]]) -> None:
-        """What the base optimizer changed in its groups, such as a counter."""
+        """Copy options that the base optimizer changed in its groups, such as a counter."""
         for own, theirs, options in zip(
             self.param_groups, self.base.param_groups, handed, strict=True
         ):
@@ -180,9 +182,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Returns what `closure` does, which is called first.
+        """Update every parameter that has a gradient. Calls `closure` first, and returns what it returns.
 
-        Returns when the CPU is done. The device may still be receiving weights; what it is given next comes after.
+        Returns when the CPU is done. The device may still be receiving weights; its next work runs after that.
 
         Raises:
             RuntimeError: a sparse gradient, or a parameter that was moved to another device or converted to another
@@ -220,10 +222,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 slot.send()
 
     def _with_gradients(self) -> list[Slot]:
-        """The parameters that have a gradient, the last first; its copy to the host has been started."""
+        """The parameters that have a gradient, the last first. The copies of all gradients to the host are started."""
         slots = [self._slots[p] for group in self.param_groups for p in group["params"]]
         for slot in slots:
-            slot.watch()  # one that was frozen when it was added may no longer be
+            slot.watch()  # a parameter that was frozen when it was added may be trained now
             slot.receive()
         return [slot for slot in reversed(slots) if slot.has_grad]
 
@@ -260,8 +262,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the host's gradients to a norm of at most `max_norm` over all of them (and all ranks).
 
-        As torch.nn.utils.clip_grad_norm_, for after the last backward pass of a step: the device's gradients, where
-        they are still there, stay as they are. The norm is computed in float32 at least.
+        Like torch.nn.utils.clip_grad_norm_, to be called after the last backward pass of a step. Gradients that are
+        still on the device stay as they are. The norm is computed in float32 or float64.
 
         Returns:
             The norm before, a tensor without dimensions on the CPU.
@@ -276,11 +278,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `base_class` used directly; its tensors are on the CPU. Gradients are not part of it."""
+        """As that of `base_class` used directly; its tensors are on the CPU. Gradients are not part of it."""
         self._link_states()
         made = super().state_dict()
         if isinstance(self.base, LowbitOptimizer) and isinstance(made, dict):
-            return self.base._stepped_by.attach(made)
+            return self.base.stepped_by.attach(made)
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -295,9 +297,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        if not isinstance(self.base, LowbitOptimizer):  # which looks itself
+        if not isinstance(self.base, LowbitOptimizer):  # which checks itself
             with torch.no_grad():
-                check_states(self.base.param_groups, state_dict)
+                checked_states(self.base.param_groups, state_dict)
         self.base.load_state_dict(state_dict)
         for own, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             params = own["params"]
@@ -310,7 +312,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     # ---- copies ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: as `state_dict`, and what is needed to make the rest again."""
+        """For copy.deepcopy and pickle: `state_dict`, and what is needed to rebuild the rest."""
         made_by = type(self.base), self._base_options, self._offload_gradients
         return {
             **super().__getstate__(),
@@ -345,14 +347,14 @@ def _total_norm(slots: list[Slot]) -> Tensor:
         if is_dtensor(slot.param):
             placements = slot.param.placements  # type: ignore[attr-defined]
             # under tensor parallelism FSDP2 shards by a placement that answers is_shard() with False
-            sharding = tuple(i for i, place in enumerate(placements) if not place.is_replicate())
+            sharding = tuple(i for i, p in enumerate(placements) if not p.is_replicate())
             key = slot.param.device_mesh, sharding  # type: ignore[attr-defined]
         squares[key] = squares.get(key, torch.zeros((), dtype=torch.float64)) + square
     total = torch.zeros((), dtype=torch.float64)
     for key, square in squares.items():
         if key is not None:
             mesh, sharding = key
-            square = square.to(mesh.device_type)  # where the ranks exchange
+            square = square.to(mesh.device_type)  # the device on which ranks communicate
             for dim in sharding:
                 dist.all_reduce(square, group=mesh.get_group(dim))
         total += square.cpu()

@@ -1,6 +1,6 @@
 """The options that every optimizer takes, and the checks of options and parameters.
 
-A check raises before anything has changed, and says what it got, what is accepted, and the way out.
+A check raises before anything has changed. Its message says what it got, what is accepted, and the way out.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CommonOptions(TypedDict, total=False):
-    """The options that every optimizer of lowbit takes. A group may have its own, but for `max_grad_norm` and
+    """The options that every optimizer of lowbit takes. A group may have its own values, except of `max_grad_norm` and
     `skip_nonfinite`, which concern the gradients of all groups together."""
 
     state: str | None
-    """Format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own. States keep the one
-    they were created in; to change it, load `state_dict()` into an optimizer made with another."""
+    """Format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own. States keep the format
+    that they were created in. To change it, load `state_dict()` into an optimizer made with another format."""
     bf16_stochastic_round: bool
     """Round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of their last bit are
-    not lost. The draws are a function of (seed, step, parameter, element): the same at any sharding, and after a
+    not lost. The random bits are a function of (seed, step, parameter, element): the same at any sharding, and after a
     restart. Weights of other dtypes are unaffected. False by default."""
     weight_correction: str | None
     """"8bit": keep the bits below a bfloat16 weight in one more byte of state, so that it behaves as a weight of
@@ -38,19 +38,21 @@ class CommonOptions(TypedDict, total=False):
     """A step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step counter. False by
     default."""
     seed: int
-    """Of the random draws. 0 by default."""
+    """Seed of the random bits. 0 by default."""
     fused: bool | None
-    """Of parameters on an NVIDIA GPU or a CPU. None: a kernel where it applies, compiled at first use and kept on
-    disk; where it doesn't, PyTorch operations, several times slower. False: PyTorch operations always. True: the
-    kernel always; where it can't, an error that says why. For a CPU it is compiled by the machine's C++ compiler
-    (`$CXX`, or c++, g++ or clang++ on the path: about a second for each format and dtype); without one a warning says
-    so once. float64 weights take PyTorch operations, and weights in low bits those that decode and round them."""
+    """Whether a compiled kernel updates parameters on an NVIDIA GPU or a CPU.
+
+    None: a kernel where it applies, compiled at first use and kept on disk; elsewhere PyTorch operations, which are
+    several times slower. False: PyTorch operations always. True: the kernel always; where it does not apply, an error
+    that says why. For a CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles it, in
+    about a second for each format and dtype; without a compiler a warning says so once. float64 weights are updated by
+    PyTorch operations, low-bit weights by a kernel and by the PyTorch operations that decode and round them."""
     foreach: bool | None
-    """Without effect; as in torch.optim, not together with `fused`."""
+    """Accepted without effect; as in torch.optim, not together with `fused`."""
     capturable: bool
-    """Without effect: a step can be captured in a CUDA graph (after one with the same gradients, that creates the
-    states), and does not wait for the GPU. It does only where it may be skipped and PyTorch operations do part of it,
-    as for Muon's matrices."""
+    """Accepted without effect: a step can always be captured in a CUDA graph, after one step with the same gradients,
+    which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch operations do a
+    part of it, as for Muon's matrices."""
     differentiable: bool
     """True is refused."""
 
@@ -67,13 +69,13 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "fused": None,
 }
 SHARED = ("max_grad_norm", "skip_nonfinite")
-"""Options that all groups have alike."""
+"""Options with one value for all groups."""
 KEPT_ON_LOADING = ("state", "foreach", "fused")
-"""How an optimizer works, not what it computes: those of a checkpoint are not taken over."""
+"""Options of how an optimizer works, not of what it computes. Loading a checkpoint leaves them as they are."""
 
 
 def check_common(group: dict[str, Any]) -> None:
-    """Raise for a learning rate or a common option that isn't taken."""
+    """Raise for a learning rate or a common option that is not accepted."""
     check_nonnegative("lr", group["lr"])
     if not isinstance(group["lr"], Tensor):
         group["lr"] = float(group["lr"])
@@ -91,7 +93,7 @@ def check_common(group: dict[str, Any]) -> None:
     if group["weight_correction"] and group["bf16_stochastic_round"]:
         raise ValueError(
             "weight_correction='8bit' and bf16_stochastic_round=True cannot be asked for together: a corrected "
-            "weight loses nothing that a draw could make up for; leave one out"
+            "weight loses nothing that stochastic rounding could make up for; leave one out"
         )
     if group["max_grad_norm"] is not None:
         check_nonnegative("max_grad_norm", group["max_grad_norm"])
@@ -112,7 +114,7 @@ def check_common(group: dict[str, Any]) -> None:
 
 
 def check_shared(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Raise where `group` differs from `others` in what concerns all gradients together."""
+    """Raise if `group` differs from `others` in an option that concerns all gradients together."""
     for name in SHARED:
         for other in others:
             if group[name] != other[name]:
@@ -156,15 +158,16 @@ def check_betas(betas: Any, count: int) -> tuple[float, ...]:
 
 
 def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
-    """Raise unless `value` is True or False, or None where that is taken too."""
+    """Raise unless `value` is True or False, or None where that is accepted too."""
     if not isinstance(value, bool) and not (or_none and value is None):
         accepted = "True, False or None" if or_none else "True or False"
         raise TypeError(f"{name} must be {accepted}, got {value!r}")
 
 
 def check_param(name: str, param: Any) -> None:
+    """Raise TypeError for a parameter of a dtype that cannot be trained, called `name` in the message if not empty."""
     if not isinstance(param, Tensor) or param.dtype in PARAM_DTYPES:
-        return  # torch.optim refuses what is no tensor
+        return  # torch.optim refuses anything that is no tensor
     label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
     if param.is_complex():
         way_out = "optimize its real view: torch.view_as_real(param)"

@@ -1,11 +1,11 @@
 """The compiled step of weights that round themselves (`LowbitTensor.update_`), as int8 weights do.
 
-The kernel reads and writes float32 values. A few parameters at a time, or some rows of a large one, lend theirs to a
-piece of memory; the kernel updates them there with their states, and the weights take them back, rounded. That memory
-is bounded (`eager.piece_of`: 64 MiB on a GPU), one after another uses it, and it is freed at the end of the step. A
-parameter takes some eight launches, and no answer of the device is waited for.
+The kernel reads and writes float32 values. A few parameters at a time, or some rows of a large one, write their values
+to shared memory; the kernel updates them there with their states, and the weights take them back, rounded. The shared
+memory is bounded (`job.piece_of`: 64 MiB on a GPU), parameters use it one after another, and it is freed at the end of
+the step. A parameter takes some eight launches, and the host waits for no answer of the device.
 
-All rows are in one table, as those of `Launch`; a pass is a part of it whose values are in memory together.
+All rows are in one table, as those of `Launch`. A pass is a part of the table whose values are in memory together.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ import torch
 from torch import Tensor
 
 from lowbit.optim import state as states
-from lowbit.optim.clip import GradScale
-from lowbit.optim.eager import piece_of, rows_of
-from lowbit.optim.launch import Item, Launch, copied, draws_of
+from lowbit.optim.job import GradScale, piece_of, rows_of
+from lowbit.optim.launch import Item, Launch, copied, is_random
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, Variant
 
-ALIGNED = 16  # elements: the values of some rows begin at a multiple of them
+ALIGNED = 16  # elements; the values of a row of the table begin at a multiple
 
 
 class Rows(NamedTuple):
-    """What a row of the table updates."""
+    """The rows of a parameter that a row of the table updates."""
 
-    owner: int  # index of its parameter in the launch
-    start: int  # these of its rows
+    owner: int  # index of the parameter in the launch
+    start: int  # first of these rows
     end: int
-    rows: int  # of all of it; 1: it is taken whole
-    skipped: int  # elements of it before these
-    offset: int  # of their values in the shared memory
+    rows: int  # of the whole parameter; 1: it is updated as a whole
+    skipped: int  # elements of the parameter before these
+    offset: int  # of the values in the shared memory
 
 
 class Pass(NamedTuple):
-    """Rows of the table, from `first` to before `end`, which one launch updates."""
+    """The rows `first` to `end - 1` of the table, which one launch updates."""
 
     first: int
     end: int
@@ -53,20 +52,21 @@ class Pass(NamedTuple):
 
 @dataclass
 class RoundedLaunch(Launch):
-    """One table, and its kernel once a pass."""
+    """One table, whose kernel is launched once a pass."""
 
     pieces: list[Rows] = field(default_factory=list)
     """By row of the table."""
     passes: list[Pass] = field(default_factory=list)
     size: int = 0  # of the shared memory, in elements
     counted: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of parameters with several rows in the table: index, the first of them, the last."""
+    """Parameters with several rows in the table: (index in the launch, first row, last row)."""
     steps: Tensor | None = None
-    """What all of them but the last count on: every row counts a step. float64, one a row of the table."""
+    """Counters, float64 [rows of the table]. The kernel counts a step for each row. So all rows of a parameter except
+    the last one count here; the last row counts in the parameter's state."""
     values: Tensor | None = None
     """The shared memory, during a step."""
     skip: Tensor | None = None
-    """`GradScale.skip` of the step at hand."""
+    """`GradScale.skip` of this step."""
 
     @classmethod
     def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Self:
@@ -77,7 +77,7 @@ class RoundedLaunch(Launch):
         return made
 
     def _plan(self, cut: list[list[Item]]) -> None:
-        """Fill the shared memory with one row of the table after another."""
+        """Give each row of the table its part of the shared memory, and begin a new pass where the memory is full."""
         limit = piece_of(self.table.device)
         bounds, offset = [0], 0
         for index, pieces in enumerate(cut):
@@ -157,7 +157,7 @@ class RoundedLaunch(Launch):
                 _update(weight, values, self.skip)
 
     def _taken(self, piece: Rows) -> tuple[LowbitTensor, Tensor]:
-        """The rows of the weight, and the memory of their values."""
+        """The rows of the weight, and the shared memory for their values."""
         assert self.values is not None
         whole: Any = states.memory(self.params[piece.owner])
         if piece.rows > 1:
@@ -167,7 +167,7 @@ class RoundedLaunch(Launch):
 
 
 def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
-    """Have the weight take them, unless the device says that the step be skipped."""
+    """Have the weight take the values, unless the device says that the step is to be skipped."""
     if weight.numel() == 0:
         return
     if skip is None:
@@ -181,16 +181,16 @@ def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
 
 
 def _cut(optimizer: Any, variant: Variant, item: Item) -> Iterator[Item]:
-    """A parameter as it is, or, of one whose values are too many, rows at a time, on all ranks alike: they may have to
-    round a row together."""
+    """A parameter as a whole, or in groups of rows if it is large. All ranks cut alike, because they may have to round
+    a row together."""
     weight, state = item.own, optimizer.state[item.param]
     names = optimizer.state_names(optimizer.param_groups[item.group])
     stored = [states.local(state[name]) for name in names]
     cols = [t.cols_of(weight.shape) for t in stored if isinstance(t, CodebookTensor)]
     width = max(cols, default=weight.shape[-1])
-    if draws_of(variant):
+    if is_random(variant):
         _, run, stride = states.global_index(item.param)
-        if run != stride:  # rows that begin with a run; either divides the other
+        if run != stride:  # rows must begin with a run; one width divides the other
             width = max(width, run)
     if weight.numel() == 0:
         yield item

@@ -7,13 +7,13 @@ With gradient g (negated to maximize) and momentum b, whose first value is the g
     p = p - lr * (g + momentum * b)             with nesterov
     p = p - lr * b                              otherwise; without momentum p = p - lr * g
 
-As states start at zero, the first step is the ordinary one without dampening; which step is the first is told by
-the step counter, on the device.
+Because states start at zero, the first step is the ordinary one without dampening. The step counter on the device tells
+which step is the first.
 
-What a format does to a momentum depends on how long it remembers: a step changes it by a share of 1 - momentum, and
-what is below half the distance of two codes is lost. See `lowbit.optim.lion` for figures. Training loss of a small
-network (600 steps, batches of 32) above that with a float32 momentum: "bf16", "8bit" and "float8" at most 0.3%; "4bit"
-0.8% with momentum = 0.9, but 56% with 0.99, which 4 bits cannot hold.
+The error of a format depends on how long the momentum remembers: a step changes the momentum by a share of 1 -
+momentum, and a change below half the distance of two codes is lost. See `lowbit.optim.lion` for figures. The training
+loss of a small network (600 steps, batches of 32) was above that with a float32 momentum by at most 0.3% with "bf16",
+"8bit" and "float8". With "4bit" it was 0.8% above with momentum = 0.9, but 56% with 0.99, which 4 bits cannot hold.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.base import (
-    CommonOptions,
-    LowbitOptimizer,
-    ParamsT,
-    check_flag,
-    check_nonnegative,
-    check_number,
-)
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -40,34 +35,33 @@ if TYPE_CHECKING:
 def reference(
     param: Tensor,
     grad: Tensor,
-    momentum_buffer: Tensor | None,
+    momentum_buffer: Tensor | None = None,
     *,
-    lr: float,
+    step: Tensor,
+    lr: float | Tensor,
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """One step on plain tensors of one shape and dtype, changing none of them.
+) -> None:
+    """One step in place, on plain tensors of one shape; see the module for the formula.
 
     Args:
-        param, grad, momentum_buffer: the parameter, its gradient and its momentum; None at the first step, and
-            always where `momentum` is 0.
-
-    Returns:
-        The new (param, momentum_buffer).
+        param: float32 or float64.
+        grad: float32 or float64, as the momentum; it stays as it is.
+        momentum_buffer: b, zeros at the first step; None if `momentum` is 0.
+        step: float64 without dimensions, 1 at the first step.
     """
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
-    if momentum == 0:
-        return param - lr * grad, None
-    if momentum_buffer is None:
-        momentum_buffer, dampening = torch.zeros_like(grad), 0.0
-    momentum_buffer = momentum * momentum_buffer + (1 - dampening) * grad
-    update = grad + momentum * momentum_buffer if nesterov else momentum_buffer
-    return param - lr * update, momentum_buffer
+    if weight_decay:
+        grad = grad + weight_decay * param.to(grad.dtype)
+    if momentum_buffer is not None:
+        new = grad * torch.where(step == 1, 1.0, 1.0 - dampening) if dampening else grad
+        momentum_buffer.mul_(momentum).add_(new)
+        grad = grad.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
+    param.sub_(grad * lr)
 
 
 class SGD(LowbitOptimizer):
@@ -78,8 +72,8 @@ class SGD(LowbitOptimizer):
             float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
         lr: learning rate, a float or a tensor of one element.
         momentum: decay of the momentum; 0 for none.
-        dampening: the gradient enters the momentum with the factor 1 - dampening, but for the first time.
-        weight_decay: added to the gradient, times the weight (L2 penalty).
+        dampening: the gradient enters the momentum with the factor 1 - dampening, except at the first step.
+        weight_decay: times the weight, added to the gradient (L2 penalty).
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
         maximize: ascend.
         common: `lowbit.optim.CommonOptions`. `state`, the format of the momentum, is by default this class's own,
@@ -87,10 +81,11 @@ class SGD(LowbitOptimizer):
             "fp32" 4; small parameters keep float32 states, see `lowbit.optim.AdamW`.
 
     Raises:
-        ValueError, TypeError: an option or a parameter that it doesn't take, named with its value.
+        ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
     """
 
     moments: ClassVar[dict[str, bool]] = {"momentum_buffer": True}
+    reference = staticmethod(reference)
 
     def __init__(
         self,
@@ -140,37 +135,10 @@ class SGD(LowbitOptimizer):
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return self.moments if group["momentum"] else {}
 
-    def scalars(
-        self, group: dict[str, Any], lr: float | Tensor, steps: Tensor
-    ) -> tuple[Tensor, ...]:
-        """(lr, factor of the gradient in the momentum) for each parameter."""
-        rate = lr * torch.ones_like(steps)
-        return rate, torch.where(steps == 1, 1.0, 1.0 - group["dampening"]).to(steps.dtype)
-
-    def update(
-        self,
-        group: dict[str, Any],
-        scalars: tuple[Tensor, ...],
-        weight: Tensor,
-        grad: Tensor,
-        states: dict[str, Tensor],
-    ) -> None:
-        lr, share = scalars
-        momentum = group["momentum"]
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            grad = grad + group["weight_decay"] * weight.float()
-        if momentum:
-            buffer = states["momentum_buffer"].mul_(momentum)
-            buffer.add_(grad * share if group["dampening"] else grad)
-            grad = grad.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-        weight.sub_(grad * lr)
-
     def _loaded_state(
         self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """torch.optim.SGD counts no steps: its momentum, where there is one, is past the first."""
+        """torch.optim.SGD counts no steps. A momentum in its checkpoint is past the first step."""
         saved = dict(saved)
         if "momentum_buffer" in saved and (
             saved["momentum_buffer"] is None or not group["momentum"]
@@ -194,9 +162,6 @@ class SGD(LowbitOptimizer):
         else:
             lines.append("w -= s[0] * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
-
-    def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return group["momentum"], group["dampening"], group["weight_decay"]
 
 
 _HYPER = ("momentum", "dampening", "weight_decay")

@@ -1,7 +1,7 @@
 """Copies between a device and the host, and the parameters that are copied; see `lowbit.optim.offload`.
 
-The order of things is decided by `Slot` and `CPUOffloadOptimizer`, how a copy is made by `Transfers`: on the CPU at
-once, on CUDA in the background. So the order can be tested without a GPU.
+`Slot` and `CPUOffloadOptimizer` decide the order of copies. `Transfers` makes a copy: on the CPU at once, on CUDA in
+the background. So the order can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Event(Protocol):
 class Transfers:
     """Copies between the host and one device, in the order in which they are asked for.
 
-    This one is for parameters on the CPU: a copy is done when its call returns, and there is no event to wait for.
+    This class is for parameters on the CPU: a copy is done when its call returns, and there is no event to wait for.
     """
 
     def buffer(self, like: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ class Transfers:
         return None
 
     def join(self) -> None:
-        """Let the work that the device is given from here on come after all uploads."""
+        """Let all later work of the device run after the uploads."""
 
 
 class CudaTransfers(Transfers):
-    """Copies on two streams, one a direction. The host never waits here, only on the events."""
+    """Copies on two streams, one for each direction. The host waits only for the events, never in these methods."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,8 @@ def transfers_for(device: torch.device) -> Transfers:
 
 
 class _HandOver:
-    """The hook that hands over a parameter's gradient. The parameter outlives the optimizer, and must not keep it."""
+    """The hook that hands over a parameter's gradient. The parameter may outlive the optimizer and must not keep it
+    alive."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = weakref.ref(slot)
@@ -93,7 +94,7 @@ class _HandOver:
 
 
 class Slot:
-    """One parameter: its copy on the host, its gradient there, and what is on its way."""
+    """One parameter: its copy on the host, its gradient there, and the copies under way."""
 
     def __init__(self, param: Tensor, transfers: Transfers, offload_gradients: bool) -> None:
         self.param = param
@@ -101,7 +102,7 @@ class Slot:
         self.offload_gradients = offload_gradients
         part = local(param)
         self.device = part.device
-        # memory comes with the first copy of the weight: a frozen parameter takes none
+        # allocated at the first copy of the weight: a frozen parameter takes no memory
         self.host_part = torch.zeros((), dtype=part.dtype).expand(part.shape)
         self.host = self._wrapped(self.host_part).requires_grad_(param.requires_grad)
         self.has_memory = False
@@ -109,7 +110,7 @@ class Slot:
         self.weight_event: Event | None = None
         self.has_grad = False
         self.grad: Tensor | None = None  # the host's
-        self.more: Tensor | None = None  # the next backward's, to be added to `grad`
+        self.more: Tensor | None = None  # the gradient of the next backward, to be added to `grad`
         self.has_more = False
         self.mark = object()
         self.grad_version: tuple[int, ...] = ()
@@ -117,16 +118,16 @@ class Slot:
         self.hook: Any = None
 
     def watch(self) -> None:
-        """Have backward hand over the gradient as soon as it is there."""
+        """Register a hook by which backward hands over the gradient at once."""
         if self.hook is None and self.param.requires_grad:
             hooks: dict[int, Any] = self.param._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HandOver)]:
-                del hooks[key]  # of an optimizer that was replaced: it would take the gradients
+                del hooks[key]  # a replaced optimizer's, which would take the gradients
             self.hook = self.param.register_post_accumulate_grad_hook(_HandOver(self))
 
     def may_be_reduced_later(self) -> bool:
-        """Whether a gradient that backward delivers may be another one at its end: DistributedDataParallel averages
-        it over the ranks in between, where neither hooks nor version counters tell."""
+        """Whether a gradient may still change between its hook and the end of backward: DistributedDataParallel
+        averages it over the ranks in between, and neither hooks nor version counters show that."""
         is_plain = not is_dtensor(self.param)
         return is_plain and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -145,7 +146,7 @@ class Slot:
         grad = own
         if is_dtensor(own) and own.placements != self.param.placements:  # type: ignore[attr-defined]
             if in_backward:
-                return  # moving it communicates: in the step, ranks agree on the order
+                return  # redistributing communicates; in the step all ranks do it in the same order
             grad = own.redistribute(self.param.device_mesh, self.param.placements)  # type: ignore[attr-defined]
         part = local(grad)
         if self.offload_gradients:
@@ -153,7 +154,7 @@ class Slot:
             self.param.grad = None
         elif not self._has_copied(own):
             self.grad = self._buffer(self.grad, part)
-            # a mark on the very gradient: it goes with it, and unlike a weak reference lets `nn.Module.to` swap it
+            # A mark on the gradient object itself. A weak reference would keep `nn.Module.to` from swapping it.
             own._copied_by, self.grad_version = self.mark, _version(own)
             self.grad_event = self.transfers.download(self.grad, part)
         self.has_grad = True
@@ -196,7 +197,7 @@ class Slot:
             self.has_grad = self.has_more = False
 
     def refresh(self) -> None:
-        """Start copying the weight to the host, unless what the host has came from there."""
+        """Start copying the weight to the host, unless the host has this version of it."""
         part = local(self.param)
         if part.device != self.device:
             raise RuntimeError(
@@ -217,7 +218,7 @@ class Slot:
             self.weight_seen = seen
 
     def give(self) -> None:
-        """Let the base optimizer have the gradient, and the weight, which no copy uses any more."""
+        """Give the gradient to the base optimizer, and wait until no copy uses the host's weight."""
         self.host.grad = self._wrapped(self.arrive())
         self.settle()
 
@@ -235,7 +236,7 @@ class Slot:
         return (self.param._version, part._version, part.data_ptr())
 
     def _wrapped(self, part: Tensor) -> Tensor:
-        """`part` on the host, sharded as the parameter. (from_local would move it to the mesh's device.)"""
+        """`part`, which stays on the host, as a DTensor sharded as the parameter. (from_local would move it.)"""
         if not is_dtensor(self.param):
             return part
         from torch.distributed.tensor import DTensor

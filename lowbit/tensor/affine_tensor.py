@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+import lowbit_kernels as kernels
 from lowbit.affine import quantize_affine
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.packing import pack, packed_size, unpack
@@ -36,12 +37,13 @@ from lowbit.products import quantized_linear
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, check_weight
 from lowbit.tensor.base_ops import product_below_autograd
-from lowbit.tensor.read_on_cpu import ReadOnCpu, expected_product, expected_rows
+from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
 
 torch.serialization.add_safe_globals(
     [Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock]
 )
+_LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
 
@@ -58,6 +60,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
+    caches = ("_known_product", "_reader")
+    stored_as: ClassVar[str | None] = "integers"
     formats: ClassVar[type] = Int
     """The class of number formats that it stores."""
     _by_format: ClassVar[dict[type, type[AffineTensor]]] = {}
@@ -69,6 +73,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     """How the weight is quantized."""
     activation: Spec | None
     """How the activation of its linear is quantized, or None."""
+    _known_product: Any = None
+    """The last decision of `lowbit.products` on a product of this weight."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,11 +177,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         )
 
     def _dequantize_int4(self) -> Tensor:
-        """`dequantize` in one kernel, with the same bits. As all kernels it is imported at its first use."""
-        from lowbit_kernels import dequantize_int4
-
+        """`dequantize` in one kernel, with the same bits."""
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
-        values = dequantize_int4(
+        values = kernels.dequantize.dequantize(
             self.codes.flatten(0, -2),
             self.scale.flatten(0, -2),
             zero_point,
@@ -398,19 +402,13 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and getattr(args[1], "_expected", None) is not None:
-            product = expected_product(*args)
-            if product is not None:
-                return product
-        kwargs = kwargs or {}
-        if func is F.embedding and (rows := expected_rows(*args, **kwargs)) is not None:
-            return rows
-        if func is F.linear and isinstance(
+        if func is _LINEAR and isinstance(
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):
-            # with this on, every read of a shape or dtype would come back here, at microseconds each
-            with torch._C.DisableTorchFunctionSubclass():
-                return quantized_linear(*args, **kwargs)
+            return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
+        kwargs = kwargs or {}
+        if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
+            return rows
         if _asks_for_gradient(func, args, kwargs):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)

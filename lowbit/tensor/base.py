@@ -18,7 +18,11 @@ values that `dequantize()` gives, and nothing else.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,6 +40,18 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _digest_of_sources() -> str:
+    """A digest of lowbit's Python sources. A compiled graph that torch keeps on disk calls the ops of the version that
+    made it, so another version must not find it."""
+    digest = hashlib.sha256()
+    for package in ("lowbit", "lowbit_kernels"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     """A tensor of logical `shape` and `dtype`, stored in low bits. See the module for how to write a subclass."""
 
@@ -50,6 +66,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     where they hold plain values only."""
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
     """The classes that a description may name, by that name. Each class enters itself."""
+    stored_as: ClassVar[str | None] = None
+    """What `lowbit.products` chooses the product of a frozen weight by, besides its metadata; None for others."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -142,14 +160,6 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def dequantize(self) -> Tensor:
         """The values, as a plain tensor of this tensor's shape and dtype."""
         raise NotImplementedError
-
-    def _operand(self, x: Tensor) -> Tensor:
-        """The values in x's dtype, valid for one product with `x` and no longer."""
-        return self.dequantize().to(x.dtype)
-
-    def _expect(self, shape: torch.Size, version: int) -> None:
-        """Prepare for more products with an activation of that shape, for which `plain_linear` was chosen at this
-        `lowbit.products.version`."""
 
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
@@ -320,14 +330,14 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """torch.compile's caches key a graph by this: all that dispatch may depend on."""
+        """torch.compile's caches key a graph by this: all that dispatch may depend on, lowbit's own code included."""
         _, context = self.__tensor_flatten__()
         tensors = {"": self, **self.inner_tensors()}
         layout = [
             (name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
             for name, t in tensors.items()
         ]
-        return f"{type(self).__qualname__}{layout}{context}"
+        return f"{type(self).__qualname__}{layout}{context}{_digest_of_sources()}"
 
     @classmethod
     def implements(cls, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

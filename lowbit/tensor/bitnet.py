@@ -27,18 +27,23 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.packing import packed_size
-from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
+from lowbit.products import (
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    quantize_tokens,
+    unflattened,
+)
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import held_locally
-from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.low_bit_linear import low_bit_product
 from lowbit.tensor.ternary import (
     TernaryTensor,
     magnitude,
     pack_ternary,
-    quantize_tokens,
     scale_of,
     ternarize,
     ternary_product,
@@ -299,7 +304,7 @@ class _Linear(torch.autograd.Function):
         if rows or for_weight:  # the weight's term would be missing
             check_first_derivative(weight)
         if rows or columns:
-            codes, scales, codes_t, scales_t = quantize_rowcol(
+            codes, scales, codes_t, scales_t = kernels.quantize_rowcol.quantize_rowcol(
                 grad.to(_narrow(grad.dtype)), "int8", rows=rows, columns=columns
             )
         if for_x:
@@ -308,14 +313,18 @@ class _Linear(torch.autograd.Function):
             if rows:
                 turned = F.pad(ternary.t(), (0, -ternary.shape[0] % 16)).contiguous()
                 both = scales, scale.view(1)
-                grad_x = scaled_mm("int8", codes, turned, *both, out_dtype=_narrow(ctx.dtype))
+                grad_x = kernels.scaled_mm.scaled_mm(
+                    codes, turned, *both, out_dtype=_narrow(ctx.dtype)
+                )
                 grad_x = grad_x.to(ctx.dtype)
             else:
                 grad_x = grad @ (ternary * scale).to(grad.dtype)
         if for_weight:
             x = (tokens[0][:, : weight.shape[1]] * tokens[1][:, None]).to(grad.dtype)
             if columns:
-                _, _, *own = quantize_rowcol(x.to(_narrow(x.dtype)), "int8", rows=False)
+                _, _, *own = kernels.quantize_rowcol.quantize_rowcol(
+                    x.to(_narrow(x.dtype)), "int8", rows=False
+                )
                 terms = (codes_t, scales_t), (own[0], own[1])
                 out = _narrow(weight.dtype)
                 grad_weight = low_bit_product(note, "grad_weight", "int8", *terms, out)
@@ -371,9 +380,9 @@ def bitnet_linear(
     x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
-        tracer.note(m, n, k, "there is nothing to multiply")
+        tracer.note(m, n, k, "there is nothing to multiply", weight)
         return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
-    note = tracer.note(m, n, k, None)
+    note = tracer.note(m, n, k, None, weight)
     return unflattened(_Linear.apply(x.reshape(m, k), weight, bias, scale, note), x)
 
 

@@ -1,7 +1,7 @@
-"""CodebookTensor: the state of an optimizer in 4 or 8 bits an element, or in float8.
+"""CodebookTensor: an optimizer state with 4 or 8 bits an element, or in float8.
 
-Values are stored blockwise: a block's scale is its largest magnitude, an element's code the nearest entry of a
-table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507).
+Values are stored blockwise: the scale of a block is its largest magnitude, the code of an element the nearest entry of
+a table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507).
 
 Blocks never cross a row. A tensor of shape (d0, ..., dn) is viewed as [d0, mid..., cols], where `cols` is the
 product of the fewest trailing dimensions that reaches the block size; dimension 0 is never one of them. Blocks
@@ -12,13 +12,13 @@ run along `cols`, with a shorter last one:
 | codes  | [d0, mid..., cols], or of ceil(cols/2) bytes for 4 bits | uint8 (of float8: its bits)      |
 | scale  | [d0, mid..., ceil(cols / block_size)]                   | float32                         |
 
-So codes and scale are cut along dimension 0 exactly as the values are: any uneven FSDP2 shard, and any
-resharding, is a slice, and a state's precision never depends on how its parameter is sharded.
+So codes and scale are cut along dimension 0 exactly as the values are. Any uneven FSDP2 shard, and any resharding, is a
+slice, and the precision of a state never depends on how its parameter is sharded.
 
-Unsigned formats hold second moments, which are divided by. A positive value never becomes zero in them: what
-would round to zero takes the smallest positive code (the 4-bit table has no zero to begin with). Otherwise a first
-moment over a second one of zero gives updates thousands of times too large, as soon as the gradients in a block
-differ in magnitude by a factor of a thousand.
+Unsigned formats hold second moments, which are divisors. A positive value never becomes zero in them: a value that
+would round to zero takes the smallest positive code (the 4-bit table has no zero). Otherwise the division of a first
+moment by a second moment of zero makes updates thousands of times too large, as soon as the magnitudes of the gradients
+in a block differ by a factor of a thousand.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORMATS = {
 
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
-    """The leading dimensions, which stay, and `cols`, the product of the trailing ones that blocks run along."""
+    """The leading dimensions, which stay, and `cols`, the product of the trailing dimensions that blocks run along."""
     split, cols = len(shape), 1
     while split > 1 and cols < block_size:
         split -= 1
@@ -92,9 +92,9 @@ class CodebookTensor(LowbitTensor):
         Args:
             shape: logical shape.
             format: "4bit", "8bit" or "float8" (e4m3).
-            signed: whether it is to hold values below 0.
+            signed: whether values may be below 0.
             block_size: elements that share a scale, an even number; by default 128 for 4 bits, 256 for 8.
-            device: where it lives.
+            device: of the result.
 
         Raises:
             ValueError: an unknown format, or a block size that is not a positive even integer.
@@ -135,16 +135,16 @@ class CodebookTensor(LowbitTensor):
         return row_layout(shape, self.block_size)[1]
 
     def encode_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """codes (packed) and scale, as this tensor stores them, of any float32 rows `values` [..., cols]."""
+        """Codes (packed) and scale of float32 rows `values` [..., cols], in the form that this tensor stores."""
         codes, scale = quantize_blockwise(values, self._book(), self.block_size)
         if self.format == "4bit":
             return pack(codes, 4), scale
         codes = codes.view(torch.uint8)
-        # the code after that of zero is the smallest positive value, in either 8-bit format
+        # In both 8-bit formats, code 1 is the smallest positive value.
         return codes if self.signed else codes.clamp_(min=1), scale
 
     def decode_rows(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """float32 values [..., cols], a new tensor, of what `encode_rows` gave."""
+        """float32 values [..., cols], a new tensor, from the results of `encode_rows`."""
         book = self._book()
         if self.format == "4bit":
             assert isinstance(book, Codebook)
@@ -187,7 +187,7 @@ class CodebookTensor(LowbitTensor):
         return {"format": format, "signed": signed, "block_size": block_size}
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
-        """Along dimension 0 and `mid` anywhere; along the others at the ends of blocks."""
+        """Dimension 0 and `mid` can be cut anywhere, the other dimensions at the ends of blocks."""
         shape = (*self.shape[:dim], end - start, *self.shape[dim + 1 :])
         if shape == tuple(self.shape):
             return self._with()

@@ -1,37 +1,136 @@
-"""Values of integer and float8 weights on a CPU by one compiled kernel, `lowbit_kernels.dequantize_cpu`.
+"""Read the codes of an AffineTensor on a CPU by one compiled kernel, `lowbit_kernels.dequantize_cpu`.
 
-To the bit what `Spec.dequantize` gives by PyTorch operations, of which a small weight takes 25 at a few microseconds
-each: they, and not the arithmetic, were what decoding with a small low-bit model spent its time on.
+The values are to the bit what `Spec.dequantize` computes by PyTorch operations. Those take 25 operations a weight, at a
+few microseconds each: on small models they, and not the arithmetic, took the time of a decoded token.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.scheme import Int, Spec
-from lowbit.tensor import kernels
+from lowbit.scheme import Int, Spec, crop
 
 if TYPE_CHECKING:
     from lowbit_kernels.dequantize_cpu import Dequantizer
 
+# Names of this module, because looking up an attribute takes as long as some of these calls.
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_traced = torch._C._is_tracing
+_has_transforms = torch._C._are_functorch_transforms_active
+
+
+class Reader(NamedTuple):
+    """What reads a weight's codes, found once for each weight."""
+
+    spec: Spec
+    """Of the weight when the reader was made. A copy into the weight may change its spec."""
+    layout: Dequantizer | None
+    """None where no kernel reads such codes."""
+    is_padded: bool
+    """The kernel's rows are longer or more than the weight's."""
+    gives_rows: bool
+    """Rows of the kernel are rows of the weight, in its dtype."""
+
+
+class ReadOnCpu:
+    """The part of an AffineTensor that reads its codes on a CPU."""
+
+    _reader: Reader | None = None
+
+    def values_for_product(self: Any) -> Tensor | None:
+        """Values [K, N] of a float32 matrix, transposed, for a product that is done before this thread's next one.
+
+        The memory belongs to the thread, and the next call writes to it. None where the kernel cannot run.
+        """
+        if _dispatch_modes() or _is_traced():
+            return None
+        reader = self._reader
+        if reader is None or reader[0] is not self.spec:  # a call takes as long as this
+            reader = _reader_of(self)
+        _, layout, is_padded, _ = reader
+        if layout is None:
+            return None
+        values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
+        if is_padded and values is not None:
+            n, k = self.shape
+            values = values[:k, :n]
+        return values
+
+    def _dequantize_on_cpu(self: Any) -> Tensor | None:
+        """`dequantize()` of a tensor that is neither transposed nor flat; None where the kernel cannot run."""
+        layout = layout_of(self)
+        if layout is None:
+            return None
+        values = layout.dequantize(self.codes, self.scale, self.zero_point).to(self.dtype)
+        shape = self.shape
+        if values.shape == shape:
+            return values
+        return crop(values.view(self.spec.padded_shape(shape)), shape)
+
+
+def rows_of_embedding(
+    index: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *options: Any,
+    **others: Any,
+) -> Tensor | None:
+    """`F.embedding(...)` of a float32 weight by one kernel; it computes the same whatever the other options.
+
+    None where the kernel cannot run, or refuses an index.
+    """
+    if max_norm is not None or type(index) is not Tensor or not _may_run() or _has_transforms():
+        return None
+    _, layout, _, gives_rows = _reader_of(weight)
+    if (
+        layout is None
+        or not gives_rows
+        or index.dtype is not torch.int64
+        or not index.is_contiguous()
+        or not index.is_cpu
+        or (padding_idx is not None and not -layout.shape[0] <= padding_idx < layout.shape[0])
+        or not layout.fits(weight.codes, weight.scale, weight.zero_point)
+    ):
+        return None
+    return layout.look_up(weight.codes, weight.scale, weight.zero_point, index)
+
 
 def layout_of(weight: Any) -> Dequantizer | None:
-    """The kernel of an AffineTensor; None where there is none, or while what it does would be traced."""
-    codes = weight.codes
-    if torch.compiler.is_compiling() or type(codes) is not Tensor or not codes.is_cpu:
+    """The kernel that reads an AffineTensor's codes; None where there is none, or while it may not run."""
+    if not _may_run():
         return None
-    # an op that is traced, or watched, has to be seen
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return None
-    layout = _layout(weight.spec, weight.shape)
-    if layout is None or not layout.fits(codes, weight.scale, weight.zero_point):
+    _, layout, _, _ = _reader_of(weight)
+    if layout is None or not layout.fits(weight.codes, weight.scale, weight.zero_point):
         return None
     return layout
+
+
+def _may_run() -> bool:
+    """False while something compiles, traces or watches operations: the kernel is not one of them."""
+    return not (_is_compiling() or _dispatch_modes() or _is_traced())
+
+
+def _reader_of(weight: Any) -> Reader:
+    reader = weight._reader
+    if reader is not None and reader[0] is weight.spec:
+        return reader
+    with torch._C.DisableTorchFunctionSubclass():
+        spec, shape, codes = weight.spec, weight.shape, weight.codes
+        is_plain = type(codes) is Tensor and codes.is_cpu
+        layout = _layout(spec, shape) if is_plain else None
+        is_padded = layout is not None and layout.shape != shape
+        gives_rows = not (is_padded or weight.transposed or weight.flat_from)
+        reader = Reader(spec, layout, is_padded, gives_rows and weight.dtype is torch.float32)
+    if is_plain:
+        weight._reader = reader
+    return reader
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,4 +148,7 @@ def _layout(spec: Spec, shape: tuple[int, ...]) -> Dequantizer | None:
         if spec.has_zero_point:
             format["zero_point"] = "value" if spec.mapping == "float_zero_point" else "code"
             format["mid"] = (fmt.quant_min + fmt.quant_max + 1) // 2
-    return kernels.cpu_dequantizer(format, rows, padded[-1], block[-1], rows // scale_rows)
+    from lowbit_kernels.codes_cpu import Format
+    from lowbit_kernels.dequantize_cpu import dequantizer
+
+    return dequantizer(Format(**format), rows, padded[-1], block[-1], rows // scale_rows)

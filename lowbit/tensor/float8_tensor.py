@@ -18,6 +18,7 @@ class Float8Tensor(AffineTensor):
     """A weight in float8; make one with `Float8Tensor.from_float(weight, Float8WeightOnly())`."""
 
     formats = Float8
+    stored_as = "float8"
 
     @staticmethod
     def _store(codes: Tensor, spec: Spec) -> Tensor:

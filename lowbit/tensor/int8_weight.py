@@ -35,12 +35,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit.presets import Int8WeightOnly
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
 from lowbit.tensor.base_ops import copy_, product_below_autograd
-from lowbit.tensor.cpu_values import layout_of
-from lowbit.tensor.kernels import dequantize_int8, quantize_rowcol, round_rows
+from lowbit.tensor.cpu_values import ReadOnCpu
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
 from lowbit.tensor.trainable import TrainableTensor, dequantized_linear
 from lowbit.train_scheme import Int8Weight
@@ -73,12 +73,13 @@ class Columns:
 torch.serialization.add_safe_globals([Columns])
 
 
-class Int8WeightTensor(TrainableTensor):
+class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     """A trainable weight in int8; see the module. `Int8WeightTensor(weight, Int8Weight(), name)` makes one."""
 
     tensor_attrs = ("codes", "scale", "place")
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
+    caches = ("_reader",)
     schemes = (Int8Weight,)
     spec = Int8WeightOnly().weight
     """That of an AffineTensor of the same codes and scales."""
@@ -100,7 +101,7 @@ class Int8WeightTensor(TrainableTensor):
         """
         check_weight(weight)
         rows = weight.detach().float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
-        codes, scale = round_rows(rows)
+        codes, scale = kernels.round_rows.round_rows(rows)
         meta = {"scheme": scheme, "columns": None, "transposed": False}
         tensors = {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
         self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
@@ -135,10 +136,8 @@ class Int8WeightTensor(TrainableTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        layout = layout_of(self)
-        if layout is None:
-            return (self.codes * self.scale).to(self.dtype)
-        return layout.dequantize(self.codes, self.scale, None).to(self.dtype).view(self.shape)
+        values = self._dequantize_on_cpu()
+        return (self.codes * self.scale).to(self.dtype) if values is None else values
 
     def write_master(self, out: Tensor) -> None:
         if self.transposed or self.flat_from is not None:
@@ -187,7 +186,7 @@ class Int8WeightTensor(TrainableTensor):
             start = self.columns.start
             largest = _largest(rows, self.columns.group)
         first = None if place is None else place.reshape(-1)
-        codes, scale = round_rows(
+        codes, scale = kernels.round_rows.round_rows(
             rows, old=self.scale.reshape(-1), largest=largest, first=first, start=start
         )
         return codes.view(self.shape), scale.view(self.scale.shape)
@@ -236,7 +235,9 @@ class Int8WeightTensor(TrainableTensor):
 
     def column_codes(self) -> Codes:
         """Codes [K, N16] and scale [K] of the transpose, rounded again."""
-        _, _, codes, scale = quantize_rowcol(self.dequantize(), "int8", rows=False)
+        _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
+            self.dequantize(), "int8", rows=False
+        )
         return codes, scale
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
@@ -245,8 +246,10 @@ class Int8WeightTensor(TrainableTensor):
         if self.transposed or self.ndim != 2 or self.numel() == 0 or dtype is torch.float64:
             return self.dequantize().to(dtype)
         k = self.shape[1]
-        options = {"group_size": k, "size": k, "dtype": self.dtype}
-        return dequantize_int8(self.codes, self.scale, **options).to(dtype)
+        values = kernels.dequantize.dequantize(
+            self.codes, self.scale, group_size=k, size=k, dtype=self.dtype
+        )
+        return values.to(dtype)
 
     # ---- sharding --------------------------------------------------------------------------------------------
 

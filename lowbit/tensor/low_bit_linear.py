@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
-from lowbit.tensor.kernels import quantize_rowcol, scaled_mm
 from lowbit.tensor.trainable import Values
 from lowbit.tracer import Note
 
@@ -41,7 +41,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = scheme.plain_because(x.device, m, n, k)
-    note = tracer.note(m, n, k, why)
+    note = tracer.note(m, n, k, why, weight)
     if why is not None:
         return F.linear(x, Values.apply(weight).to(x.dtype), bias)
     scheme.check_dtype(x.dtype)
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if rows or columns:
             seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
-            codes, scale, codes_t, scale_t = quantize_rowcol(
+            codes, scale, codes_t, scale_t = kernels.quantize_rowcol.quantize_rowcol(
                 grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
             )
         if rows:
@@ -138,10 +138,12 @@ def low_bit_product(
     """a @ b.T, scaled. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
     tracer.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
-        return scaled_mm(fmt, a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
+        return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
     parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
     sums = [
-        scaled_mm(fmt, p.contiguous(), q.contiguous(), a[1], b[1], out_dtype=torch.float32)
+        kernels.scaled_mm.scaled_mm(
+            p.contiguous(), q.contiguous(), a[1], b[1], out_dtype=torch.float32
+        )
         for p, q in parts
     ]
     y = torch.stack(sums).sum(0)
@@ -172,7 +174,9 @@ def quantized_input(
     if may_share and last is not None and last[0]() is x and last[1] == key:
         return last[2]
     flat = x.detach().reshape(-1, x.shape[-1])
-    found = quantize_rowcol(flat, format, rows=rows, columns=columns, tensorwise=tensorwise)
+    found = kernels.quantize_rowcol.quantize_rowcol(
+        flat, format, rows=rows, columns=columns, tensorwise=tensorwise
+    )
     if may_share:
         _last = (weakref.ref(x, _forget), key, found)
     return found

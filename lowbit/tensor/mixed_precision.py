@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.kernels import quantize_rowcol
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
 from lowbit.train_scheme import MixedPrecision
@@ -45,7 +45,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
     def row_codes(self) -> Codes:
         """The weight [N, K] as the output's product reads it: codes [N, K16]."""
         scheme = self.scheme
-        codes, scale, _, _ = quantize_rowcol(
+        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
             self.weight, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
         )
         return codes, scale
@@ -53,7 +53,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
     def column_codes(self) -> Codes:
         """The weight [N, K] as the product for the input's gradient reads it: codes [K, N16]."""
         scheme = self.scheme
-        _, _, codes, scale = quantize_rowcol(
+        _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
             self._exact(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
         )
         return codes, scale
@@ -73,7 +73,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
         if not quantizes or not (scheme.always or self.device.type == "cuda"):
             return self
         n, k = self.shape[:-1].numel(), self.shape[-1]
-        codes, scale, _, _ = quantize_rowcol(
+        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
             self.weight.reshape(n, k),
             scheme.forward_format,
             columns=False,

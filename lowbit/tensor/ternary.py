@@ -5,9 +5,9 @@
 | codes  | [..., N, ceil(K / 4)]  | uint8: code + 2 of four elements, the first in the lowest bits               |
 | scale  | [..., 1, 1]            | float32: mean magnitude of the [N, K] matrix                                 |
 
-Its linear rounds the input to int8, one scale a token, and sums exactly. So it equals that of training
-(`lowbit.tensor.bitnet`) to the bit, except with a bias in the decode kernel (`lowbit_kernels.ternary_mm`), which reads
-the 2 bits.
+Its linear (`lowbit.products.ternary_linear`) rounds the input to int8 with one scale a token; the sums are exact. The
+result equals that of training (`lowbit.tensor.bitnet`) to the bit. The one exception is a bias where the small-batch
+kernel reads the 2 bits (`lowbit_kernels.ternary_mm`).
 Source: arXiv 2402.17764.
 """
 
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
-from lowbit.products import register_linear, unflattened
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import InnerShapes, LowbitTensor, check_weight
-from lowbit.tensor.kernels import quantize_rowcol, scaled_mm, ternary_mm
+from lowbit.tensor.base import InnerShapes, check_weight
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -56,13 +55,6 @@ def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
     return unpack(packed, 2, columns).view(torch.int8) - 2
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes [M, K16] and scale [M] of x [M, K]."""
-    x = x.float() if x.dtype is torch.float64 else x
-    codes, scale, _, _ = quantize_rowcol(x, "int8", columns=False)
-    return codes, scale
-
-
 def ternary_product(
     tokens: tuple[Tensor, Tensor],
     codes: Tensor,
@@ -70,12 +62,14 @@ def ternary_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Tokens as `quantize_tokens` gives them times int8 `codes` [N, K] transposed, and their `scale`: [M, N]."""
+    """The product [M, N] of `lowbit.products.quantize_tokens`'s tokens with int8 `codes` [N, K] and their `scale`."""
     codes = F.pad(codes, (0, -codes.shape[1] % 16))
     out = torch.float32 if dtype is torch.float64 else dtype
     bias = None if bias is None else bias.to(out)
     scales = tokens[1], scale.view(1)
-    return scaled_mm("int8", tokens[0], codes, *scales, bias=bias, out_dtype=out).to(dtype)
+    return kernels.scaled_mm.scaled_mm(tokens[0], codes, *scales, bias=bias, out_dtype=out).to(
+        dtype
+    )
 
 
 class TernaryTensor(AffineTensor):
@@ -84,6 +78,7 @@ class TernaryTensor(AffineTensor):
     tensor_attrs = ("codes", "scale")
     meta_attrs = ("transposed",)
 
+    stored_as = "ternary"
     spec = Spec(Int(2), PerTensor())
     activation = None
     zero_point = None
@@ -140,18 +135,3 @@ class TernaryTensor(AffineTensor):
 def _encoded(weight: Tensor) -> dict[str, Tensor | None]:
     scale = scale_of(magnitude(weight), weight.shape[-2:].numel())
     return {"codes": pack_ternary(ternarize(weight, scale)), "scale": scale}
-
-
-def _is_ternary(x: Tensor, weight: LowbitTensor, bias: Tensor | None) -> bool:
-    fits = isinstance(weight, TernaryTensor) and not weight.transposed
-    return fits and x.numel() > 0 and weight.numel() > 0
-
-
-@register_linear(_is_ternary)
-def ternary_linear(x: Tensor, weight: TernaryTensor, bias: Tensor | None) -> Tensor:
-    """int8 tokens × ternary codes: [..., N] in x's dtype."""
-    codes, scale = quantize_tokens(x.reshape(-1, x.shape[-1]))
-    out = torch.float32 if x.dtype is torch.float64 else x.dtype
-    bias = None if bias is None else bias.to(out)
-    y = ternary_mm(codes, weight.codes, scale, weight.scale.view(1), bias, out)
-    return unflattened(y.to(x.dtype), x)

@@ -202,7 +202,8 @@ class TrainableTensor(LowbitTensor):
         """In high precision, since only the device knows the sizes of the products."""
         cls.check_operands(x, weight)
         n, k = weight.shape[-1], weight.shape[-2]
-        tracer.note(x.shape[:-1].numel(), n, k, "grouped products run in high precision")
+        m, why = x.shape[:-1].numel(), "grouped products run in high precision"
+        tracer.note(m, n, k, why, weight)
         values = Values.apply(weight).to(x.dtype)
         return torch._grouped_mm(cls.rounded_input(x), values, *args, **kwargs)
 
@@ -224,7 +225,7 @@ class TrainableTensor(LowbitTensor):
     def in_attention(self, rows: int) -> Tensor:
         """The plain differentiable weight that nn.MultiheadAttention multiplies `rows` rows by."""
         n, k = self.shape
-        tracer.note(rows, n, k, f"{IN_ATTENTION}, in high precision")
+        tracer.note(rows, n, k, f"{IN_ATTENTION}, in high precision", self)
         return Values.apply(self).to(self.dtype)
 
     # ---- torch protocols --------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
     x, bias = autocast_inputs(x, weight, bias)
     n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
-    tracer.note(m, n, k, why)
+    tracer.note(m, n, k, why, weight)
     return unflattened(_DequantizedLinear.apply(x.reshape(m, k), weight, bias), x)
 
 

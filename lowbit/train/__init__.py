@@ -3,7 +3,6 @@ that restores plain weights or converts for inference."""
 
 from lowbit.convert import Report
 from lowbit.train.convert import convert_
-from lowbit.train.explain import Explanation, explain
 from lowbit.train.prepare import prepare_, restore_
 from lowbit.train.sharded import locate_, precompute_bitnet_scale
 from lowbit.train_scheme import (
@@ -16,14 +15,12 @@ from lowbit.train_scheme import (
 
 __all__ = [
     "BitNet",
-    "Explanation",
     "Float8MixedPrecision",
     "Int8MixedPrecision",
     "Int8Weight",
     "Report",
     "TrainingScheme",
     "convert_",
-    "explain",
     "locate_",
     "precompute_bitnet_scale",
     "prepare_",

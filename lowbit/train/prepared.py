@@ -5,10 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lowbit.convert import Entry, Report
-
-_MARK = "_lowbit_left"
-"""Attribute of the modules of a prepared model: for each weight that `prepare_` left alone, the reason, by name. It
-shows that a model was prepared even if no weight was converted. It is not in the state dict."""
+from lowbit.tracer import LEFT_ALONE
 
 
 def remember_prepared(model: nn.Module, report: Report) -> None:
@@ -16,18 +13,18 @@ def remember_prepared(model: nn.Module, report: Report) -> None:
     left = report.left
     for prefix, module in model.named_modules():
         names = {name: f"{prefix}.{name}" if prefix else name for name in module._parameters}
-        setattr(module, _MARK, {name: left[fqn] for name, fqn in names.items() if fqn in left})
+        setattr(module, LEFT_ALONE, {name: left[fqn] for name, fqn in names.items() if fqn in left})
 
 
 def was_prepared(model: nn.Module) -> bool:
     """Whether `prepare_` was called on it, or on a part of it, and not undone."""
-    return any(hasattr(module, _MARK) for module in model.modules())
+    return any(hasattr(module, LEFT_ALONE) for module in model.modules())
 
 
 def forget_prepared(model: nn.Module, report: Report) -> Report:
     """Forget that `model` was prepared. If no weight was converted, the report gets those that were left alone."""
     for prefix, module in model.named_modules():
-        left = module.__dict__.pop(_MARK, {})
+        left = module.__dict__.pop(LEFT_ALONE, {})
         if report.converted:
             continue
         for name, why in left.items():

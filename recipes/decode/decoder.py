@@ -1,4 +1,11 @@
-"""A `recipes.llama.Llama` over a static cache: a prefill, and one token at a time.
+"""Greedy decoding with a `recipes.llama.Llama` over a static cache: prefill, one token at a time, CUDA graph.
+
+The weights of the blocks' norms are folded into the linears that read them:
+
+    (factor · x ∘ w) Aᵀ = factor · x (A ∘ w)ᵀ     factor = 1 / sqrt(mean(x²) + eps), w of each column
+
+A norm without a weight multiplies a token by one factor, which can also be applied after the linears. The outputs of
+the linears then grow with x. bfloat16 and float32 have the range for that; float16 may not.
 
 Shapes in names as in recipes/llama.py; P the positions of the new tokens, S those that the cache has room for.
 """
@@ -13,9 +20,58 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.inference import linear
-from recipes.decode.fold_norms import are_folded
-from recipes.decode.next_position import attend_next, choose_next, gate_next, norm_next
+from recipes.decode.ops import decode_attention, next_token, rms_norm, silu_mul
 from recipes.llama import Block, Llama, rotate
+
+
+@torch.no_grad()
+def fold_norms_(model: Llama) -> None:
+    """Multiply the columns of query, key, value, gate and up by the weight of the norm before them, and remove it.
+
+    In place, before quantizing and fusing. The model computes the same up to rounding. Norms without a weight stay.
+
+    Raises:
+        ValueError: a linear is quantized, fused, or in float16. The model is then unchanged.
+    """
+    readers = [reader for block in model.blocks for reader in _norms_and_readers(block)]
+    readers = [(norm, linears) for norm, linears in readers if norm.weight is not None]
+    for _, linears in readers:
+        for module in linears:
+            _check_foldable(module)
+    for norm, linears in readers:
+        for module in linears:
+            module.weight.mul_(norm.weight)
+        norm.elementwise_affine = False
+        norm.register_parameter("weight", None)
+
+
+def _norms_and_readers(block: nn.Module) -> list[tuple[nn.RMSNorm, tuple[nn.Linear, ...]]]:
+    """The norms of a block, each with the linears that read it."""
+    assert isinstance(block, Block)
+    attention, mlp = block.attention, block.mlp
+    return [
+        (block.attention_norm, (attention.query, attention.key, attention.value)),
+        (block.mlp_norm, (mlp.gate, mlp.up)),
+    ]
+
+
+def _check_foldable(module: nn.Module) -> None:
+    weight = module.weight
+    if type(module) is not nn.Linear or type(weight.data) is not torch.Tensor:
+        kind = f"a {type(module).__name__} of {type(weight.data).__name__}"
+        raise ValueError(
+            f"norms are folded into plain linears, got {kind}; fold first, then quantize or fuse"
+        )
+    if weight.dtype == torch.float16:
+        raise ValueError(
+            "the outputs of the linears may overflow float16; take the model in bfloat16 or float32"
+        )
+
+
+def are_folded(model: Llama) -> bool:
+    """Whether the norms of all blocks have no weight."""
+    norms = (norm for block in model.blocks for norm, _ in _norms_and_readers(block))
+    return all(norm.weight is None for norm in norms)
 
 
 def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
@@ -34,9 +90,9 @@ def block_step(
     keys_BKSE: Tensor,
     values_BKSE: Tensor,
 ) -> Tensor:
-    """One block over T new positions, which are written to the cache: the first ones, or a single one after others.
+    """One block over T new positions, which it writes to the cache: the first ones, or a single one after others.
 
-    For that one the norms, which have no weights, are left to what follows the linears.
+    For a single one, the operations after the linears apply the norms.
     """
     attention, mlp, eps = block.attention, block.mlp, block.attention.config.norm_eps
     batch, new, _ = x_BTD.shape
@@ -47,7 +103,7 @@ def block_step(
     value = attention.value(h_BTD).view(split).transpose(1, 2)
     if new == 1:
         new_position = (query, key, value, x_BTD, eps, cos_SP, sin_SP, position_T)
-        mixed = attend_next(*new_position, keys_BKSE, values_BKSE)
+        mixed = decode_attention(*new_position, keys_BKSE, values_BKSE)
     else:
         angles = cos_SP[position_T], sin_SP[position_T]
         query, key = rotate(query, *angles), rotate(key, *angles)
@@ -57,28 +113,28 @@ def block_step(
     x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
     h_BTD = x_BTD if new == 1 else block.mlp_norm(x_BTD)
     gate, up = mlp.gate(h_BTD), mlp.up(h_BTD)
-    h_BTF = gate_next(gate, up, x_BTD, eps) if new == 1 else F.silu(gate) * up
+    h_BTF = silu_mul(gate, up, x_BTD, eps) if new == 1 else F.silu(gate) * up
     return project(mlp.down, h_BTF, x_BTD)
 
 
 def embed(model: Llama, tokens_BT: Tensor) -> Tensor:
-    """What the first block gets: [B, T, D]."""
+    """The input of the first block: [B, T, D]."""
     return model.embedding(tokens_BT)
 
 
 def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
-    """The most likely token after the last position, into `token_B1`; `position` goes on by one."""
-    last_B1D = norm_next(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
-    choose_next(model.head(last_B1D), token_B1, position)
+    """Write the most likely token after the last position to `token_B1`, and increment `position`."""
+    last_B1D = rms_norm(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
+    next_token(model.head(last_B1D), token_B1, position)
 
 
 class Decoder:
     """Greedy decoding of `batch` sequences over a cache of `positions`.
 
     Args:
-        model: without weights in its blocks' norms: `fold_norms_`.
-        backend: of torch.compile, for each block (one compilation, as they are alike), what comes before and what
-            after them; None: uncompiled.
+        model: with folded norms: `fold_norms_`.
+        backend: of torch.compile, for the embedding, the blocks (one compilation serves all), and the head; None:
+            uncompiled.
     """
 
     def __init__(
@@ -108,7 +164,7 @@ class Decoder:
             self._embed = torch.compile(embed, **options)
 
     def _run(self, tokens_BT: Tensor, position_T: Tensor) -> None:
-        """The token after these to `token_B1`; they are the first positions, or a single one after others."""
+        """Write the token after these to `token_B1`. They are the first positions, or a single one after others."""
         model = self.model
         x_BTD, angles = self._embed(model, tokens_BT), (model.cos, model.sin)
         for block, *cache in zip(model.blocks, self.keys, self.values, strict=True):
@@ -119,7 +175,7 @@ class Decoder:
         batch, positions = self.keys[0].shape[0], self.keys[0].shape[2]
         if prompt_BT.dim() != 2 or prompt_BT.shape[0] != batch or prompt_BT.shape[1] == 0:
             raise ValueError(f"prompts are [{batch}, 1 or more], got {list(prompt_BT.shape)}")
-        room = positions - prompt_BT.shape[1] + 1  # the last token needs none
+        room = positions - prompt_BT.shape[1] + 1  # the last token is not cached
         if not 1 <= new_tokens <= room:
             raise ValueError(
                 f"after {prompt_BT.shape[1]} of {positions} positions there is room for 1 to {room} new tokens, "
@@ -127,13 +183,13 @@ class Decoder:
             )
 
     def prefill(self, prompt_BT: Tensor) -> None:
-        """Begin with a prompt: [B, T]. The next token is then in `token_B1`, its position in `position`."""
+        """Start with a prompt: [B, T]. The next token is then in `token_B1`, its position in `position`."""
         self._check(prompt_BT, 1)
         self._run(prompt_BT, torch.arange(prompt_BT.shape[1], device=prompt_BT.device))
         self.position.fill_(prompt_BT.shape[1])
 
     def step(self) -> None:
-        """Decode the token after `token_B1`, which takes its place. No host is needed, so a CUDA graph can hold it."""
+        """Replace `token_B1` by the token after it. The host takes no part, so a CUDA graph can hold a step."""
         self._run(self.token_B1, self.position)
 
     def generate(self, prompt_BT: Tensor, new_tokens: int) -> Tensor:
@@ -145,3 +201,27 @@ class Decoder:
             self.step()
             found.append(self.token_B1.clone())
         return torch.cat(found, dim=1)
+
+
+WARM_UP = 3
+
+
+def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """`run` as the replay of a CUDA graph, after `WARM_UP` calls of it; on a CPU `run` itself, after as many calls.
+
+    torch.compile's own CUDA graphs (mode="reduce-overhead") leave out functions that write to a cache in place.
+    """
+    if device.type != "cuda":
+        for _ in range(WARM_UP):
+            run()
+        return run
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

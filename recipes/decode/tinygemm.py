@@ -1,4 +1,4 @@
-"""int4 linears in torch's own kernel, known as tinygemm, to compare with."""
+"""int4 linears in torch's own kernel, known as tinygemm, for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INNER_K_TILES = 8
 
 
 class TinygemmLinear(nn.Module):
-    """`nn.Linear` without a bias over unsigned int4 codes with a floating zero point, in the kernel's own layout.
+    """`nn.Linear` without a bias over unsigned int4 codes with a floating-point zero point, in the kernel's own layout.
 
     The kernel multiplies in bfloat16; other activations are cast to it and back.
     """
@@ -45,7 +45,7 @@ class TinygemmLinear(nn.Module):
 
 
 def use_tinygemm_(blocks: nn.Module, group_size: int) -> None:
-    """Replace every `nn.Linear` within, one by one."""
+    """Replace every `nn.Linear` in `blocks`, one by one."""
     for parent in list(blocks.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):

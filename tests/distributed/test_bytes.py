@@ -1,4 +1,4 @@
-"""Codes keep all their bits on every way that a tensor travels: all 65,536 pairs of bytes through each.
+"""Every transport keeps all bits of the codes: each is tested with all 65,536 pairs of bytes.
 
 On CUDA `torch._foreach_copy_` converts bfloat16 and float16 through float32, which rewrites NaN patterns. A CPU's
 kernel doesn't, so these tests put a stand-in in its place; `test_multigpu.py` runs the same checks over NCCL.
@@ -27,12 +27,12 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def device():
-    """Of this process: its GPU under NCCL."""
+    """This process's device: its own GPU under NCCL."""
     return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
 
 def foreach_copy_as_on_cuda(dsts, srcs, non_blocking=False):
-    """`torch._foreach_copy_` with what CUDA's kernel makes of NaNs in 16 bits: 0x7FFF."""
+    """`torch._foreach_copy_` as CUDA's kernel does it: 16-bit NaNs become 0x7FFF."""
     for dst, src in zip(dsts, srcs, strict=True):
         dst.copy_(src)
         if dst.dtype in NARROW and src.dtype is dst.dtype:
@@ -60,7 +60,7 @@ def byte_pairs(t, shift):
 
 
 def filled(case, rows, shift, dtype=torch.bfloat16, wire=False):
-    """A tensor in the form that is stored, or that FSDP2 gathers, whose codes are all pairs of bytes."""
+    """A tensor, as stored or as FSDP2 gathers it, whose codes are all pairs of bytes."""
     t = case.make((rows, COLUMNS), dtype=dtype).to(device())
     if wire:
         t = t._wire()
@@ -71,7 +71,7 @@ def filled(case, rows, shift, dtype=torch.bfloat16, wire=False):
 
 
 def rows_of(case, wire):
-    """An uneven number of rows, with which the codes hold all pairs."""
+    """An uneven number of rows that is large enough for the codes to hold all pairs."""
     codes = next(iter(filled(case, 1, 0, wire=wire).inner_tensors().values()))
     rows = -(-(2**17) // codes.nbytes) + 2
     return rows + 1 - rows % 2
@@ -109,7 +109,7 @@ def meshes():
 
 
 def check_gathered(rank, world_size):
-    """FSDP2 and HSDP, in a group all of whose inputs would share one 16-bit dtype, twice into the same memory."""
+    """FSDP2 and HSDP gather a group whose tensors would all share one 16-bit dtype, twice into the same memory."""
     with copies_as_on_cuda():
         for case in WEIGHTS:
             rows, as_sent = rows_of(case, True), filled(case, 2, 0)._wire()
@@ -196,7 +196,7 @@ def test_two_processes_saved(tmp_path):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_the_stand_in_rewrites_what_cuda_does(dtype):
-    """CUDA turns 253 patterns of bfloat16 with each sign, all NaNs but 0x7FFF, into 0x7FFF."""
+    """CUDA's copy turns every bfloat16 NaN other than 0x7FFF into 0x7FFF: 253 patterns of each sign."""
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     found = torch.zeros(2**16, dtype=dtype)
     foreach_copy_as_on_cuda([found], [bits.view(dtype)])

@@ -27,16 +27,16 @@ from lowbit.tensor import (
     MixedPrecisionTensor,
 )
 from lowbit.tensor.sharded_linear import make_shardable
-from lowbit_kernels.scaled_mm import calls
 from tests.distributed import test_bytes
 from tests.distributed.launch import launch
 from tests.distributed.test_bytes import device
+from tests.scaled_products import scaled_products
 from tests.tensor.cases import CASES, Case, named, same_bits, values
 
 WORLDS = (2, 4)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("fsdp", "hsdp")
-# Left to themselves schemes of mixed precision multiply these small layers in high precision, by what was gathered.
+# Without always=True, mixed precision would multiply these small layers in high precision.
 STORED = [
     c for c in CASES if c.is_weight and c.row_step == 1 and c.kind is not MixedPrecisionTensor
 ]
@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 def layer(case, n, k, dtype, seed):
-    """As `prepare_` or `quantize_` leave it."""
+    """The model after `prepare_` or `quantize_`."""
     made = nn.Linear(k, n, bias=False, dtype=dtype, device=device())
     weight = values((n, k), seed) / k**0.5
     made.weight = nn.Parameter(case.encode(weight.to(dtype)).to(device()))
@@ -90,7 +90,7 @@ def mesh_of(layout):
 
 
 def shard(model, mesh):
-    # half of a small float16 gradient loses its last bit, and so would the mean
+    # halving a small float16 gradient loses its last bit, and so would a mean
     is_half = model.first.weight.dtype is torch.float16
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
     for module in (model.first, model.second, model):
@@ -136,7 +136,7 @@ def check_weights(model, whole, where):
 
 
 def check_representations(rank, world_size, dtype, layout):
-    """Every way to store a weight: outputs of each step, then weights; frozen ones in between trained biases.
+    """Every representation: outputs of each step, then weights. Frozen weights train the biases around them.
 
     The gradient of the input reads weights of mixed precision as they were gathered, in codes, so there is no layer
     before theirs.
@@ -249,7 +249,7 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def placed_gradients(model, step, dtype):
-    """Gradients that don't depend on how products are split, so that weights can be compared to the bit."""
+    """Sets gradients that do not depend on how products are split, so that weights can be compared to the bit."""
     for i, p in enumerate(model.parameters()):
         if not p.requires_grad:
             continue
@@ -263,13 +263,15 @@ def relative(found, expected):
 
 
 def check_tensor_parallel(rank, world_size, dtype, sharded):
-    """By columns and by rows; `sharded`: within FSDP2, on a mesh of two dimensions. Outputs are near, for parts are
-    summed in another order and activations quantized in parts have scales of their own; weights are equal."""
+    """Linears split by columns and by rows; `sharded`: within FSDP2, on a mesh of two dimensions.
+
+    Weights are equal. Outputs are close: partial sums are added in another order, and an activation that is quantized
+    in parts has a scale for each part."""
     for case in WEIGHTS:
         if case.column_step > 1 and 384 // world_size % case.column_step:
             continue
         if case.name == "qat-e4m3-row":
-            continue  # one scale a row, which parts by columns would each find for themselves: refused
+            continue  # refused: each part of the columns would choose a scale of its own for the row
         if sharded and case.shares_rows and case.kind is not BitNetTensor:
             continue  # one scale for all rows of a part: FSDP2 cannot gather it
         where = (case.name, dtype, sharded)
@@ -315,7 +317,7 @@ def check_columns_unevenly(rank, world_size, dtype):
 
 
 def check_replicas(rank, world_size, dtype):
-    """DistributedDataParallel: rank 0's start for all, then the steps of one process."""
+    """Under DistributedDataParallel all ranks start from rank 0's weights and take the steps of one process."""
     for case in WEIGHTS:
         where = (case.name, dtype)
         whole, model = Model(case, 333, dtype), Model(case, 333, dtype)
@@ -336,11 +338,11 @@ def check_replicas(rank, world_size, dtype):
 
 
 def check_low_bit_products_ran(rank, world_size):
-    for case, op in zip(MIXED, ("int8_scaled_mm", "float8_scaled_mm"), strict=True):
+    for case, format in zip(MIXED, ("int8", "float8"), strict=True):
         model = shard(Model(case, 64, torch.bfloat16, inputs=128), mesh_of("fsdp"))
-        calls.clear()
-        step_of(model, None, batch(0, 128, torch.bfloat16))
-        assert calls == {op: 5}, calls
+        with scaled_products() as calls:
+            step_of(model, None, batch(0, 128, torch.bfloat16))
+        assert calls == {format: 5}, calls
     return True
 
 

@@ -372,7 +372,7 @@ def test_tensor_parallel():
 
 
 def check_onto_meta(rank, world_size):
-    """As accelerate shards a model: on meta, every tensor of the whole state dict placed by itself, and assigned."""
+    """Loading as accelerate does: onto a meta model, each tensor of the full state dict sharded and assigned."""
     for case in SOME:
         whole = filled(case, 33, seed=20)
         model = shard(copy.deepcopy(whole).to("meta"))

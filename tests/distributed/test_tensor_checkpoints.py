@@ -27,7 +27,7 @@ LOADED = [(case, rows) for case in WEIGHTS for rows in ROWS]
 
 
 def gathered(value):
-    """A whole tensor, of any dtype: gloo gathers no float8."""
+    """The whole tensor, of any dtype. Gloo cannot gather float8, so its bytes are gathered."""
     if not isinstance(value, DTensor):
         return value
     local = as_bytes(value.to_local())
@@ -64,7 +64,7 @@ def check_save(rank, world_size, folder):
 
 
 def check_load_and_save_again(rank, world_size, source, target):
-    """Into a model with other values, over however many processes."""
+    """Load into a model with other values, over any number of processes."""
     for case, rows in LOADED:
         model, expected = shard(filled(case, rows, seed=50)), filled(case, rows, seed=20)
         state = model.state_dict()
@@ -117,7 +117,7 @@ def test_states_from_two_processes_to_one_and_back(tmp_path):
 
 
 def check_full_state_dicts(rank, world_size):
-    """Gathered, for an unsharded model; and from every rank's full copy into a sharded model again."""
+    """A gathered state dict loads into an unsharded model, and every rank's full copy into a sharded one."""
     on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
     everywhere = StateDictOptions(full_state_dict=True)
     for case in WEIGHTS:

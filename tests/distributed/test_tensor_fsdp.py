@@ -71,7 +71,7 @@ def mean_over_ranks(model, world_size):
 
 
 def check_forward_and_backward(rank, world_size):
-    """Outputs, and gradients of the input to the bit; of parameters the mean; two iterations, so two gathers."""
+    """Outputs and input gradients to the bit, the mean of parameter gradients; two iterations, so two gathers."""
     for case in WEIGHTS:
         for rows in ROWS:
             for dtype in (torch.float32, torch.bfloat16):
@@ -201,7 +201,7 @@ def check_training_without_clipping_is_exact(rank, world_size):
 
 
 def check_full_tensors_and_shards(rank, world_size):
-    """full_tensor() gives the weight back; each shard is the rows it should be; a shared expert weight too."""
+    """full_tensor() returns the weight, and each shard holds its own rows; so does a 3-D expert weight."""
     for case in WEIGHTS:
         for rows in ROWS:
             whole, model = Model(case, rows), shard(Model(case, rows))
@@ -251,7 +251,7 @@ def check_sharded_parameters_are_printed_copied_and_replaced(rank, world_size):
 
 
 def check_experts(rank, world_size):
-    """3-D weights, sharded over their experts, indexed in the product."""
+    """3-D weights are sharded over their experts and indexed in the product."""
 
     class Experts(nn.Module):
         def __init__(self, weight):

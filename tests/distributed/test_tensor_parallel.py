@@ -108,7 +108,7 @@ def check_parts_that_do_not_divide(rank, world_size):
 
 
 def check_qat_is_refused(rank, world_size):
-    """Its straight-through gradient has no place below DTensor's autograd: an error, no silent training."""
+    """DTensor dispatches below autograd, where the straight-through gradient is lost: so training raises an error."""
     mesh = init_device_mesh("cpu", (world_size,))
     (case,) = named("qat-int4-g32")
     linear = nn.Linear(96, 32, bias=False)
@@ -158,8 +158,8 @@ def test_qat_is_refused():
 
 
 def check_qat(rank, world_size):
-    """Weights prepared for QAT: outputs, and gradients with what clips masked, are those of one process; converted from
-    the gathered weights too. Parts that cut through blocks are refused."""
+    """QAT weights: outputs and gradients, masked where codes clip, are those of one process, and so is the model
+    that is converted from the gathered weights. Parts that cut through blocks are refused."""
     mesh = init_device_mesh("cpu", (world_size,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for scheme in (lowbit.Int4WeightOnly(32), lowbit.Int8DynamicActivationInt4Weight(32)):

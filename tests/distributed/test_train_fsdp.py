@@ -1,5 +1,7 @@
-"""Two processes under FSDP2: weights travel quantized, and training is that of one process with such weights.
-And under DistributedDataParallel, where replicas stay equal."""
+"""Two processes under FSDP2: weights travel quantized, and training equals that of one process with such weights.
+
+Under DistributedDataParallel, replicas stay equal.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
-from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
+from tests.scaled_products import scaled_products
+from tests.traced import low_bit
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
@@ -54,8 +57,8 @@ def shard(model, dtype=None):
 
 
 def as_gathered(model):
-    """A copy whose weights are as FSDP2 gathers them, each rank's rows quantized by themselves; the gradients of
-    these are those of the weights that they stand for."""
+    """A copy with the weights as FSDP2 gathers them: each rank quantizes its own rows. Their gradients are the
+    gradients of the high-precision weights."""
     model = copy.deepcopy(model)
     for layer in (model.first, model.second):
         parts = [w._wire() for w in layer.weight.detach().chunk(dist.get_world_size())]
@@ -78,7 +81,7 @@ def summed(model):
 
 
 def check_as_one_process(rank, world_size):
-    """Outputs and gradients to the bit, with the weights that each rank's rows are quantized to; and near to those
+    """Outputs and gradients equal, to the bit, those of one process with the gathered weights, and are close to those
     of one process that never shards."""
     for name, scheme in SCHEMES.items():
         for rows in ROWS:
@@ -89,9 +92,9 @@ def check_as_one_process(rank, world_size):
             for m in (reference, model, model, whole):
                 m.zero_grad()
                 x = batch_of(rank)
-                calls.clear()
-                y = m(x)
-                y.square().sum().backward()
+                with scaled_products() as calls:
+                    y = m(x)
+                    y.square().sum().backward()
                 assert sum(calls.values()) == 6, (name, rows)
                 results.append((y.detach(), x.grad))
             (y, x), *sharded, alone = results
@@ -106,7 +109,7 @@ def check_as_one_process(rank, world_size):
 
 
 def check_bytes_on_the_wire(rank, world_size):
-    """One byte an element and a scale a row; everything where a product needs the weight itself."""
+    """One byte an element and a scale a row travel; the whole weight does where a product needs it."""
     for scheme, limit in ((SCHEMES["int8"], 1.2), (SCHEMES["float8-tensorwise"], 1.2)):
         for rows in (64, 33):
             model = shard(prepared(Model(rows), scheme))
@@ -149,7 +152,7 @@ def check_training(rank, world_size):
 
 
 def check_compiled(rank, world_size):
-    """Each layer compiled, as for large models; the counter tells that low-bit products ran."""
+    """Each layer is compiled, as in large models; counted calls show that low-bit products ran."""
     torch._dynamo.reset()
     model = prepared(Model(64), SCHEMES["int8"])
     expected, compiled = shard(copy.deepcopy(model)), copy.deepcopy(model)
@@ -158,10 +161,10 @@ def check_compiled(rank, world_size):
     shard(compiled)
     results = []
     for m in (expected, compiled):
-        calls.clear()
-        x = batch_of(rank)
-        m(x).square().sum().backward()
-        assert calls == {"int8_scaled_mm": 6}
+        with scaled_products() as calls:
+            x = batch_of(rank)
+            m(x).square().sum().backward()
+        assert calls == {"int8": 6}
         results.append([x.grad, *(p.grad.full_tensor() for p in m.parameters())])
     assert all(relative(a, b) < 1e-5 for a, b in zip(*results, strict=True))
     return True
@@ -187,13 +190,14 @@ def check_state_dicts(rank, world_size):
     return True
 
 
-def check_explained_and_refused(rank, world_size):
+def check_traced_and_refused(rank, world_size):
     model = shard(prepared(Model(64), SCHEMES["int8"]))
     model.first.bias.grad = torch.ones_like(model.first.bias)
-    explanation = train.explain(model, batch_of(rank))
-    assert explanation.calls == {"int8_scaled_mm": 6}
-    assert set(explanation.layers) == {"first", "second"}
-    assert explanation.layers["first"].low_bit == ["output", "grad_input", "grad_weight"]
+    found = lowbit.trace(model, batch_of(rank))
+    assert {p.layer for p in found.products} == {"first", "second"}
+    for layer in ("first", "second"):
+        assert low_bit(found, layer) == ["output", "grad_input", "grad_weight"]
+    assert sum(p.calls for p in found.products) == 6
     assert model.first.weight.grad is None and model.first.bias.grad is not None
     for call, match in (
         (lambda: train.restore_(model), "is sharded: gather the state dict"),
@@ -222,9 +226,9 @@ def check_experts(rank, world_size):
                 outputs = []
                 for m in (whole, model):
                     m.zero_grad()
-                    calls.clear()
-                    y = m(values(count, 8, 64, seed=rank))
-                    y.square().sum().backward()
+                    with scaled_products() as calls:
+                        y = m(values(count, 8, 64, seed=rank))
+                        y.square().sum().backward()
                     assert sum(calls.values()) == 2 * (count if name == "bmm" else 2)
                     outputs.append(y.detach())
                 expected = summed(whole)["weight"]
@@ -234,7 +238,7 @@ def check_experts(rank, world_size):
 
 
 def check_tied_embedding(rank, world_size):
-    """Rows are looked up in what was gathered, and gradients of both uses reach the shards."""
+    """The embedding looks rows up in the gathered weight, and gradients of both uses reach the shards."""
     for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
         model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
         model[0].weight = model[1].weight = nn.Parameter(values(50, 64))
@@ -255,7 +259,8 @@ def check_tied_embedding(rank, world_size):
 
 
 def check_data_parallel(rank, world_size):
-    """DistributedDataParallel: rank 0's start for all, and replicas that stay equal to the bit, draws included."""
+    """Under DistributedDataParallel all ranks start from rank 0's weights, and replicas stay equal to the bit, random
+    bits included."""
     products = {
         train.Int8MixedPrecision(always=True, stochastic_rounding=True): 5,
         Int8Weight(): 0,
@@ -274,10 +279,9 @@ def check_data_parallel(rank, world_size):
             assert torch.equal(model.first.weight.detach(), start) is (rank == 0)
             optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
             for step in range(2):
-                calls.clear()
-                replica(
-                    values(8, 100, seed=10 * step + rank, dtype=dtype)
-                ).square().mean().backward()
+                x = values(8, 100, seed=10 * step + rank, dtype=dtype)
+                with scaled_products() as calls:
+                    replica(x).square().mean().backward()
                 assert calls.total() == count, scheme
                 optimizer.step()
                 optimizer.zero_grad()
@@ -290,7 +294,7 @@ def check_data_parallel(rank, world_size):
 
 
 def check_data_parallel_of_one_weight(rank, world_size):
-    """What is laid end to end is it alone."""
+    """The concatenation consists of nothing else."""
     for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
         model = prepared(linear(16, 64, bias=False), scheme)
         with torch.no_grad():
@@ -312,7 +316,7 @@ CHECKS = [
     check_training,
     check_compiled,
     check_state_dicts,
-    check_explained_and_refused,
+    check_traced_and_refused,
     check_experts,
     check_data_parallel,
     check_data_parallel_of_one_weight,

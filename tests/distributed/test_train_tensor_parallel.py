@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 
 import lowbit
 from lowbit import MixedPrecisionTensor
-from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
+from tests.scaled_products import scaled_products
 from tests.train.problems import SCHEMES, linear, prepared, relative, snr, values
 
 
@@ -54,7 +54,7 @@ def outcome(model, x):
 
 
 def check_columns_then_rows(rank, world_size):
-    """Near to float64, and as near as one process is."""
+    """Outputs and gradients are as close to float64 as those of one process."""
     mesh = mesh_of(world_size)
     for name, scheme in SCHEMES.items():
         for bias in (True, False):
@@ -65,8 +65,8 @@ def check_columns_then_rows(rank, world_size):
                 assert layer.weight.placements == (Shard(dim),)
                 assert isinstance(layer.weight.to_local(), MixedPrecisionTensor)
             x = values(2, 10, 64)
-            calls.clear()
-            found = outcome(model, x)
+            with scaled_products() as calls:
+                found = outcome(model, x)
             assert sum(calls.values()) == 6, name
             expected = outcome(plain.double(), x.double())
             one = outcome(whole, x)
@@ -77,7 +77,7 @@ def check_columns_then_rows(rank, world_size):
 
 
 def check_columns_are_those_of_one_process(rank, world_size):
-    """Rows of the weight have scales of their own, so the output and the weight's gradient are the same numbers."""
+    """Each row of the weight has its own scale, so the output and the weight's gradient are the same numbers."""
     mesh = mesh_of(world_size)
     for hidden in (96, 33):
         layer = prepared(linear(hidden, 64), SCHEMES["int8"])
@@ -155,10 +155,10 @@ def check_training_with_fsdp_and_compiled(rank, world_size):
             x = values(16, 64, seed=step)
             losses = []
             for m, optimizer in zip((reference, model), optimizers, strict=True):
-                calls.clear()
-                loss = (m(x) - x).square().mean()
-                loss.backward()
-                assert calls == {"int8_scaled_mm": 5}, "the input has no gradient"
+                with scaled_products() as calls:
+                    loss = (m(x) - x).square().mean()
+                    loss.backward()
+                assert calls == {"int8": 5}, "the input has no gradient"
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))

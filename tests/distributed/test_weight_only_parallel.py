@@ -69,7 +69,7 @@ def test_local_shards_reach_the_kernels() -> None:
 
 
 def check_writes(rank, world_size):
-    """FSDP2 gathers and collectives write where no version counter counts; a packed copy has to follow."""
+    """FSDP2 gathers and collectives write without raising version counters; products must read the new codes."""
     mesh = init_device_mesh("cpu", (world_size,))
     old, new = Block(SCHEMES["int4-g32"]), Block(SCHEMES["int4-g32"])
     x = torch.randn(2, 128, dtype=torch.bfloat16)

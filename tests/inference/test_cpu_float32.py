@@ -1,4 +1,4 @@
-"""float32 products of low-bit weights on a CPU: few operations each, the bits of plain ones, nothing overlooked."""
+"""float32 products of low-bit weights on a CPU: few operations, the bits of plain products, no stale decision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import lowbit as lb
-from lowbit.products import plain_linear, watch_linears
+from lowbit.products import plain_linear
 from lowbit_kernels import host_compiler
 from recipes.llama import KVCache, Llama, LlamaConfig
 from tests.schemes import WEIGHT_ONLY, over
@@ -39,7 +39,7 @@ def layer(
 
 
 def operations_of_a_token(model: Llama) -> int:
-    """Calls into ATen from Python, or from another of them, for the second token after a prompt."""
+    """ATen operations, nested ones included, for the second token after a prompt."""
     tokens, cache = torch.tensor([[1, 2, 3]]), KVCache(CONFIG, 1)
     with torch.no_grad():
         model(tokens, cache)
@@ -53,7 +53,7 @@ def operations_of_a_token(model: Llama) -> int:
 @needs_compiler
 @over(EVERYDAY)
 def test_a_token_takes_no_more_operations_than_in_high_precision(scheme: lb.Scheme) -> None:
-    """Not a clock, which other programs disturb: on small models operations are what takes the time."""
+    """Count operations: on small models they take the time, and other programs disturb a clock."""
     plain = Llama(CONFIG).eval()
     low = copy.deepcopy(plain)
     report = lb.quantize_(low, scheme)
@@ -77,7 +77,7 @@ def test_the_bits_of_a_plain_product(scheme: lb.Scheme, bias: bool, shape: tuple
 
 
 @torch.no_grad()
-def test_shapes_take_turns() -> None:
+def test_alternating_shapes() -> None:
     first, second = layer(), layer(shape=(64, 40))
     values = {module: module.weight.dequantize() for module in (first, second)}
     for m in (1, 1, 5, 1, 2, 2):
@@ -103,7 +103,7 @@ def test_gradients_are_of_the_values_at_forward() -> None:
     assert torch.equal(grad, x.grad)
 
 
-# ---- nothing is overlooked ----------------------------------------------------------------------------------------
+# ---- the remembered decision: more in test_decisions.py ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -115,57 +115,10 @@ def expected() -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
         yield linear, x, linear(x)
 
 
-def test_a_linear_registered_later(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
-    linear, x, y = expected
-    lb.register_linear(lambda x, w, b: True, more := lambda x, w, b: plain_linear(x, w, b) + 1)
-    try:
-        assert torch.equal(linear(x), y + 1)
-    finally:
-        lb.unregister_linear(more)
-    assert torch.equal(linear(x), y)
-
-
-def test_who_watches(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
-    linear, x, y = expected
-    seen = []
-
-    class Watch:
-        def __init__(self, *product: object) -> None:
-            seen.append(product[-1])
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: object) -> None: ...
-
-    with watch_linears(Watch):  # type: ignore[arg-type]
-        assert torch.equal(linear(x), y) and torch.equal(linear(x), y)
-    assert seen == [plain_linear] * 2
-    linear(x)
-    assert len(seen) == 2
-
-
-def test_autocast(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
-    linear, x, _ = expected
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x).dtype is torch.bfloat16
-
-
-def test_other_inputs_are_still_refused(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
-    linear, x, _ = expected
-    with pytest.raises(ValueError, match="K differs"):
-        linear(x[:, :47])
-    with pytest.raises(ValueError, match="float64 input"):
-        linear(x.double())
-    with pytest.raises(ValueError, match=r"bias of shape"):
-        F.linear(x, linear.weight, torch.zeros(3))
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.vmap(linear)(x[None])
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @torch.no_grad()
-def test_what_traces_sees_the_codes() -> None:
-    """And not the memory that the next product writes to."""
+def test_traces_contain_the_codes() -> None:
+    """They do not contain the memory that the next product writes to."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     linear, x = layer(lb.Int8WeightOnly()), torch.randn(1, 48)
@@ -197,14 +150,6 @@ def test_copied_saved_and_moved(expected: tuple[nn.Linear, Tensor, Tensor]) -> N
     assert torch.equal(copied(x), y)
     copied.to(torch.bfloat16)
     assert copied(x.bfloat16()).dtype is torch.bfloat16
-
-
-def test_a_weight_whose_parts_no_longer_fit(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
-    """It is refused, rather than read beyond its end."""
-    linear, x, _ = expected
-    linear.weight.codes = linear.weight.codes[:4].clone()
-    with pytest.raises((ValueError, RuntimeError)):
-        linear(x)
 
 
 def test_threads_have_memory_of_their_own() -> None:

@@ -40,7 +40,7 @@ def test_values(scheme: lb.Scheme, dtype: torch.dtype) -> None:
 
 
 def test_scales_that_rows_share() -> None:
-    """Rows of one table-wide scale are gathered too; tiles of rows are refused before anything is converted."""
+    """A table with one scale is gathered by rows. Scales of tiles of rows are refused before anything is converted."""
     module = nn.Embedding(50, 37)
     with pytest.raises(ValueError, match="rows would share scales"):
         lb.quantize_(module, WEIGHT_ONLY["int5-blocks"], lambda m, n: True)
@@ -87,14 +87,14 @@ def test_options_of_nn_embedding() -> None:
 
 
 def test_max_norm_is_left_alone() -> None:
-    """Its lookup rescales rows in place, which codes cannot follow."""
+    """Its lookup rescales rows in place, which a quantized table does not support."""
     model = nn.ModuleDict({"a": nn.Embedding(8, 8, max_norm=1.0), "b": nn.Embedding(8, 8)})
     report = lb.quantize_(model, lb.Int8WeightOnly(), lambda m, name: isinstance(m, nn.Embedding))
     assert report.converted == ["b.weight"] and "max_norm" in report.left["a.weight"]
     model["a"](torch.tensor([1]))
 
 
-def test_gradients_pass_by_a_frozen_table() -> None:
+def test_a_frozen_table_gets_no_gradient() -> None:
     model = nn.Sequential(embedding(lb.Int4WeightOnly(8), 20, 16), nn.Linear(16, 4))
     model(torch.tensor([1, 2])).sum().backward()
     assert model[0].weight.grad is None and model[1].weight.grad is not None

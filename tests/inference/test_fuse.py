@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit.inference import fuse_linears_, trace_linears, unfuse_linears_
+from lowbit.inference import fuse_linears_, unfuse_linears_
 from recipes.llama import Llama, LlamaConfig
 from tests.inference.weight_ops import counted
 from tests.schemes import over
@@ -68,7 +68,7 @@ def test_the_same_outputs_from_fewer_products(scheme: lb.Scheme | None, bias: bo
     ]
     with torch.no_grad():
         assert torch.allclose(fused(x), model(x), rtol=1e-5, atol=1e-5)
-    assert [(t.name, t.n) for t in trace_linears(fused, x).linears[:3]] == [
+    assert [(p.layer, p.n) for p in lb.trace(fused, x, backward=False).products[:3]] == [
         ("0.q_proj", 48),
         ("0.gate_proj", 192),
         ("0.down_proj", 64),
@@ -206,7 +206,7 @@ def test_compiled_once_for_all_layers() -> None:
     torch._dynamo.reset()
 
 
-def test_names_of_the_recipes_and_names_of_ones_own() -> None:
+def test_names_of_the_recipes_and_custom_names() -> None:
     config = LlamaConfig(
         vocab_size=31, dim=24, layers=2, heads=6, kv_heads=2, hidden=40, context=32
     )
@@ -252,7 +252,7 @@ def spoiled(change) -> nn.Module:
         "mode",
     ],
 )
-def test_what_cannot_be_fused_is_named(change, match: str) -> None:
+def test_the_obstacle_to_fusing_is_named(change, match: str) -> None:
     model = spoiled(lambda m: (m.eval(), change(m)))
     before = dict(model.named_modules())
     with pytest.raises(ValueError, match=match):

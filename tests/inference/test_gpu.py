@@ -68,11 +68,11 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
 @pytest.mark.parametrize(
     ("scheme", "tokens", "k", "n", "dtype", "chosen"),
     [
-        (INT4, 1, 64, 48, torch.bfloat16, "int4_linear"),
-        (INT4, 70, 67, 47, torch.float16, "int4_linear"),
+        (INT4, 1, 64, 48, torch.bfloat16, "weight_linear"),
+        (INT4, 70, 67, 47, torch.float16, "weight_linear"),
         (INT4, 70, 64, 48, torch.float32, "plain_linear"),
         (lb.Int4WeightOnly(8), 3, 64, 48, torch.bfloat16, "plain_linear"),
-        (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "int8_linear"),
+        (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "weight_linear"),
         (INT8, 17, 64, 48, torch.bfloat16, "int8_dynamic_kernel"),
         (INT8, 16, 64, 48, torch.bfloat16, "int8_dynamic_kernel"),
         (INT8, 64, 67, 48, torch.float16, "int8_dynamic_kernel"),
@@ -89,11 +89,11 @@ def test_the_product_that_runs(scheme, tokens, k, n, dtype, chosen) -> None:
     model = nn.Linear(k, n, dtype=dtype, device="cuda")
     lb.quantize_(model, scheme)
     x = torch.randn(tokens, k, dtype=dtype, device="cuda")
-    impl = choose_linear(x, model.weight, model.bias)
-    assert impl.__name__ == chosen
+    row = choose_linear(x, model.weight, model.bias)
+    assert row.name == chosen
     bound = 1e-5 if dtype is torch.float32 else 1e-2
     for bias in (model.bias, None):
-        y = impl(x, model.weight, bias)
+        y = row.implementation(x, model.weight, bias)
         assert relative_error(y, plain_linear(x, model.weight, bias)) < bound
         assert torch.equal(y, F.linear(x, model.weight, bias))
 

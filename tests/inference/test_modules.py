@@ -1,4 +1,4 @@
-"""quantize_ in models as they come: attention, experts, shared modules, meta devices, casts, copies, pickles."""
+"""quantize_ in ordinary models: attention, experts, shared modules, meta devices, casts, copies, pickles."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_module_in_two_places() -> None:
 
 
 def test_on_meta_then_loaded() -> None:
-    """A model that is converted before it has memory takes a quantized state dict."""
+    """A model that is converted on the meta device loads a quantized state dict."""
     real = nn.Sequential(nn.Linear(19, 16), nn.Linear(16, 4))
     lb.quantize_(real, INT4)
     with torch.device("meta"):

@@ -34,7 +34,7 @@ TOLERANCE = {
 
 
 def reference(x: Tensor, linear: nn.Linear, scheme: lb.Scheme) -> Tensor:
-    """The product in float64, of what the scheme makes of x and of the original weight."""
+    """The product in float64 of x and the weight, each rounded as the scheme says."""
     bias = None if linear.bias is None else linear.bias.detach().double()
     weight = rounded(linear.weight.detach(), scheme.weight)
     return F.linear(rounded_activation(x, scheme.activation), weight, bias)
@@ -108,7 +108,7 @@ def test_smallest_layers(scheme: lb.Scheme, size: tuple[int, int]) -> None:
 @settings(max_examples=60)
 @given(st.sampled_from(list(SCHEMES)), st.integers(1, 70), st.integers(1, 40), st.integers(1, 9))
 def test_every_size(name: str, k: int, n: int, batch: int) -> None:
-    """K that no group divides, and all other sizes: padded, and equal to the reference."""
+    """Every size, also a K that no group divides: padded, and equal to the reference."""
     linear = nn.Linear(k, n)
     scheme = SCHEMES[name]
     report = None

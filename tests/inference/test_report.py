@@ -1,4 +1,4 @@
-"""What quantize_ chooses, leaves and says: filters, patterns, ties, and the report."""
+"""Which weights quantize_ converts, by filters, patterns and ties; and its report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
-    """Name → what its weight is stored as, of every 2-D parameter, under each name that it has."""
+    """Every name of every 2-D parameter → the format of the weight."""
     found = model.named_parameters(remove_duplicate=False)
     return {
         name: str(p.spec.format) if isinstance(p, lb.LowbitTensor) else "plain"
@@ -99,7 +99,7 @@ def test_printed() -> None:
     assert "padded" not in rows["layers.0.down.weight"]
 
 
-def test_the_first_pattern_that_matches_counts() -> None:
+def test_the_first_matching_pattern_decides() -> None:
     model = Model()
     lb.quantize_(
         model,
@@ -184,7 +184,7 @@ def test_a_subclass_of_linear_is_converted() -> None:
 
 
 def test_a_computed_weight_is_reported() -> None:
-    """A parametrized layer has no weight of its own to convert; passing it over in silence would mislead."""
+    """A parametrized layer has no weight to convert. The report must say so."""
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
     report = lb.quantize_(model, INT8)
     assert report.converted == ["1.weight"]
@@ -197,9 +197,12 @@ def test_quantizing_more_of_a_model_later() -> None:
     lb.quantize_(model, {"head": INT8})
     weight = model.head.weight
     report = lb.quantize_(model, INT4)
-    assert report.left["head.weight"] == "already a AffineTensor" and model.head.weight is weight
+    assert report.left["head.weight"] == "already in low bits (AffineTensor)"
+    assert model.head.weight is weight
     assert len(report.converted) == 4
-    with pytest.raises(ValueError, match=r"nothing to convert.*already a AffineTensor"):
+    with pytest.raises(
+        ValueError, match=r"nothing to convert.*already in low bits \(AffineTensor\)"
+    ):
         lb.quantize_(model, INT4)
 
 
@@ -215,7 +218,7 @@ def test_a_module_under_two_names_is_converted_once() -> None:
 
 
 @pytest.mark.parametrize("select", [BOTH, nn.Linear, nn.Embedding], ids=["both", "head", "embed"])
-def test_a_tied_weight_is_converted_for_all_who_hold_it(select) -> None:
+def test_a_tied_weight_is_converted_in_all_its_modules(select) -> None:
     model = Model(tied=True)
     report = lb.quantize_(model, INT4, lambda m, name: isinstance(m, select))
     assert model.head.weight is model.embedding.weight
@@ -303,6 +306,6 @@ def test_an_embedding_whose_rows_would_share_scales_is_left_alone() -> None:
     assert model(torch.tensor([[3, 1]])).shape == (1, 2, 16)
 
 
-def test_padding_tells_what_it_costs() -> None:
+def test_the_report_states_the_cost_of_padding() -> None:
     report = lb.quantize_(nn.Linear(16, 8), lb.Int4WeightOnly(group_size=128))
     assert "padded to 8x128, 8.00 times the weights" in str(report)

@@ -1,4 +1,4 @@
-"""What reports say of what was left alone, of shares of the model, and of weights beside a layer's own."""
+"""Reports: weights that were left alone, shares of the model, and second weights in a layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A linear, and what the default filter does not take."""
+    """A linear, and modules that the default filter does not take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ class Mixed(nn.Module):
         self.embedding = nn.Embedding(20, 16)
 
 
-def test_all_that_was_left_is_reported_with_its_share() -> None:
+def test_weights_left_alone_are_reported_with_their_share() -> None:
     model = Mixed()
     report = lb.quantize_(model, INT8)
     own = "filter_fn can select it, the default takes nn.Linear only"
     assert report.left == {
-        "position": f"of a Mixed: {own}",
+        "position": f"a parameter of a Mixed: {own}",
         "conv.weight": "no low-bit product for Conv2d",
-        "c_attn.weight": f"of a Conv1D: {own}",
-        "experts.up": f"of a Experts: {own}",
+        "c_attn.weight": f"a parameter of a Conv1D: {own}",
+        "experts.up": f"a parameter of a Experts: {own}",
         "embedding.weight": "not selected by the filter",
     }
     total = sum(
@@ -81,7 +81,7 @@ def test_the_share_counts_what_was_converted_before() -> None:
     lb.quantize_(model, {"head": INT8})
     report = lb.quantize_(model, {"layers.0.up": INT4})
     assert report.low_bits == 20 * 16 + 24 * 16
-    assert report.left["head.weight"] == "already a AffineTensor"
+    assert report.left["head.weight"] == "already in low bits (AffineTensor)"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_chosen_conv1d_computes_what_its_values_do() -> None:
 
 
 class Gated(nn.Linear):
-    """Two weights and one bias in one module; `lora` is not for products in low bits."""
+    """Two weights and one bias in one module, and `lora`, which stays in high precision."""
 
     def __init__(self) -> None:
         super().__init__(16, 24)
@@ -229,7 +229,7 @@ def test_a_filter_that_names_a_parameter_chooses_it() -> None:
     assert report.converted == ["head.lora_A"]
 
 
-def test_freezing_adapters_is_said() -> None:
+def test_freezing_adapters_warns() -> None:
     model = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 8))
     with pytest.warns(UserWarning, match=r"freezes 1 weights.*such as 1\.weight: adapters"):
         lb.quantize_(model, INT8)

@@ -1,4 +1,4 @@
-"""int4 and int8 linears: which products reach the kernels, with what, and that float32 stays as QAT has it."""
+"""int4 and int8 linears: which products reach the kernels, with which arguments; float32 gives the bits of QAT."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_kernel_serves(ops: CountedOps, scheme: lb.Scheme, dtype, shape) -> 
     group = scheme.weight.block_size((24, 100))[-1]
     tokens = x.shape[:-1].numel()
     ((name, *rest),) = ops.calls
-    assert name == f"int{scheme.weight.format.bits}_linear"
+    assert name == f"int{scheme.weight.format.bits}"
     assert rest == [tokens, 24, 100, group, "bias"]
     expected = F.linear(x.double(), weight.double(), original.bias.detach().double())
     assert y.dtype is dtype and y.shape == (*shape[:-1], 24)
@@ -67,7 +67,7 @@ def test_the_kernel_serves(ops: CountedOps, scheme: lb.Scheme, dtype, shape) -> 
 @over(NOT_SERVED)
 def test_others_are_plain(ops: CountedOps, scheme: lb.Scheme) -> None:
     model, x = layer(scheme, torch.bfloat16), torch.randn(3, 100, dtype=torch.bfloat16)
-    assert choose_linear(x, model.weight) is plain_linear
+    assert choose_linear(x, model.weight).name == "plain_linear"
     model(x)
     assert not ops.calls
 
@@ -95,7 +95,7 @@ def test_weights_in_16_bits_are_equal_and_products_close(
     assert relative_error(model(x), y.double()) < 8e-3 and len(ops.calls) == 1
 
 
-def test_an_activation_is_rounded_before(ops: CountedOps) -> None:
+def test_the_activation_is_rounded_before_the_kernel(ops: CountedOps) -> None:
     scheme = lb.Int8DynamicActivationInt4Weight(32)
     model, x = layer(scheme, torch.bfloat16), torch.randn(5, 100, dtype=torch.bfloat16)
     y, expected = model(x), plain_linear(x, model.weight, model.bias)
@@ -122,7 +122,7 @@ def test_compiled(ops: CountedOps, size: int) -> None:
     x = torch.randn(size, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(fn(x), model(x))
-    assert {call[0] for call in ops.calls} == {"int4_linear"}
+    assert {call[0] for call in ops.calls} == {"int4"}
     torch._dynamo.reset()
 
 
@@ -169,7 +169,7 @@ def test_a_residual_that_does_not_fit(quantized: bool) -> None:
         lb.quantize_(model, SERVED["int8"])
     with pytest.raises(ValueError, match=r"residual of shape \(5, 24\), got \(24,\)"):
         linear(x, model.weight, None, torch.zeros(24))
-    with pytest.raises(ValueError, match=r"input on cpu with a residual on meta; accepted"):
+    with pytest.raises(ValueError, match=r"residual on meta with a weight on cpu; accepted"):
         linear(x, model.weight, None, torch.zeros(5, 24, device="meta"))
 
 
@@ -212,12 +212,12 @@ def test_rows_by_their_experts(scheme: lb.Scheme | None, ends: list[int]) -> Non
 
 
 @pytest.mark.parametrize("write", ["copy_", "load", "detach", "slice", "data", "codes"])
-def test_what_is_written_into_a_weight_counts(write: str) -> None:
-    """On CPUs torch's kernel multiplies by a packed copy."""
+def test_products_see_values_written_into_a_weight(write: str) -> None:
+    """No kernel keeps a packed copy of the weight that could be stale."""
     model, other = (layer(lb.Int4WeightOnly(32), torch.bfloat16, 64, 32) for _ in range(2))
     x, weight, new = torch.randn(2, 64).bfloat16(), model.weight, other.weight
     with torch.no_grad():
-        before = model(x), F.linear(x, weight[:16])  # both are packed
+        before = model(x), F.linear(x, weight[:16])
         if write == "load":
             model.load_state_dict({**other.state_dict(), "bias": model.bias})
         elif write == "slice":
@@ -229,7 +229,7 @@ def test_what_is_written_into_a_weight_counts(write: str) -> None:
         else:
             {"copy_": weight, "detach": weight.detach(), "data": weight.data}[write].copy_(new)
         assert relative_error(model(x), F.linear(x, weight.dequantize(), model.bias)) < 4e-3
-        if write != "codes":  # of those a slice's counter doesn't tell
+        if write != "codes":
             assert relative_error(F.linear(x, weight[:16]), x @ new.dequantize()[:16].T) < 4e-3
     assert relative_error(before[0], model(x)) > 0.1
 

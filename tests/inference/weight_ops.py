@@ -1,4 +1,4 @@
-"""The kernels' linears by their formula in float64, counted: what the library calls can be seen without them."""
+"""Replace the weight kernels by their formula in float64, and record the calls: tests see what the library calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import lowbit_kernels
+from lowbit_kernels import weight_linear
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
@@ -29,36 +29,37 @@ def values(
 
 
 class CountedOps:
-    """`int4_linear` and `int8_linear` in the place of lowbit_kernels' own. `calls`: (op, M, N, K, group, epilogue)."""
+    """`op` replaces `lowbit_kernels.weight_linear`.
+
+    `calls`: "int4" or "int8", M, N, K, group size, and which of bias and residual are given.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def make(self, bits: int) -> Any:
-        def op(
-            x: Tensor,
-            codes: Tensor,
-            scale: Tensor,
-            zero_point: Tensor | None = None,
-            bias: Tensor | None = None,
-            residual: Tensor | None = None,
-            *,
-            group_size: int,
-        ) -> Tensor:
-            weight = values(codes, scale, zero_point, bits, group_size, x.shape[-1])
-            extra = [name for name, t in (("bias", bias), ("residual", residual)) if t is not None]
-            size = (x.shape[:-1].numel(), *weight.shape)
-            self.calls.append((f"int{bits}_linear", *size, group_size, "+".join(extra)))
-            y = x.double() @ weight.t()
-            for t in (bias, residual):
-                y = y if t is None else y + t.double()
-            return y.to(x.dtype)
-
-        return op
+    def op(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        group_size: int,
+    ) -> Tensor:
+        bits = 4 if codes.dtype == torch.uint8 else 8
+        weight = values(codes, scale, zero_point, bits, group_size, x.shape[-1])
+        extra = [name for name, t in (("bias", bias), ("residual", residual)) if t is not None]
+        size = (x.shape[:-1].numel(), *weight.shape)
+        self.calls.append((f"int{bits}", *size, group_size, "+".join(extra)))
+        y = x.double() @ weight.t()
+        for t in (bias, residual):
+            y = y if t is None else y + t.double()
+        return y.to(x.dtype)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> CountedOps:
     ops = CountedOps()
-    for bits in (4, 8):
-        monkeypatch.setattr(lowbit_kernels, f"int{bits}_linear", ops.make(bits), raising=False)
+    monkeypatch.setattr(weight_linear, "weight_linear", ops.op)
     return ops

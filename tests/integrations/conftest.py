@@ -1,4 +1,4 @@
-"""The tools around lowbit, where they are installed (extra `test-integrations`); no model comes from a hub."""
+"""Tests with other libraries, where they are installed (extra `test-integrations`); no model comes from a hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(autouse=True)
 def _accelerate_forgets() -> Iterator[None]:
-    """Its state belongs to the process: what one test chose, by itself or by the Trainer, the next could not change."""
+    """accelerate keeps its state in the process: without a reset, one test's choices would bind the next test."""
     _reset()
     yield
     _reset()

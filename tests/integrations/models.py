@@ -56,7 +56,7 @@ def qwen3_moe() -> Any:
 
 
 def is_inner_linear(module: nn.Module, name: str) -> bool:
-    """Every linear but the head, as people quantize a base model."""
+    """Selects every linear except the head, as users quantize a base model."""
     return isinstance(module, nn.Linear) and "lm_head" not in name
 
 
@@ -66,7 +66,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
-    """Losses of training on `TOKENS`."""
+    """The losses of a few training steps on `TOKENS`."""
     model.train()
     losses = []
     for _ in range(steps):

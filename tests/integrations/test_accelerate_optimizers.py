@@ -1,4 +1,4 @@
-"""lowbit's optimizers under accelerate's wrapper: a replaced parameter is told of through it, and clipping works."""
+"""lowbit's optimizers under accelerate's wrapper: stale parameters raise through it, and clipping works."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def data(batches=6):
 
 
 def trainer(folder, precision, **options):
-    """On a CPU. Lightning replaces float16 by bfloat16 there unless the plugin is given."""
+    """A Trainer on the CPU. Without an explicit plugin, Lightning replaces float16 by bfloat16 there."""
     if precision == "16-mixed":
         options["plugins"] = [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu"))]
     else:

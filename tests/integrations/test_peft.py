@@ -23,7 +23,7 @@ SCHEMES = {
     "float8": lb.Float8WeightOnly(),
 }
 ROUNDING = {"int4": 0.2, "int8": 0.02, "float8": 0.08}
-"""Of outputs, where a weight is quantized once more."""
+"""Relative error of outputs where a weight is quantized a second time."""
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS = {
     "lora": lambda: peft.LoraConfig(r=4, target_modules=TARGETS),
@@ -89,7 +89,7 @@ def test_saved_and_loaded(scheme, adapter, tmp_path) -> None:
 @every_adapter
 @pytest.mark.parametrize("safe", [False, True], ids=["fast", "safe"])
 def test_merged_into_the_quantized_base(scheme, adapter, safe) -> None:
-    """Each weight is quantized once more, in its own scheme: the outputs differ by that rounding."""
+    """Merging quantizes each weight a second time, in its own scheme: outputs differ by that rounding."""
     model = trained(scheme, adapter)
     expected = logits(model)
     kinds = {
@@ -119,7 +119,7 @@ def test_dequantized_first_nothing_is_lost(scheme, adapter) -> None:
 @every_scheme
 @pytest.mark.parametrize("adapter", ["lora", "dora", "loha"])
 def test_merged_and_unmerged(scheme, adapter) -> None:
-    """Rounded twice, and by no more: what an adapter leaves alone is as it was to the bit."""
+    """Merging and unmerging round twice; weights without an adapter stay the same to the bit."""
     model = trained(scheme, adapter)
     expected, before = logits(model), {n: p.dequantize() for n, p in base_weights(model).items()}
     model.merge_adapter()
@@ -150,7 +150,7 @@ def test_doras_norm_is_that_of_the_dequantized_weight(scheme) -> None:
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_that_takes_the_base_apart_says_what_to_call(init) -> None:
-    """It would change the base by what it found in it, at high precision."""
+    """This initialisation would change the base weight by values computed from it in high precision."""
     config = peft.LoraConfig(r=4, init_lora_weights=init, target_modules=TARGETS)
     model = base("int4")
     with pytest.raises(NotImplementedError, match=r"lowbit\.dequantize_\(model\)"):
@@ -211,7 +211,7 @@ def test_in_bfloat16() -> None:
 
 
 def test_a_base_in_training_of_low_bits_is_merged_as_a_plain_one_is() -> None:
-    """QAT keeps a high-precision weight, which takes the adapter without a loss."""
+    """QAT keeps a high-precision weight, so merging the adapter loses nothing."""
     model = llama()
     lb.qat.prepare_(model, SCHEMES["int8"], is_inner_linear)
     model = peft.get_peft_model(model, ADAPTERS["lora"]())

@@ -18,7 +18,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 @every_weight
 def test_models(case, tmp_path):
-    """save_model leaves one name of what is tied; load_model knows."""
+    """save_model keeps one name of tied weights, and load_model restores both."""
     source, model = Net(case), Net(case, seed=1)
     safetensors.save_model(source, tmp_path / "m.safetensors")
     missing, unexpected = safetensors.load_model(model, tmp_path / "m.safetensors")

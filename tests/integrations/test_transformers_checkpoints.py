@@ -73,7 +73,7 @@ def test_saved_and_loaded_into_a_model_prepared_alike(how, shards, tmp_path):
 
 @over
 def test_from_pretrained_reads_plain_weights_and_reports_parts(how, tmp_path):
-    """It builds a float model: what was kept in high precision is read; parts of others it reports."""
+    """from_pretrained builds a float model: it reads high-precision weights and reports the parts of the others."""
     model = llama(how)
     model.save_pretrained(tmp_path)
     found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -123,7 +123,7 @@ def test_a_trainer_that_resumes_gives_the_same_bits(how, tmp_path):
     whole = llama(how)
     trainer(whole, tmp_path / "whole", 6).train()
     first = llama(how)
-    # stopped after four of the six steps that the learning rate's schedule is made for
+    # the run stops after four of the six steps of the learning-rate schedule
     stopped = trainer(first, tmp_path / "parts", 6)
     stopped.add_callback(StopAt(4))
     stopped.train()

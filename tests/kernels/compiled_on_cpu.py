@@ -1,4 +1,4 @@
-"""Kernels compiled for the CPU by the machine's C++ compiler; the standard headers, half of the work, only once."""
+"""Compiles kernels for the CPU by the machine's C++ compiler, with the standard headers precompiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """For the libraries; with ``system.h``, all standard headers that the emulations include, precompiled."""
+    """The folder of the libraries, and of ``system.h``: the precompiled standard headers of all emulations."""
     folder = tempfile.TemporaryDirectory(prefix="kernels-on-cpu-")
     lines = [
         line
@@ -39,7 +39,7 @@ def _compile(*arguments: str) -> None:
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL:
-    """The source, compiled and loaded."""
+    """The loaded library of a source."""
     folder = Path(_folder().name)
     path = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
     path.with_suffix(".cpp").write_text(source)

@@ -1,4 +1,4 @@
-"""The stage on which cache entries are planted: for this process's user, and for one without root's rights."""
+"""The stage on which tests plant cache entries: for this process's user, and for one without root's rights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Runs a CUDA kernel on a CPU, for tests: blocks one after another, the threads of a block as fibers that switch
-// where threads of a GPU meet (warp_max, __syncthreads). It stands in for ptx.cuh; arithmetic is IEEE float32.
+// Runs a CUDA kernel on a CPU, for tests. It replaces ptx.cuh. Blocks run one after another; the threads of a block are
+// fibers that switch where threads of a GPU synchronize (warp_max, __syncthreads). Arithmetic is IEEE float32.
 
 #include <math.h>
 #include <stddef.h>
@@ -49,7 +49,7 @@ static void enter() {
     swapcontext(&fibers[current].context, &scheduler);
 }
 
-// Wait until every unfinished fiber of [first, last) has come to its next meeting.
+// Waits until every unfinished fiber of [first, last) has come to its next meeting.
 static void meet(unsigned int first, unsigned int last) {
     const int meeting = ++fibers[current].waiting_for;
     for (;;) {
@@ -100,7 +100,7 @@ DEVICE unsigned int warp_max(unsigned int x) {
     meet(first, first + 32);
     unsigned int largest = 0;
     for (unsigned int i = first; i < first + 32; ++i) largest = fibers[i].given > largest ? fibers[i].given : largest;
-    meet(first, first + 32);  // before anyone gives something else
+    meet(first, first + 32);  // before a fiber overwrites its value
     return largest;
 }
 
@@ -117,7 +117,7 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
     if (((uintptr_t)p | bytes) % 16) __builtin_trap();
 }
 
-// Launches don't overlap.
+// Launches do not overlap.
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}
 
@@ -127,7 +127,7 @@ static inline int __syncthreads_or(int x) {
     __syncthreads();
     bool any = false;
     for (const Fiber &fiber : fibers) any |= fiber.given != 0;
-    __syncthreads();  // before anyone gives something else
+    __syncthreads();  // before a fiber overwrites its value
     return any;
 }
 
@@ -155,7 +155,7 @@ DEVICE float saturated_product(float a, float b) {
     const float product = fabsf(a) * b;
     return product != product ? 0.0f : product > 1.0f ? 1.0f : product;
 }
-DEVICE float fma_up(float a, float b, float c) {  // exact enough for a double: c has 24 bits, the rest counts as "up"
+DEVICE float fma_up(float a, float b, float c) {  // a double is exact enough: c has 24 bits, any remainder rounds up
     const double exact = (double)a * b + c;
     const float rounded = (float)exact;
     return rounded < exact ? nextafterf(rounded, INFINITY) : rounded;
@@ -184,7 +184,7 @@ DEVICE float from_half(unsigned int half) { _Float16 x; const uint16_t bits = ha
 DEVICE unsigned int to_half(float x) { const _Float16 half = (_Float16)x; uint16_t bits; memcpy(&bits, &half, 2); return bits; }
 DEVICE unsigned int to_half2(float low, float high) { return to_half(high) << 16 | to_half(low); }
 
-// Float8 with that many mantissa bits, 3 or 2.
+// Float8 with 3 or 2 mantissa bits.
 DEVICE float from_float8(unsigned int byte, int mantissa_bits) {
     const int bias = mantissa_bits == 3 ? 7 : 15;
     const int exponent = (byte & 0x7f) >> mantissa_bits, mantissa = byte & (1 << mantissa_bits) - 1;
@@ -213,7 +213,7 @@ DEVICE unsigned int from_e4m3x2(unsigned int pair) {
     return to_half(from_e4m3(pair >> 8 & 0xff)) << 16 | to_half(from_e4m3(pair & 0xff));
 }
 
-// Loads and stores of whole vectors: only at addresses that a GPU takes.
+// Vector loads and stores check the alignment that a GPU needs.
 template <typename T>
 DEVICE T stream_load(const T *p) {
     if ((uintptr_t)p % sizeof(T)) __builtin_trap();

@@ -1,8 +1,7 @@
-"""CUDA sources of ``lowbit_kernels`` on a CPU, compiled by the machine's C++ compiler: the optimizer step of
-``fused_step``, ``quantize_rowcol`` and ``quantize_tokens``.
+"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_cuda`` and ``quantize_tokens_cuda``.
 
-``cuda_on_cpu.h`` stands in for the GPU's instructions. What it can't show is what a GPU does with the code: rounding
-of its approximate division and root, races between warps, speed. Those the tests marked ``gpu`` are for.
+The machine's C++ compiler compiles them; ``cuda_on_cpu.h`` emulates the GPU's instructions. The emulation does not show
+the rounding of a GPU's approximate division and square root, races between warps, or speed. Tests marked ``gpu`` do.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 
 from lowbit_kernels import quantize_rowcol_cuda, quantize_tokens_cuda
-from lowbit_kernels.fused_step import FusedStep, Variant
+from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -35,8 +34,8 @@ extern "C" void emulated_step(unsigned grid, unsigned threads, const uint64_t *a
 """
 
 
-class EmulatedStep(FusedStep):
-    """`FusedStep` for tensors on the CPU."""
+class EmulatedStep(StepKernel):
+    """`StepKernel` for tensors on the CPU."""
 
     def __init__(self, variant: Variant, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -98,7 +97,7 @@ def _on_cpu(module, kernel) -> Iterator[None]:
 
 
 def quantize_tokens(*arguments) -> None:
-    """``quantize_tokens_cuda.quantize`` on tensors of the CPU."""
+    """``quantize_tokens_cuda.quantize`` on CPU tensors."""
 
     def kernel(variant: quantize_tokens_cuda.Variant, device: int):
         source = quantize_tokens_cuda.source(variant, primitives=HEADER.read_text())
@@ -109,7 +108,7 @@ def quantize_tokens(*arguments) -> None:
 
 
 def quantize_rowcol(*arguments) -> None:
-    """``quantize_rowcol_cuda.quantize`` on tensors of the CPU."""
+    """``quantize_rowcol_cuda.quantize`` on CPU tensors."""
 
     def kernel(variant: quantize_rowcol_cuda.Variant, name: str, device: int):
         source = quantize_rowcol_cuda.source(variant, primitives=HEADER.read_text())

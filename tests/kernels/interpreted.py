@@ -1,4 +1,4 @@
-"""Triton kernels on the CPU: a module's cases in a fresh process, under Triton's interpreter."""
+"""Triton kernels on the CPU: the cases of a module in a fresh process, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def interpreted(code: str) -> Any:
-    """What `code` prints, as JSON. The test is skipped where Triton isn't installed."""
+    """What `code` prints, as JSON, where Triton kernels run on CPU tensors. Skips the test if Triton is missing."""
     pytest.importorskip("triton")
+    check = "from torch import device; from lowbit_kernels import triton_runtime as t; assert t.runs_on(device('cpu'))"
+    return in_new_process(f"{check}\n{code}", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+def in_new_process(code: str, **environment: str) -> Any:
+    """What `code` prints in a fresh process, as JSON."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

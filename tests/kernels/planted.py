@@ -1,4 +1,4 @@
-"""Users of a machine, and a library that tells when its code has run, for what others may plant in the cache."""
+"""A stage for planted cache entries: other users of the machine, and a library that leaves a mark when it runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, host_compiler, trusted_folder
+from lowbit_kernels import disk_cache, host_compiler, warned
 
 SOURCE = 'extern "C" int answer() { return 42; }'
-MARKER = "LOWBIT_TESTS_MARKER"  # the environment variable that names the file by which planted code tells that it ran
+MARKER = (
+    "LOWBIT_TESTS_MARKER"  # the environment variable that names the file which planted code makes
+)
 EVIL = f"""
 #include <fcntl.h>
 #include <stdlib.h>
@@ -27,7 +29,7 @@ EVIL = f"""
 __attribute__((constructor)) static void planted() {{ close(open(getenv("{MARKER}"), O_CREAT | O_WRONLY, 0666)); }}
 extern "C" int answer() {{ return 666; }}
 """
-ATTACKER, SOMEBODY = 64002, 64001  # user ids that no machine gives out to a person
+ATTACKER, SOMEBODY = 64002, 64001  # user ids that belong to no person
 SECONDS = 20
 ME = os.geteuid() if hasattr(os, "geteuid") else 0
 AS_ROOT = pytest.mark.skipif(ME != 0, reason="acting as another user takes root")
@@ -39,7 +41,7 @@ NEEDED = [
 
 @contextlib.contextmanager
 def as_user(uid: int) -> Iterator[None]:
-    """This process acts with that user's rights, in no group but the user's own."""
+    """Inside, this process has the rights of that user, and is only in the user's own group."""
     if uid == os.geteuid():
         yield
         return
@@ -57,7 +59,7 @@ def as_user(uid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """TimeoutError when it takes longer than a compilation may: opening a FIFO would wait for ever."""
+    """Raise TimeoutError after `SECONDS`, since opening a FIFO could wait forever."""
 
     def late(*args: object) -> None:
         raise TimeoutError(f"not done after {SECONDS} s")
@@ -73,7 +75,7 @@ def bounded() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A folder that every user can enter, a victim, and the cache entries that an attacker would plant there."""
+    """A folder that every user can enter, a victim, and the cache entry that an attacker plants there."""
 
     root: Path
     marker: Path
@@ -83,7 +85,7 @@ class Stage:
     honest: bytes
 
     def folder(self, name: str, mode: int = 0o755, owner: int | None = None) -> Path:
-        """A new folder of the victim or of somebody else; its ancestors in the stage are root's, 0755."""
+        """A new folder of the victim or of another user; its ancestors on the stage belong to root, mode 0755."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
@@ -92,7 +94,7 @@ class Stage:
         return path
 
     def plant(self, folder: Path, owner: int | None = None, mode: int = 0o644) -> Path:
-        """The attacker's entry under the name that the victim looks for."""
+        """Write the attacker's entry under the name that the victim looks up."""
         path = folder / self.name
         path.write_bytes(self.evil)
         path.chmod(mode)
@@ -107,10 +109,9 @@ class Stage:
 
 
 def answer(stage: Stage) -> tuple[int, list[str]]:
-    """What a fresh process of the victim computes, and the warnings about its files."""
+    """The result that a fresh process of the victim gets, and its warnings."""
     host_compiler.library.cache_clear()
-    disk_cache._WARNED.clear()
-    trusted_folder._WARNED.clear()
+    warned.forget()
     with as_user(stage.victim), bounded(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = host_compiler.library(SOURCE).answer()
@@ -119,18 +120,17 @@ def answer(stage: Stage) -> tuple[int, list[str]]:
 
 
 def own(path: Path, uid: int) -> None:
-    """Give a file away, which takes root; not where it has that owner already."""
+    """Change the owner of a file, which only root can do, unless it already has that owner."""
     if path.lstat().st_uid != uid:
         if os.geteuid() != 0:
-            pytest.skip("files of another user can be made by root only")
+            pytest.skip("only root can make files of another user")
         os.chown(path, uid, uid, follow_symlinks=False)
 
 
 @contextlib.contextmanager
 def staged(victim: int) -> Iterator[Stage]:
-    root = Path(
-        tempfile.mkdtemp(prefix="lowbit-planted-")
-    )  # pytest's own folders are closed to other users
+    # pytest's own folders are closed to other users
+    root = Path(tempfile.mkdtemp(prefix="lowbit-planted-"))
     try:
         root.chmod(0o755)
         with as_user(victim):
@@ -158,13 +158,13 @@ def _compiled(source: str) -> bytes:
 
 
 def key(source: str = SOURCE) -> tuple[str, ...]:
-    """What `host_compiler.library` looks a source up by."""
+    """The key under which `host_compiler.library` looks up a source."""
     c = host_compiler
     return (".so", source, c._version(), c._processor(), *c.compiler(), *c.OPTIONS, *c.NATIVE)
 
 
 def _entry(folder: Path, code: bytes) -> tuple[str, bytes]:
-    """Name and content of the entry that whoever knows the format of the cache can make of any code."""
+    """The name and content of a cache entry of `code`, as anyone who knows the cache's format can make it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWBIT_CACHE_DIR", str(folder))
         disk_cache.keep(code, *key())

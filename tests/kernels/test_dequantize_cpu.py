@@ -1,4 +1,4 @@
-"""The kernel that dequantizes on a CPU, against the formula in PyTorch operations: every format, to the bit."""
+"""dequantize_cpu: every format equals the formula in PyTorch operations to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ com
 
 
 def by_operations(weight: AffineTensor) -> Tensor:
-    """What `dequantize` gives where the kernel is missing."""
+    """The result of `dequantize` without the kernel."""
     codes = weight._load(weight.spec.padded_shape(weight.shape)[-1])
     parts = (codes, weight.scale, weight.zero_point)
     return weight.spec.dequantize(*parts, weight.shape, weight.dtype)
@@ -39,7 +39,7 @@ def check(weight: AffineTensor) -> None:
 def test_schemes(scheme: lowbit.Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = AffineTensor.from_float(torch.randn(shape), scheme).to(dtype)
     if scheme is WEIGHT_ONLY["int5-blocks"] and len(shape) == 3:
-        return  # blocks of rows of several experts are left to PyTorch operations
+        return  # PyTorch operations dequantize blocks of rows of several experts
     check(weight)
 
 
@@ -65,7 +65,7 @@ def test_every_float8(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_every_code_at_every_place(bits: int) -> None:
+def test_every_code_at_every_position(bits: int) -> None:
     spec = lowbit.Spec(lowbit.Int(bits), lowbit.PerGroup(13), "asymmetric")
     weight = AffineTensor.from_float(torch.randn(7, 91), spec)
     weight.codes.random_(0, 256) if bits < 8 else weight.codes.random_(-128, 128)
@@ -87,7 +87,7 @@ def test_other_processors(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
             cache.cache_clear()
 
 
-def test_threads_give_the_same() -> None:
+def test_results_do_not_depend_on_threads() -> None:
     weight = AffineTensor.from_float(torch.randn(4099, 256), lowbit.IntxWeightOnly(3))
     assert weight.numel() >= codes_cpu.GRAIN
     before = torch.get_num_threads()
@@ -99,7 +99,7 @@ def test_threads_give_the_same() -> None:
         torch.set_num_threads(before)
 
 
-def test_memory_that_does_not_fit_is_left_alone() -> None:
+def test_memory_that_does_not_fit_is_refused() -> None:
     weight = AffineTensor.from_float(torch.randn(8, 64), lowbit.Int4WeightOnly(32))
     layout = cpu_values.layout_of(weight)
     assert layout is not None

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and what is taken of what lies there."""
+"""Where compiled kernels are kept, and which files of that folder are used."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, trusted_folder
+from lowbit_kernels import disk_cache, trusted_folder, warned
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told_yet():
-    disk_cache._WARNED.clear()
+def _no_warning_given():
+    warned.forget()
     yield
-    disk_cache._WARNED.clear()
+    warned.forget()
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_without_a_home_the_folder_is_the_users_own(monkeypatch, tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_found_by_what_it_depends_on(folder):
+def test_a_kernel_is_found_by_its_whole_key(folder):
     assert disk_cache.find(".cubin", "source", "9.0") is None
     assert not folder.exists(), "a look makes no folder"
     assert disk_cache.keep(b"code", ".cubin", "source", "9.0")
@@ -65,7 +65,7 @@ def test_found_by_what_it_depends_on(folder):
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-def test_what_is_made_is_for_this_user_alone(folder, umask):
+def test_new_files_are_for_this_user_alone(folder, umask):
     before = os.umask(umask)
     try:
         assert disk_cache.keep(b"code", ".so", "source")
@@ -90,7 +90,7 @@ def test_the_rights_of_a_folder_stay_as_they_are(folder, rights):
     assert mode(folder) == rights
 
 
-def test_kept_whole_or_not_at_all(monkeypatch, folder, tmp_path):
+def test_a_file_is_written_atomically(monkeypatch, folder, tmp_path):
     assert disk_cache.keep(b"code", ".so", "source")
     (path,) = folder.iterdir()
     path.unlink()
@@ -105,7 +105,7 @@ def test_kept_whole_or_not_at_all(monkeypatch, folder, tmp_path):
     assert disk_cache.find(".so", "source") is None
 
 
-def test_a_full_disk_is_told_once_and_leaves_nothing(monkeypatch, folder):
+def test_a_full_disk_warns_once_and_leaves_no_file(monkeypatch, folder):
     def full(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -118,7 +118,7 @@ def test_a_full_disk_is_told_once_and_leaves_nothing(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("change", ["empty", "cut off", "other", "longer", "digest alone"])
-def test_a_damaged_file_is_not_taken(folder, change):
+def test_a_damaged_file_is_not_used(folder, change):
     disk_cache.keep(b"code", ".so", "source")
     (path,) = folder.iterdir()
     whole = path.read_bytes()
@@ -137,8 +137,8 @@ def test_a_damaged_file_is_not_taken(folder, change):
     assert disk_cache.find(".so", "source") == b"code"
 
 
-def test_the_file_of_another_kernel_is_not_taken(folder):
-    """Renamed, say, by whoever could write to the folder once."""
+def test_the_file_of_another_kernel_is_not_used(folder):
+    """A user who could once write to the folder may have renamed it."""
     disk_cache.keep(b"one", ".so", "one")
     (one,) = folder.iterdir()
     disk_cache.keep(b"two", ".so", "two")
@@ -148,7 +148,7 @@ def test_the_file_of_another_kernel_is_not_taken(folder):
         assert disk_cache.find(".so", "two") is None
 
 
-def test_a_reason_is_told_once(folder):
+def test_a_reason_is_warned_of_once(folder):
     for i in range(3):
         disk_cache.keep(b"code", ".so", f"source {i}")
     for path in folder.iterdir():
@@ -159,17 +159,17 @@ def test_a_reason_is_told_once(folder):
     assert len(caught) == 1
 
 
-def test_more_than_is_read_is_not_kept_in_vain(monkeypatch, folder):
+def test_code_too_large_to_read_back_is_not_kept(monkeypatch, folder):
     monkeypatch.setattr(disk_cache, "LARGEST", 100)
     assert disk_cache.keep(bytes(100 - disk_cache.DIGEST), ".so", "source")
     assert disk_cache.find(".so", "source") == bytes(100 - disk_cache.DIGEST)
-    with pytest.warns(UserWarning, match="would have 101 bytes, and at most 100 are read"):
+    with pytest.warns(UserWarning, match="would have 101 bytes, and at most 100 can be read"):
         assert not disk_cache.keep(bytes(101 - disk_cache.DIGEST), ".so", "source")
     assert disk_cache.find(".so", "source") == bytes(100 - disk_cache.DIGEST)
 
 
 def test_where_files_have_no_owners(monkeypatch, folder):
-    """As on Windows: by path, without the checks."""
+    """As on Windows: files are opened by path, without checks."""
     monkeypatch.setattr(trusted_folder, "HAS_OWNERS", False)
     folder.mkdir(parents=True)
     folder.chmod(0o777)

@@ -1,42 +1,27 @@
-"""int8_dynamic_linear and float8_linear: against float64 over the scheme's own codes, and which kernels ran."""
+"""dynamic_linear in int8 and float8: against float64 over the scheme's own codes, and which implementation runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from lowbit_kernels import (
-    dynamic_linear,
-    float8_linear,
-    int8_dynamic_linear,
-    linear_table,
-    scaled_mm,
-    weight_mm_few,
-    weight_mm_many,
-    weight_mm_triton,
-)
-from lowbit_kernels.dynamic_linear import (
-    CASES,
-    E4M3,
-    MOST_NUMBERS,
-    Case,
-    reference,
-)
-from lowbit_kernels.weight_linear import calls
+from benchmarks.cases.dynamic_linear import CASES, E4M3, Case
+from lowbit_kernels import dynamic_linear, launches, linear_table, weight_mm_triton
+from lowbit_kernels.dynamic_linear import MOST_NUMBERS, reference
+from lowbit_kernels.weight_operands import WeightOperands
 from tests.kernels.test_quantize_tokens import by_scheme
 
 SMALL = [case for case in CASES if not case.large]
 INT8 = [case for case in SMALL if case.format == "int8"]
-FEW = 8  # tokens, that a stub has for few
+FEW = 8  # tokens up to which a stub takes "decode"
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def op_of(case: Case):
-    return getattr(
-        torch.ops.lowbit, "int8_dynamic_linear" if case.format == "int8" else "float8_linear"
-    )
+op = torch.ops.lowbit.dynamic_linear
 
 
 def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 0.0) -> None:
@@ -49,10 +34,9 @@ def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_cpu(case: Case) -> None:
     arguments = case.arguments()
-    product = "int8_scaled_mm" if case.format == "int8" else "float8_scaled_mm"
-    before = scaled_mm.calls[product]
-    assert_close(op_of(case)(*arguments), case, arguments, sums=1e-6)
-    assert scaled_mm.calls[product] == before + 1
+    with launches.counted() as calls:
+        assert_close(op(*arguments), case, arguments, sums=1e-6)
+    assert calls["dynamic_linear", "scaled_mm"] == 1
 
 
 @pytest.mark.parametrize("case", SMALL[:3] + SMALL[12:15], ids=lambda c: c.name)
@@ -66,44 +50,46 @@ def test_reference_multiplies_the_schemes_codes(case: Case) -> None:
 
 
 @pytest.fixture
-def of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for few tokens, done in PyTorch ops, take products on the CPU."""
+def of_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in for the CUDA kernels, in PyTorch ops, takes products on the CPU."""
 
-    def product(
-        x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size, dtype=None
-    ):
-        assert bits == 8 and group_size == x.shape[1] and zero_point is None
-        assert scale.shape == (len(codes), 1) and token_scale.shape == (len(x),)
+    def product(operands, tensors):
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        found = WeightOperands.of(*tensors, group_size=x.shape[1], out=operands.out)
+        assert operands.x == found.x and operands.codes == found.codes
+        assert operands.scale == found.scale or len(codes) == 1  # one row has any stride
+        assert operands.residual == found.residual and operands.group_size == x.shape[1]
+        assert zero_point is None and token_scale.shape == (len(x),)
         assert x.dtype == torch.float16 or codes.dtype == torch.int8
-        assert torch.equal(x, x.float().to(codes.dtype).to(x.dtype)) and x.stride(1) == 1
+        assert torch.equal(x, x.float().to(codes.dtype).to(x.dtype))
         out = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double().T
         for part in (bias, residual):
             out = out if part is None else out + part.double()
-        return out.to(dtype or x.dtype)
+        return out.to(operands.out)
 
-    def kernel(x, codes, scale):
-        if x.dtype == torch.float32 or len(x) > MOST_NUMBERS[codes.dtype]:
+    def kernel(operands):
+        if operands.out == torch.float32 or operands.m > MOST_NUMBERS[operands.codes.dtype]:
             return None
-        return "few" if len(x) <= FEW else "many"
+        return "decode" if operands.m <= FEW else "large_batch", partial(product, operands)
 
-    monkeypatch.setattr(weight_mm_few, "few_tokens_mm", product)
-    monkeypatch.setattr(weight_mm_many, "many_tokens_mm", product)
-    monkeypatch.setattr(dynamic_linear, "_of_numbers", kernel)
+    monkeypatch.setattr(dynamic_linear, "of_numbers", kernel)
+    dynamic_linear.planned.cache_clear()
+    yield
+    dynamic_linear.planned.cache_clear()
 
 
 @pytest.mark.usefixtures("of_numbers")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.n * c.k], ids=lambda c: c.name)
 def test_few_tokens_go_as_numbers(case: Case) -> None:
     arguments = case.arguments()
-    op = op_of(case)
-    names = [f"{op.__name__} {kernel}" for kernel in ("few", "many")]
-    before = [calls[name] for name in names]
-    assert_close(op(*arguments), case, arguments, sums=1e-6)
+    with launches.counted() as calls:
+        assert_close(op(*arguments), case, arguments, sums=1e-6)
     m = case.m * math.prod(case.leading)
     if case.dtype == torch.float32 or (case.tensorwise and case.one_scale):
         m = 65
-    counted = [calls[name] - was for name, was in zip(names, before, strict=True)]
-    assert counted == [m <= FEW, FEW < m <= MOST_NUMBERS[arguments[1].dtype]]
+    most = MOST_NUMBERS[arguments[1].dtype]
+    expected = "decode" if m <= FEW else "large_batch" if m <= most else "scaled_mm"
+    assert calls["dynamic_linear", expected] == 1
 
 
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
@@ -111,7 +97,7 @@ def test_nan_shows_and_stays_in_its_row(format: str) -> None:
     case = Case("", 4, 16, 32, format)
     x, *rest = case.arguments()
     x[1, 3] = math.nan
-    out = op_of(case)(x, *rest)
+    out = op(x, *rest)
     assert out[1].isnan().all() and out[[0, 2, 3]].isfinite().all()
 
 
@@ -121,7 +107,7 @@ def test_magnitudes(format: str, magnitude: float) -> None:
     case = Case("", 4, 16, 32, format)
     x, *rest = case.arguments()
     arguments = ((x.float() * magnitude).to(x.dtype), *rest)
-    assert_close(op_of(case)(*arguments), case, arguments, sums=1e-6)
+    assert_close(op(*arguments), case, arguments, sums=1e-6)
 
 
 OPCHECKED = [SMALL[i] for i in (0, 1, 6, 8)]
@@ -129,13 +115,13 @@ OPCHECKED = [SMALL[i] for i in (0, 1, 6, 8)]
 
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
 def test_operator_is_registered_well(case: Case) -> None:
-    torch.library.opcheck(op_of(case).default, case.arguments())
+    torch.library.opcheck(op.default, case.arguments())
 
 
 @pytest.mark.parametrize("case", SMALL[12:14] + SMALL[-2:], ids=lambda c: c.name)
 def test_float8_operator_is_registered_well(case: Case) -> None:
     every = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(op_of(case).default, case.arguments(), test_utils=every)
+    torch.library.opcheck(op.default, case.arguments(), test_utils=every)
 
 
 def test_compiles_without_a_break() -> None:
@@ -144,9 +130,10 @@ def test_compiles_without_a_break() -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(x: torch.Tensor) -> torch.Tensor:
-        return int8_dynamic_linear(x, codes, scale) + float8_linear(x, values, by_row)
+        return linear(x, codes, scale) + linear(x, values, by_row)
 
-    expected = int8_dynamic_linear(x, codes, scale) + float8_linear(x, values, by_row)
+    linear = dynamic_linear.dynamic_linear
+    expected = linear(x, codes, scale) + linear(x, values, by_row)
     assert torch.equal(both(x), expected)
 
 
@@ -154,7 +141,8 @@ def test_compiles_without_a_break() -> None:
     ("change", "raised", "message"),
     [
         ({"codes": torch.zeros(3, 16, dtype=torch.uint8)}, TypeError, r"got torch\.uint8"),
-        ({"codes": torch.zeros(3, 16).to(E4M3)}, TypeError, r"got torch\.float8_e4m3fn"),
+        ({"codes": torch.zeros(3, 16).to(torch.float8_e5m2)}, TypeError, r"got torch\.float8_e5m2"),
+        ({"tensorwise": True}, ValueError, "tensorwise takes float8 codes"),
         ({"codes": torch.zeros(3, 32, dtype=torch.int8)}, ValueError, r"\(2, 16\) and \(3, 32\)"),
         (
             {"x": torch.zeros(1, 131_072), "codes": torch.zeros(3, 131_072, dtype=torch.int8)},
@@ -172,12 +160,14 @@ def test_wrong_arguments(change: dict, raised: type[Exception], message: str) ->
         "codes": torch.zeros(3, 16, dtype=torch.int8),
         "scale": torch.ones(3),
     }
-    assert int8_dynamic_linear(**arguments).shape == (2, 3)
+    linear = dynamic_linear.dynamic_linear
+    assert linear(**arguments).shape == (2, 3)
     wrong = {**arguments, **change}
     with pytest.raises(raised, match=message):
-        int8_dynamic_linear(**wrong)
+        linear(**wrong)
+    meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in wrong.items()}
     with pytest.raises(raised, match=message):  # as torch.compile does
-        int8_dynamic_linear(**{name: part.to("meta") for name, part in wrong.items()})
+        linear(**meta)
 
 
 @pytest.mark.parametrize("name", ["codes", "scale", "bias", "residual"])
@@ -187,7 +177,7 @@ def test_tensors_of_two_devices_are_refused(format: str, name: str) -> None:
     given = dict(zip(("x", "codes", "scale", "bias", "residual"), case.arguments(), strict=False))
     given[name] = given[name].to("meta")
     with pytest.raises(ValueError, match=f"one device, got x on cpu.*{name} on meta.*move them"):
-        op_of(case)(*given.values(), *([False] if format == "e4m3" else []))
+        op(*given.values())
 
 
 @pytest.mark.gpu
@@ -196,7 +186,7 @@ def test_cuda(case: Case) -> None:
     if case.large and case.m > 1:
         pytest.skip("for benchmarks: float64 takes too long")
     arguments = case.arguments("cuda")
-    assert_close(op_of(case)(*arguments), case, arguments, sums=0 if case in INT8 else 3e-3)
+    assert_close(op(*arguments), case, arguments, sums=0 if case in INT8 else 3e-3)
 
 
 @pytest.mark.gpu
@@ -218,13 +208,12 @@ def test_cuda_few_tokens_go_as_numbers(
     options = {"bias": True, "residual": True} | ({} if scales == "by_row" else {scales: True})
     case = Case("", m, 4097, 4096, format, dtype, **options)
     arguments = case.arguments("cuda")
-    op = op_of(case)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     kernel = linear_table.choose(m, case.n, case.k, 8, case.k)
-    before = calls[f"{op.__name__} {kernel}"]
-    assert_close(op(*arguments), case, arguments, sums=1e-5)
-    assert calls[f"{op.__name__} {kernel}"] == before + 1
+    with launches.counted() as calls:
+        assert_close(op(*arguments), case, arguments, sums=1e-5)
+    assert calls["dynamic_linear", kernel] == 1
 
 
 @pytest.mark.gpu
@@ -233,7 +222,7 @@ def test_cuda_what_is_not_finite_is_where_the_reference_has_it(m: int) -> None:
     x, codes, *rest = Case("", m, 48, 96, "e4m3", bias=True).arguments("cuda")
     x[1, 3], x[2, 5], x[3, 6] = math.nan, math.inf, -math.inf
     codes.view(torch.uint8)[7, 11] = 255  # NaN
-    out, expected = float8_linear(x, codes, *rest[:-1]), reference(x, codes, *rest)
+    out, expected = op(x, codes, *rest), reference(x, codes, *rest)
     assert torch.equal(out.isnan(), expected.isnan()) and expected.isnan().sum() == 3 * 48 + m - 3
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02, equal_nan=True)
 
@@ -244,10 +233,10 @@ def test_cuda_what_is_not_finite_is_where_the_reference_has_it(m: int) -> None:
 def test_cuda_graph(format: str, m: int) -> None:
     case = Case("", m, 512, 1024, format, residual=True)
     arguments = case.arguments("cuda")
-    op_of(case)(*arguments)
+    op(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = op_of(case)(*arguments)
+        out = op(*arguments)
     arguments[0].neg_()
     graph.replay()
     assert_close(out, case, arguments, sums=3e-3)
@@ -258,9 +247,7 @@ def test_cuda_graph(format: str, m: int) -> None:
 def test_cuda_triton_takes_token_scales(slices: int) -> None:
     x, codes, scale, *_ = Case("", 8, 65, 512).arguments("cuda")
     token_scale = torch.rand(8, device="cuda")
-    out = weight_mm_triton.weight_mm(
-        *(x, codes, scale[:, None], None, None, None, token_scale),
-        **{"bits": 8, "group_size": 512, "slices": slices},
-    )
+    parts = (x, codes, scale[:, None], None, None, None, token_scale)
+    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=512), slices)(parts)
     expected = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double()
     assert (out - expected).norm() <= 2.0**-8 * expected.norm()

@@ -1,4 +1,4 @@
-"""The CPU's kernel by itself: codes and values of every format, threads, processors without AVX-512."""
+"""The CPU's kernel alone: codes and values of every format, threads, processors without AVX-512."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from lowbit import optim
 from lowbit.codebook import Codebook
-from lowbit.optim.kernel import _table
+from lowbit.optim.launch import _table
 from lowbit.tensor import CodebookTensor
 from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import COLUMN, Rule, Variant
-from lowbit_kernels.fused_step_cpu import FusedStepCpu
+from lowbit_kernels.fused_step_cpu import StepKernelCpu
 from tests.optim.problems import parameters, rand, run
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -26,10 +26,10 @@ RULE = Rule((), "", "w = s[0]; s[0] = g;")
 
 
 def pass_through(values, state):
-    """What `state` held, decoded; encodes `values` into it."""
+    """The decoded values of `state`. Encodes `values` into it."""
     table = _table(state.format, state.signed)
     single = (torch.float32, torch.float32, (state.format,), (state.signed,))
-    step = FusedStepCpu(Variant(RULE, *single, tables=(table,)))
+    step = StepKernelCpu(Variant(RULE, *single, tables=(table,)))
     weight, counter = torch.zeros_like(values), torch.zeros((), dtype=torch.float64)
     row = np.zeros(len(fused_step.TENSOR) + fused_step.GROUP_WORDS, np.int64)
     pointers = {"grad": values, "param": weight, "state_0": state.codes, "scale_0": state.scale}
@@ -44,7 +44,7 @@ def pass_through(values, state):
 
 
 def near_boundaries(format, signed):
-    """Numbers on the boundaries between codes, beside them and between them, rows of a scale of 1."""
+    """Numbers on, beside and between the boundaries of codes, in rows with a scale of 1."""
     if format == "float8":
         values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         values = values[values.isfinite()].unique()
@@ -92,7 +92,7 @@ def test_every_code_is_decoded(format, signed, shape):
     assert torch.equal(pass_through(new, state), expected)
     other = CodebookTensor.from_float(new, format, signed=signed)
     assert torch.equal(state.scale, other.scale)
-    # a quotient may be rounded to the other side of a boundary, where the inverse is multiplied with
+    # the kernel multiplies with the inverse, which may round to the other side of a boundary
     assert (state.codes != other.codes).sum() <= 1
 
 
@@ -141,13 +141,13 @@ def test_threads_change_no_bit():
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="options of x86")
 def test_other_processors_give_the_same_bits(monkeypatch):
-    """Without AVX-512 tables are read from memory; without AVX vectors are shorter."""
+    """Without AVX-512, tables are read from memory; without AVX, vectors are shorter."""
     here = trained()
     for option in ("-mno-avx512f", "-mno-avx"):
         with monkeypatch.context() as patch:
             patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
             patch.setattr(
-                "lowbit.optim.launch.compiled", lambda variant, device: FusedStepCpu(variant)
+                "lowbit.optim.launch.compiled", lambda variant, device: StepKernelCpu(variant)
             )
             host_compiler.library.cache_clear()
             other = trained()

@@ -1,4 +1,4 @@
-"""int4_grouped_linear and int8_grouped_linear: the loop and the kernel against float64."""
+"""grouped_linear at 4 and 8 bits: the loop and the kernel against float64."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import int4_grouped_linear
-from lowbit_kernels.grouped_linear import CASES, Case, reference
-from lowbit_kernels.weight_linear import calls
+from benchmarks.cases.grouped_linear import CASES, Case
+from lowbit_kernels import grouped_linear, launches
+from lowbit_kernels.grouped_linear import reference
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
 ROUNDING = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def op_of(case: Case):
-    return getattr(torch.ops.lowbit, f"int{case.bits}_grouped_linear")
+op = torch.ops.lowbit.grouped_linear
 
 
 def off(out: torch.Tensor, arguments: tuple) -> float:
-    """The relative error, of norms, by what is allowed."""
+    """The relative error, in norms, divided by its bound."""
     expected = reference(*arguments)
     assert out.shape == expected.shape and out.dtype == expected.dtype and out.is_contiguous()
     norm, difference = expected.double().norm(), (out.double() - expected.double()).norm()
@@ -31,7 +30,7 @@ def off(out: torch.Tensor, arguments: tuple) -> float:
 
 
 def one_by_one(x, codes, scale, zero_point, offsets, group_size) -> torch.Tensor:
-    """Every token by its expert's dequantized weight."""
+    """Each token times its expert's dequantized weight."""
     out = torch.zeros(len(x), codes.shape[1], dtype=torch.float64)
     for m in range(len(x)):
         e = int((offsets <= m).sum())
@@ -50,24 +49,26 @@ def one_by_one(x, codes, scale, zero_point, offsets, group_size) -> torch.Tensor
 def test_reference_and_cpu(case: Case) -> None:
     arguments = case.arguments()
     torch.testing.assert_close(reference(*arguments), one_by_one(*arguments))
-    before = calls[f"int{case.bits}_grouped_linear"]
-    assert off(op_of(case)(*arguments), arguments) <= 1
-    assert calls[f"int{case.bits}_grouped_linear"] == before + 1
+    with launches.counted() as calls:
+        assert off(op(*arguments), arguments) <= 1
+    found = {implementation: n for (name, implementation), n in calls.items() if "group" in name}
+    is_empty = 0 in (sum(case.tokens) + case.beyond, case.n, case.k)
+    assert found == {"empty" if is_empty else "loop": 1}
 
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 3))
 def test_any_distribution_of_tokens(tokens: list[int], beyond: int) -> None:
     arguments = Case("", tuple(tokens), 8, 64, 32, beyond=beyond).arguments()
-    out = torch.ops.lowbit.int4_grouped_linear(*arguments)
+    out = op(*arguments)
     assert off(out, arguments) <= 1
 
 
 INTERPRETED = """
 import json, random, torch
-from lowbit_kernels.grouped_linear import CASES, Case
-from lowbit_kernels.weight_linear import calls
-from tests.kernels.test_grouped_linear import off, op_of
+from benchmarks.cases.grouped_linear import CASES, Case
+from lowbit_kernels import launches
+from tests.kernels.test_grouped_linear import off, op
 
 torch.manual_seed(0)
 random.seed(0)
@@ -75,14 +76,14 @@ results = {}
 for case in CASES:
     if not case.large:
         arguments = case.arguments()
-        calls.clear()
-        more = off(op_of(case)(*arguments), arguments)
-        results[case.name] = more, calls[f"int{case.bits}_grouped_linear triton"]
+        with launches.counted() as calls:
+            more = off(op(*arguments), arguments)
+        results[case.name] = more, calls["grouped_linear", "triton"]
 worst = 0
 for _ in range(10):
     tokens = tuple(random.choice([0, 1, 15, 16, 17, 40]) for _ in range(random.randint(1, 7)))
     arguments = Case("", tokens, 8, 64, 32, beyond=random.randint(0, 2)).arguments()
-    worst = max(worst, off(torch.ops.lowbit.int4_grouped_linear(*arguments), arguments))
+    worst = max(worst, off(op(*arguments), arguments))
 results["random"] = worst, 1
 print(json.dumps(results))
 """
@@ -101,7 +102,7 @@ def test_interpreted_kernel(under_triton: dict[str, tuple], name: str) -> None:
 
 @pytest.mark.parametrize("case", [SMALL[1], SMALL[3], SMALL[9]], ids=lambda c: c.name)
 def test_operator_is_registered_well(case: Case) -> None:
-    torch.library.opcheck(op_of(case).default, case.arguments())
+    torch.library.opcheck(op.default, case.arguments())
 
 
 @pytest.mark.parametrize(
@@ -120,31 +121,31 @@ def test_operator_is_registered_well(case: Case) -> None:
 def test_wrong_arguments(change: dict, raised: type[Exception], message: str) -> None:
     arguments = {
         "x": torch.zeros(4, 64),
-        "packed": torch.zeros(2, 3, 32, dtype=torch.uint8),
+        "codes": torch.zeros(2, 3, 32, dtype=torch.uint8),
         "scale": torch.ones(2, 3, 2),
         "zero_point": None,
         "offsets": torch.tensor([1, 4], dtype=torch.int32),
         "group_size": 32,
     }
-    assert int4_grouped_linear(**arguments).shape == (4, 3)
+    assert grouped_linear.grouped_linear(**arguments).shape == (4, 3)
     with pytest.raises(raised, match=message):
-        int4_grouped_linear(**{**arguments, **change})
+        grouped_linear.grouped_linear(**{**arguments, **change})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda(case: Case) -> None:
     arguments = case.arguments("cuda")
-    assert off(op_of(case)(*arguments), arguments) <= 1
+    assert off(op(*arguments), arguments) <= 1
 
 
 @pytest.mark.gpu
 def test_cuda_offsets_change_between_replays() -> None:
     arguments = Case("", (20, 30, 50), 65, 256, 64).arguments("cuda")
-    torch.ops.lowbit.int4_grouped_linear(*arguments)
+    op(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = torch.ops.lowbit.int4_grouped_linear(*arguments)
+        out = op(*arguments)
     for ends in ((20, 50, 100), (0, 0, 100), (99, 99, 99), (1, 2, 3)):
         arguments[4].copy_(torch.tensor(ends))
         graph.replay()

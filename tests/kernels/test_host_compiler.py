@@ -1,4 +1,4 @@
-"""Compiling for this machine's processor: what is kept, and what happens where it can't be done."""
+"""Compiling for this machine's processor: what is cached, and what happens where compiling fails."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lowbit import optim
-from lowbit.optim import kernel
-from lowbit_kernels import disk_cache, host_compiler
+from lowbit.optim import fused, launch
+from lowbit_kernels import disk_cache, host_compiler, warned
 from lowbit_kernels.fused_step import Variant
 from tests.optim.problems import parameters, run
 
@@ -25,18 +25,16 @@ SOURCE = 'extern "C" int answer() { return 42; }'
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
-    """A cache of its own, and nothing remembered of other tests."""
+    """An own cache, and nothing remembered from other tests."""
     remembered = (
         *(host_compiler.library, host_compiler.compiler, host_compiler._version),
-        *(kernel.compile_obstacle, kernel.compiled),
+        *(fused.compile_obstacle, launch.compiled),
     )
-    kernel._WARNED.clear()
-    disk_cache._WARNED.clear()
+    warned.forget()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
     for function in remembered:
         function.cache_clear()
     yield
-    kernel._WARNED.clear()
     for function in remembered:
         function.cache_clear()
 
@@ -55,12 +53,12 @@ def test_compiled_once_and_kept(monkeypatch):
 
 
 @needs_compiler
-def test_a_file_that_was_cut_off_is_made_again():
-    """To load one would end the process."""
+def test_a_truncated_file_is_compiled_again():
+    """Loading a truncated library would crash the process."""
     host_compiler.library(SOURCE)
     (kept,) = disk_cache.cache_folder().iterdir()
     whole = kept.read_bytes()
-    kept.unlink()  # this process goes on with it
+    kept.unlink()  # this process still uses it
     kept.write_bytes(whole[: len(whole) // 2])
     code = f"from lowbit_kernels import host_compiler as c; print(c.library({SOURCE!r}).answer())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -88,19 +86,19 @@ def test_where_a_library_can_be_loaded_from_one_place_only(monkeypatch, forbidde
 
 
 @needs_compiler
-def test_what_may_be_run_from_nowhere_raises(monkeypatch):
+def test_a_library_that_can_be_loaded_from_nowhere_raises(monkeypatch):
     def refuses(path):
         raise OSError("failed to map segment from shared object: Operation not permitted")
 
     monkeypatch.setattr(ctypes, "CDLL", refuses)
-    for _ in range(2):  # compiled, and from the disk
+    for _ in range(2):  # first compiled, then from the disk
         with pytest.raises(RuntimeError, match=r"made or loaded: failed to map segment"):
             host_compiler.library(SOURCE)
 
 
 @needs_compiler
 def test_each_source_is_a_library_of_its_own():
-    """The loader knows libraries by path, and files in memory take turns at the same number."""
+    """The loader identifies libraries by path, and files in memory reuse the same number."""
     found = [
         host_compiler.library(SOURCE.replace("42", str(number))).answer() for number in range(4)
     ]
@@ -126,7 +124,7 @@ def test_another_process_compiles_nothing_and_may_fork():
 
 @needs_compiler
 def test_two_processes_at_once():
-    """Both compile, and each finds a whole file whenever it looks."""
+    """Both compile, and neither ever reads a partial file."""
     code = (
         "import sys; from lowbit_kernels import host_compiler as c; print('ready', flush=True); input()\n"
         f"for i in range(5): print(c.library({SOURCE!r}.replace('42', str(i))).answer())"
@@ -147,7 +145,7 @@ def test_two_processes_at_once():
 
 @needs_compiler
 def test_the_compilers_own_files_are_private(monkeypatch, tmp_path):
-    """What a compiler writes between its passes lies in $TMPDIR."""
+    """A compiler writes files between its passes to $TMPDIR."""
     script = tmp_path / "cxx"
     compiler = shlex.join(host_compiler.compiler())
     script.write_text(
@@ -162,10 +160,10 @@ def test_the_compilers_own_files_are_private(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_a_compiler_that_is_not_there_is_told(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/g++ -O1")
     host_compiler.compiler.cache_clear()
-    with pytest.warns(UserWarning, match=r"\$CXX is '/nonexistent/g\+\+ -O1'.*is taken"):
+    with pytest.warns(UserWarning, match=r"\$CXX is '/nonexistent/g\+\+ -O1'.*lowbit uses"):
         assert host_compiler.library(SOURCE).answer() == 42
 
 
@@ -178,7 +176,7 @@ def test_a_folder_that_takes_no_files(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_what_is_no_program_raises_with_the_compilers_words():
+def test_a_wrong_program_raises_with_the_compilers_message():
     with pytest.raises(RuntimeError, match=r"(?s)cannot compile a kernel.*error"):
         host_compiler.library("this is no program")
 
@@ -206,7 +204,7 @@ def test_without_a_compiler_pytorch_does_it_and_a_warning_says_so_once(monkeypat
 
 
 def broken(monkeypatch, tmp_path, how):
-    """Make the compiler such; what the warning says."""
+    """Break the compiler in this way; return what the warning says."""
     script = tmp_path / "cxx"
     compiler = shlex.join(host_compiler.compiler())
     monkeypatch.setenv("CXX", str(script))
@@ -257,7 +255,7 @@ def test_a_broken_compiler_breaks_no_training(monkeypatch, tmp_path, how):
 
 
 @needs_compiler
-def test_a_source_that_is_refused_is_told_once_for_all_variants(monkeypatch):
+def test_a_rejected_source_warns_once_for_all_variants(monkeypatch):
     monkeypatch.setattr(Variant, "source", lambda *args: "this is no program")
     params = parameters((64, 64), (9,))
     with pytest.warns(UserWarning, match="could not be compiled") as caught:

@@ -1,4 +1,4 @@
-"""What chooses among the ways of a weight-only product, and cuts them into pieces: pure functions of shapes."""
+"""The choice among implementations of a weight-only product, and how they divide it: pure functions of shapes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit_kernels import linear_table, weight_mm_dequantized, weight_mm_triton
+from lowbit_kernels.weight_operands import layout
 
 
 @given(st.integers(1, 200_000), st.integers(1, 60_000), st.sampled_from([2, 4]))
@@ -33,7 +34,7 @@ def test_slices_cover_k(n: int, k: int, block: int, multiprocessors: int) -> Non
 
 def test_words_are_as_long_as_the_layout_allows() -> None:
     codes = torch.zeros(4, 64, dtype=torch.uint8)
-    word = lambda codes, block: weight_mm_triton.words_of(codes, 4, block)[1]  # noqa: E731
+    word = lambda codes, block: weight_mm_triton.codes_of_word(layout(codes), 4, block)  # noqa: E731
     assert [word(codes, block) for block in (128, 64, 32)] == [8, 4, 2]
     assert word(codes[:, 2:], 128) == 4 and word(codes[:, :62], 128) == 4
     assert word(codes[:, 1:], 128) == 2 and word(codes[:, :61], 128) == 2
@@ -43,20 +44,20 @@ def test_words_are_as_long_as_the_layout_allows() -> None:
 
 def test_the_table_answers_with_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
-        (4, 128, 4096, 4096): ((8, "few"), (100, "many")),
-        (4, 32, 4096, 4096): ((4, "few"),),
-        (4, 128, 32768, 8192): ((2, "few"), (64, "triton")),
-        (8, 0, 4096, 4096): ((16, "many"),),
+        (4, 128, 4096, 4096): ((8, "decode"), (100, "large_batch")),
+        (4, 32, 4096, 4096): ((4, "decode"),),
+        (4, 128, 32768, 8192): ((2, "decode"), (64, "triton")),
+        (8, 0, 4096, 4096): ((16, "large_batch"),),
     }
     monkeypatch.setattr(linear_table, "REGIMES", table)
     linear_table.choose.cache_clear()
     expected = {
-        (8, 4096, 4096, 4, 128): "few",
-        (9, 4097, 4000, 4, 128): "many",
+        (8, 4096, 4096, 4, 128): "decode",
+        (9, 4097, 4000, 4, 128): "large_batch",
         (101, 4096, 4096, 4, 128): "dequantize",
         (8, 4096, 4096, 4, 32): "dequantize",
         (3, 28672, 8192, 4, 64): "triton",
-        (16, 100_000, 100_000, 8, 100_000): "many",
+        (16, 100_000, 100_000, 8, 100_000): "large_batch",
         (17, 1, 1, 8, 1): "dequantize",
     }
     assert {key: linear_table.choose(*key) for key in expected} == expected

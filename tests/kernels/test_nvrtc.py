@@ -1,4 +1,4 @@
-"""Which machines NVRTC is for, and what it takes from the cache; kernels are launched by the tests of their ops."""
+"""Where NVRTC is available, and which cached code it uses. The tests of the ops launch kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from lowbit_kernels import disk_cache, nvrtc, trusted_folder
+from lowbit_kernels import nvrtc, trusted_folder, warned
 
 
 def test_without_a_gpu_there_is_no_kernel(monkeypatch):
@@ -23,14 +23,14 @@ def test_without_a_gpu_there_is_no_kernel(monkeypatch):
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """An empty cache, and a compiler of another kind where NVRTC isn't installed."""
+    """An empty cache, and a fake NVRTC, which this machine may lack."""
     bindings = types.ModuleType("cuda.bindings")
     bindings.nvrtc = types.SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: b"compiled")
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
-    disk_cache._WARNED.clear()
+    warned.forget()
     return tmp_path / "cache"
 
 
@@ -44,7 +44,7 @@ def test_a_cubin_is_compiled_once(monkeypatch, cache):
 
 @pytest.mark.skipif(not trusted_folder.HAS_OWNERS, reason="files here have no owners")
 @pytest.mark.parametrize("lax", ["folder", "file", "another user's file", "another user's folder"])
-def test_a_planted_cubin_is_not_taken(monkeypatch, cache, lax):
+def test_a_planted_cubin_is_not_used(monkeypatch, cache, lax):
     monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: b"planted")
     nvrtc.compiled("source", "sm_90")
     monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: b"compiled")

@@ -1,4 +1,4 @@
-"""Every op is found alike: a function of the package, a torch op, a row of the README, cases and a reference."""
+"""Every op has the same parts: a module, a function and a torch op of one name, a README row, cases, a reference."""
 
 from __future__ import annotations
 
@@ -6,28 +6,65 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import lowbit_kernels
+from lowbit_kernels import launches
+from tests.kernels.interpreted import in_new_process
 
 FOLDER = Path(lowbit_kernels.__file__).parent
+OPS = lowbit_kernels.__all__
 
 
-def test_the_readme_lists_every_op() -> None:
+def test_the_readme_and_the_package_list_every_op() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", (FOLDER.parent / "README.md").read_text(), re.M)
-    assert sorted(rows) == lowbit_kernels.__all__
+    assert rows == lowbit_kernels.__all__
     modules = {p.stem for p in FOLDER.glob("*.py") if "LIBRARY.define(" in p.read_text()}
-    functions = [getattr(lowbit_kernels, name) for name in lowbit_kernels.__all__]
-    assert {f.__module__ for f in functions} == {f"lowbit_kernels.{stem}" for stem in modules}
+    assert modules == set(lowbit_kernels.__all__)
+
+
+def test_a_module_is_imported_at_its_first_use() -> None:
+    code = """
+import json, sys, lowbit_kernels as kernels
+before = sorted(name for name in sys.modules if name.startswith("lowbit_kernels."))
+kernels.round_rows.round_rows
+print(json.dumps([before, "triton" in sys.modules, "lowbit_kernels.scaled_mm" in sys.modules]))
+"""
+    assert in_new_process(code)[::2] == [[], False]
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'int4_linear'; its ops are .*'scaled_mm'"
+    ):
+        _ = lowbit_kernels.int4_linear  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", lowbit_kernels.__all__)
-def test_an_op_and_its_module(name: str) -> None:
-    function = getattr(lowbit_kernels, name)
+def test_no_function_hides_a_module(name: str) -> None:
+    module = getattr(lowbit_kernels, name)
+    assert isinstance(module, ModuleType) and module.__name__ == f"lowbit_kernels.{name}"
+    assert inspect.isfunction(module.reference)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_has_the_name_of_its_module(name: str) -> None:
+    function = getattr(getattr(lowbit_kernels, name), name)
     assert inspect.isfunction(function) and function.__name__ == name and function.__doc__
     assert hasattr(torch.ops.lowbit, name)
-    module = importlib.import_module(function.__module__)
-    assert getattr(module, name) is function
-    assert module.CASES and inspect.isfunction(module.reference)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_reports_each_call_once(name: str) -> None:
+    getattr(lowbit_kernels, name)
+    for case in importlib.import_module(f"benchmarks.cases.{name}").CASES:
+        if not case.large:
+            arguments = case.arguments()
+            with launches.counted() as calls:
+                getattr(torch.ops.lowbit, name)(*arguments)
+            assert sum(n for (op, _), n in calls.items() if op == name) == 1, case.name
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.c*")), ids=lambda p: p.name)
+def test_a_kernel_and_its_launcher_share_a_stem(path: Path) -> None:
+    assert path.suffix == ".cuh" or path.with_suffix(".py").exists()

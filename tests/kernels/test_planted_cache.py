@@ -1,4 +1,4 @@
-"""What another user has planted in the cache does not run: the kernel is compiled anew, and a warning says why."""
+"""Planted cache entries of other users do not run: the kernel is compiled again, and a warning says why."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def contents(folder) -> dict[str, tuple[int, int]]:
     return {p.name: (p.lstat().st_ino, p.lstat().st_mtime_ns) for p in folder.iterdir()}
 
 
-def test_an_entry_of_ones_own_is_taken(stage, monkeypatch):
-    """So what the other tests plant would run if it were taken."""
+def test_an_own_entry_is_used(stage, monkeypatch):
+    """This shows that the planted entries of the other tests would run if they were used."""
     folder = stage.folder("cache", 0o700)
     stage.plant(folder, stage.victim, 0o600)
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(folder))
@@ -110,7 +110,7 @@ FOLDERS = [
 @pytest.mark.parametrize("made", FOLDERS)
 def test_a_folder_that_others_can_plant_in_is_not_used(stage, monkeypatch, made):
     chosen, folder, why = made(stage)
-    # The file alone gives nothing away: it is the victim's own, and only the victim may write it.
+    # The file itself is fine: it belongs to the victim, and only the victim may write it.
     stage.plant(folder, owner=stage.victim, mode=0o600)
     before = contents(folder)
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(chosen))
@@ -124,7 +124,7 @@ def test_a_folder_that_others_can_plant_in_is_not_used(stage, monkeypatch, made)
 
 @pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
 def test_the_home_of_another_user_is_not_used(stage, monkeypatch, variable):
-    """As under sudo, which may leave both as they were."""
+    """sudo may keep both variables of the calling user."""
     home = stage.folder("home", 0o755, ATTACKER)
     below = ("lowbit",) if variable == "XDG_CACHE_HOME" else (".cache", "lowbit")
     monkeypatch.setenv(variable, str(home))
@@ -171,13 +171,13 @@ def link_to_an_own_file(stage, folder):
 def fifo(stage, folder):
     os.mkfifo(folder / stage.name)
     own(folder / stage.name, stage.victim)
-    return "no regular file"
+    return "not a regular file"
 
 
 def folder_of_that_name(stage, folder):
     (folder / stage.name).mkdir()
     own(folder / stage.name, stage.victim)
-    return "no regular file"
+    return "not a regular file"
 
 
 def device(stage, folder):
@@ -186,7 +186,7 @@ def device(stage, folder):
     except PermissionError:
         pytest.skip("making a device takes root")
     own(folder / stage.name, stage.victim)
-    return "no regular file"
+    return "not a regular file"
 
 
 def socket_of_that_name(stage, folder):
@@ -257,7 +257,7 @@ def test_a_file_that_others_may_have_written_is_replaced(stage, monkeypatch, mad
     assert not stage.marker.exists(), "planted code has run"
     assert found == 42
     assert why in said[0] and stage.name in said[0]
-    if made is folder_of_that_name:  # a file cannot take the place of a folder
+    if made is folder_of_that_name:  # a file cannot replace a folder
         assert len(said) == 2 and "cannot be kept" in said[1]
         return
     assert len(said) == 1
@@ -270,7 +270,7 @@ def test_a_file_that_others_may_have_written_is_replaced(stage, monkeypatch, mad
 
 @AS_ROOT
 def test_a_process_of_another_user(monkeypatch):
-    """Not just with that user's rights for a while: one that has given up root's for good."""
+    """A process that has given up root's rights for good, not only for a while."""
     code = (
         "import ctypes, os, sys\n"
         "from lowbit_kernels import host_compiler as c\n"

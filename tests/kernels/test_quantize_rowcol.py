@@ -1,13 +1,8 @@
-"""Quantization along rows and columns: the reference against numpy, every path against the reference."""
+"""Quantization along rows and columns: the reference against numpy, every implementation against the reference."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import quantize_rowcol_cuda, quantize_rowcol_triton
-from lowbit_kernels.quantize_rowcol import (
-    CASES,
-    FORMATS,
-    Case,
-    allocate,
-    quantize_rowcol,
-    reference,
-)
+from benchmarks.cases.quantize_rowcol import CASES, Case
+from lowbit_kernels import nvrtc, quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels.quantize_rowcol import FORMATS, allocate, quantize_rowcol, reference
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.interpreted import interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [case for case in CASES if not case.large]
 OP = torch.ops.lowbit.quantize_rowcol
 
@@ -49,7 +38,7 @@ def assert_same(out: tuple, expected: tuple) -> None:
 
 
 def by_formula(x: torch.Tensor, format: str, tensorwise: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The quotients in float64 and the scales, of rows."""
+    """The quotients of rows in float64, and the scales."""
     values = x.double().numpy()
     largest = np.abs(values).max(axis=None if tensorwise else 1, initial=0)
     scale = (np.atleast_1d(largest).astype(np.float32) / np.float32(FORMATS[format][1])).astype(
@@ -78,7 +67,7 @@ def test_reference_is_the_formula(case) -> None:
         np.testing.assert_allclose(got_scale.numpy(), expected_scale, rtol=1e-6)
         got = got.float().double().numpy()
         assert not got[:, k:].any()
-        # Half a step: 1 of int8; of float8 the distance of its numbers, at least that of the smallest.
+        # The error is at most half a step: 1 for int8, the distance between neighbouring numbers for float8.
         bits, smallest = {"int8": (None, 1), "e4m3": (4, 2.0**-9), "e5m2": (3, 2.0**-16)}[format]
         step = 1.0
         if bits is not None:
@@ -99,47 +88,31 @@ def test_cpu(case) -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels import quantize_rowcol_triton, triton_runtime
+from lowbit_kernels.launches import counted
 from tests.kernels.test_quantize_rowcol import OP, SMALL, extreme, reference, same
 
-assert triton_runtime.runs_on(torch.device("cpu"))
-launched = []
-kernel = quantize_rowcol_triton.quantize
-quantize_rowcol_triton.quantize = lambda *arguments: launched.append(1) or kernel(*arguments)
 torch.manual_seed(0)
 results = {}
-calls = {case.name: case.arguments() for case in SMALL}
-calls |= {f"extreme-{format}": (extreme(), format) for format in ("int8", "e4m3", "e5m2")}
-for name, arguments in calls.items():
-    before = len(launched)
-    out, expected = OP(*arguments), reference(*arguments)
+cases = {case.name: case.arguments() for case in SMALL}
+cases |= {f"extreme-{format}": (extreme(), format) for format in ("int8", "e4m3", "e5m2")}
+for name, arguments in cases.items():
+    with counted() as calls:
+        out, expected = OP(*arguments), reference(*arguments)
     results[name] = all(same(a, b) for a, b in zip(out, expected))
     nothing = arguments[0].numel() == 0 or arguments[2:4] == (False, False)
-    results[name] &= len(launched) > before or nothing
+    results[name] &= calls == {("quantize_rowcol", "torch" if nothing else "triton"): 1}
 print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, bool]:
-    pytest.importorskip("triton")
-    path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def under_triton() -> dict[str, bool]:
+    return interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("name", [*map(name_of, SMALL), *(f"extreme-{f}" for f in FORMATS)])
-def test_interpreted_kernel(interpreted: dict[str, bool], name: str) -> None:
-    assert interpreted[name]
+def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
+    assert under_triton[name]
 
 
 def extreme() -> torch.Tensor:
@@ -177,18 +150,18 @@ EMULATED = {
     "long-rows-only",
     "columns-only",
     "misaligned",
-    "by-chance-odd",
-    "by-chance-rows-only",
+    "stochastic-odd",
+    "stochastic-rows-only",
     "e4m3-fp16",
     "e4m3-tensorwise",
-    "e5m2-by-chance",
+    "e5m2-stochastic",
 }
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
 def test_emulated_cuda(case) -> None:
-    """The CUDA source, by this machine's C++ compiler."""
+    """The CUDA source, compiled by this machine's C++ compiler."""
     x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
     out = allocate(x, format, rows, columns, tensorwise)
     for part in out:
@@ -208,7 +181,7 @@ def test_codes_t_is_the_codes_of_the_transpose(m, k, format, data) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tensorwise", [False, True])
-def test_rounding_by_chance_is_unbiased(format: str, tensorwise: bool) -> None:
+def test_stochastic_rounding_is_unbiased(format: str, tensorwise: bool) -> None:
     """The mean of n roundings lies within 5 standard errors of x; a step's share s has the variance s (1 - s)."""
     if tensorwise and format == "int8":
         pytest.skip("refused")
@@ -235,7 +208,7 @@ def test_rounding_by_chance_is_unbiased(format: str, tensorwise: bool) -> None:
         assert ((mean - quotient) / step).mean().abs() < 5 / math.sqrt(n * mean.numel())
 
 
-def test_rounding_by_chance_depends_on_the_seed_and_the_index_alone() -> None:
+def test_stochastic_rounding_depends_on_the_seed_and_the_index_alone() -> None:
     x = torch.randn(50, 30).clamp(-1, 1)
     x[:, 0] = x[0] = 1.0  # every row and column has the same scale
     seed = torch.tensor([2**62 + 5])
@@ -293,7 +266,7 @@ def assert_filled(arguments: tuple, run) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_cuda_source(case) -> None:
     arguments = case.arguments("cuda")
-    if not quantize_rowcol_cuda.is_available(arguments[0].device):
+    if not nvrtc.runs_on_hopper(arguments[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
     assert_filled(arguments, quantize_rowcol_cuda.quantize)
 
@@ -311,7 +284,7 @@ def test_cuda_triton(case) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_cuda_extreme_values(format: str) -> None:
     x = extreme().cuda()
-    x[[20, 22]] = 0  # subnormal numbers: a GPU's division in PyTorch ops may round them otherwise
+    x[[20, 22]] = 0  # PyTorch's division on a GPU may round subnormal numbers differently
     for rows, columns in ((True, True), (True, False)):
         assert_same(OP(x, format, rows, columns), reference(x, format, rows, columns))
 

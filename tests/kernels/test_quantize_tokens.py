@@ -1,4 +1,4 @@
-"""quantize_tokens: to the bit what lowbit's dynamic schemes compute, on every path."""
+"""quantize_tokens: every implementation gives the bits of lowbit's dynamic schemes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cases.quantize_tokens import CASES, Case
 from lowbit.presets import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
-from lowbit_kernels import quantize_tokens, quantize_tokens_cuda
-from lowbit_kernels.quantize_tokens import CASES, FORMATS, Case, codes_of, reference
+from lowbit_kernels import quantize_tokens_cuda
+from lowbit_kernels.quantize_tokens import FORMATS, codes_of, quantize_tokens, reference
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.interpreted import interpreted
@@ -75,21 +76,20 @@ def test_nan_and_infinity_show_in_the_scale(format: str) -> None:
     x[0, 1], x[1, 2], x[2, 3] = math.nan, math.inf, -math.inf
     codes, scale = quantize_tokens(x, format)
     assert scale[0].isnan() and scale[1].isinf() and scale[2].isinf() and scale[3].isfinite()
-    if format == "int8":  # which has no code for them: 0, as everywhere in lowbit
+    if format == "int8":  # int8 has no code for them; lowbit uses 0
         assert not codes[:3].any() and torch.equal(codes[:, :8], by_scheme(x, format)[0])
 
 
 INTERPRETED = """
 import json, math, torch
-from lowbit_kernels.quantize_tokens import CASES, FORMATS, codes_of, reference
-from tests.kernels.test_quantize_tokens import OP, by_scheme, same
+from lowbit_kernels.quantize_tokens import FORMATS, codes_of, reference
+from tests.kernels.test_quantize_tokens import OP, SMALL, by_scheme, same
 
 torch.manual_seed(0)
 results = {}
-for case in CASES:
-    if not case.large:
-        x, *rest = case.arguments()
-        results[case.name] = same(OP(x, *rest), reference(x, *rest))
+for case in SMALL:
+    x, *rest = case.arguments()
+    results[case.name] = same(OP(x, *rest), reference(x, *rest))
 ties = (torch.arange(-256, 255) / 2).repeat(2, 1)
 ties[1] *= 2.0**-140
 results["ties"] = all(
@@ -127,7 +127,7 @@ def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
 def emulated(
     x: torch.Tensor, format: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the CUDA kernel writes, run by the CPU; places that it leaves out are -1."""
+    """What the CUDA kernel writes when the CPU runs it; codes that it does not write stay -1."""
     codes = torch.full(x.shape, -1.0).to(dtype or FORMATS[format])
     scale = torch.full((len(x),), -1.0)
     emulator.quantize_tokens(x, codes, scale, format)
@@ -140,7 +140,7 @@ def emulated(
 @pytest.mark.parametrize(("m", "k"), [(3, 16), (2, 272), (40, 48), (1, 8208), (2, 33_024)])
 def test_cuda_kernel_on_a_cpu(m: int, k: int, format: str, dtype: torch.dtype) -> None:
     x = (torch.randn(m, k) * torch.rand(m, 1)).to(dtype)
-    x[0, -1], x[-1, 0] = -9.0, 8.0  # the ends are in the first and in the last place
+    x[0, -1], x[-1, 0] = -9.0, 8.0  # the extremes are the first and the last element
     assert same(emulated(x, format), reference(x, format))
 
 
@@ -149,7 +149,7 @@ def test_cuda_kernel_on_a_cpu(m: int, k: int, format: str, dtype: torch.dtype) -
 def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
     x = torch.randn(9, 48).to(dtype)[:, :32]
     x[0] = 0
-    x[1] *= torch.finfo(dtype).smallest_normal  # of bfloat16 also subnormal as float32
+    x[1] *= torch.finfo(dtype).smallest_normal  # for bfloat16, also subnormal in float32
     x[2] *= torch.finfo(dtype).max / 8
     x[3, 5], x[4, 6], x[5, 7] = math.nan, math.inf, -math.inf
     x[6] = torch.arange(-16, 16).to(dtype) / 2 + 0.25

@@ -1,19 +1,14 @@
-"""round_rows: every path gives the same codes, without bias, parts those of the whole."""
+"""round_rows: every implementation gives the same unbiased codes; parts of rows get the codes of the whole."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from lowbit_kernels.round_rows import CASES, Case, reference, round_rows
+from benchmarks.cases.round_rows import CASES, Case
+from lowbit_kernels.round_rows import reference, round_rows
+from tests.kernels.interpreted import interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [case for case in CASES if not case.large]
 every_case = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 
@@ -40,10 +35,10 @@ def test_cpu_and_opcheck(case: Case) -> None:
         not codes[~good].any() and (scale[values.eq(0).all(1)] == 1).all()
     ) or largest is not None
     finite = [a.nan_to_num(1.0, 1.0) if isinstance(a, torch.Tensor) else a for a in arguments]
-    torch.library.opcheck(torch.ops.lowbit.round_rows, tuple(finite))  # takes no NaN for equal
+    torch.library.opcheck(torch.ops.lowbit.round_rows, tuple(finite))  # opcheck holds no NaN equal
 
 
-def test_parts_of_rows_are_those_of_the_whole() -> None:
+def test_parts_of_rows_get_the_codes_of_the_whole() -> None:
     values, old, _, first, _ = Case("", 5, 100).arguments()
     codes, scale = round_rows(values, old, None, first)
     largest = values.abs().amax(1)
@@ -52,8 +47,8 @@ def test_parts_of_rows_are_those_of_the_whole() -> None:
         assert same(part, (codes[:, start:end], scale))
 
 
-def test_rounding_by_chance_is_unbiased() -> None:
-    """The mean of n roundings of a row lies within 5 standard errors; where the rows begin is no multiple of 8."""
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean of n roundings of a row lies within 5 standard errors; first indices are not multiples of 8."""
     n, columns = 4096, 21
     row = torch.cat([torch.linspace(-126.4, 126.7, columns - 1), torch.tensor([127.0])])
     first = torch.arange(n) * columns - 2**62 + 5
@@ -66,32 +61,16 @@ def test_rounding_by_chance_is_unbiased() -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels import triton_runtime
-from lowbit_kernels.round_rows import CASES, reference, round_rows
+from tests.kernels.test_round_rows import SMALL, reference, round_rows, same
 
-assert triton_runtime.runs_on(torch.device("cpu"))
 torch.manual_seed(0)
-results = {}
-for case in CASES:
-    if not case.large:
-        arguments = case.arguments()
-        pairs = zip(round_rows(*arguments), reference(*arguments))
-        results[case.name] = all(torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0)) for a, b in pairs)
-print(json.dumps(results))
+arguments = {case.name: case.arguments() for case in SMALL}
+print(json.dumps({name: same(round_rows(*a), reference(*a)) for name, a in arguments.items()}))
 """
 
 
 def test_the_kernel_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "kernels")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = interpreted(INTERPRETED)
     assert all(results.values()), results
 
 
@@ -102,7 +81,7 @@ def test_gpu(case: Case) -> None:
     assert same(round_rows(*arguments), reference(*arguments))
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments() -> None:
     values, old, _, first, _ = CASES[0].arguments()
     for arguments, error, message in (
         ((values.double(),), TypeError, "float32, got torch.float64"),

@@ -1,32 +1,32 @@
-"""ternary_mm: the reference against the formula, every path against the reference."""
+"""ternary_mm: the reference against the formula, every implementation against the reference."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from lowbit_kernels.scaled_mm import calls
-from lowbit_kernels.ternary_mm import CASES, Case, reference, ternary_mm
+from benchmarks.cases.ternary_mm import CASES, Case
+from lowbit_kernels import launches
+from lowbit_kernels.ternary_mm import reference, ternary_mm
+from tests.kernels.interpreted import interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [case for case in CASES if not case.large]
 every_case = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To the last bit of the dtype: only the bias may be added without a rounding before it."""
+    """Equal to the last bit of the dtype: only the addition of the bias may be fused."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     error = (found.double() - expected.double()).abs()
     return bool(
         (error <= 1.01 * torch.finfo(found.dtype).eps * expected.double().abs() + 1e-6).all()
     )
+
+
+def launches_kernel(case: Case) -> bool:
+    """Whether the kernel for few rows runs where Triton does."""
+    return case.m <= 64 and 0 not in (case.m, case.n, case.k)
 
 
 @every_case
@@ -54,48 +54,35 @@ def test_opcheck(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels import triton_runtime
-from lowbit_kernels.scaled_mm import calls
-from lowbit_kernels.ternary_mm import CASES, reference, ternary_mm
+from lowbit_kernels.launches import counted
+from tests.kernels.test_ternary_mm import SMALL, agree, launches_kernel, reference, ternary_mm
 
-assert triton_runtime.runs_on(torch.device("cpu"))
 torch.manual_seed(0)
 results = {}
-for case in CASES:
-    if not case.large:
-        arguments = case.arguments()
-        found, expected = ternary_mm(*arguments).double(), reference(*arguments).double()
-        eps = torch.finfo(case.out_dtype).eps
-        results[case.name] = bool(((found - expected).abs() <= 1.01 * eps * expected.abs() + 1e-6).all())
-print(json.dumps([results, calls["ternary_mm"]]))
+for case in SMALL:
+    arguments = case.arguments()
+    with counted() as calls:
+        results[case.name] = agree(ternary_mm(*arguments), reference(*arguments))
+    results[case.name] &= calls["ternary_mm", "triton"] == launches_kernel(case)
+print(json.dumps(results))
 """
 
 
 def test_the_kernel_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "kernels")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    results, ran = json.loads(done.stdout.splitlines()[-1])
+    results = interpreted(INTERPRETED)
     assert all(results.values()), results
-    assert ran == len([c for c in SMALL if c.m <= 64 and 0 not in (c.m, c.n, c.k)])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_gpu(case: Case) -> None:
     arguments = case.arguments("cuda")
-    before = calls["ternary_mm"]
-    assert agree(ternary_mm(*arguments), reference(*arguments))
-    assert (calls["ternary_mm"] > before) == (case.m <= 64 and 0 not in (case.m, case.n, case.k))
+    with launches.counted() as calls:
+        assert agree(ternary_mm(*arguments), reference(*arguments))
+    assert calls["ternary_mm", "triton"] == launches_kernel(case)
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments() -> None:
     a, packed, a_scale, b_scale, bias, _ = CASES[0].arguments()
     for arguments, error, message in (
         (

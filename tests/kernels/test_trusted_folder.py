@@ -1,4 +1,4 @@
-"""Which folders are safe to run code from, and what happens where there is none."""
+"""Which folders are safe to run code from, and what happens if there is none."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.kernels.planted import AS_ROOT, ATTACKER, NEEDED, SOMEBODY, SOURCE, a
 pytestmark = NEEDED
 
 
-def test_roots_folders_and_links_are_taken_and_files_that_all_may_read(stage, monkeypatch):
-    """A cache that an administrator has filled for all, which users can't write to."""
+def test_folders_and_links_of_root_and_world_readable_files_are_used(stage, monkeypatch):
+    """A cache that an administrator has filled for all users, who cannot write to it."""
     folder = stage.folder("filled", 0o755, 0)
     path = stage.plant(folder, 0)
     path.write_bytes(stage.honest)
@@ -26,8 +26,8 @@ def test_roots_folders_and_links_are_taken_and_files_that_all_may_read(stage, mo
     assert answer(stage) == (42, [])
 
 
-def test_below_a_sticky_folder_and_through_links_of_ones_own(stage, monkeypatch):
-    """As in /tmp, and as where ~/.cache is a link to a larger disk; the link is relative, and leads up."""
+def test_below_a_sticky_folder_and_through_own_links(stage, monkeypatch):
+    """As in /tmp, and as with ~/.cache linked to a larger disk; the link is relative and leads upwards."""
     stage.folder("scratch", 0o1777, 0)
     stage.folder("home")
     stage.link("home/.cache", "../scratch/./new", stage.victim)
@@ -43,7 +43,7 @@ def test_below_a_sticky_folder_and_through_links_of_ones_own(stage, monkeypatch)
 
 @pytest.mark.parametrize("what", ["links in a circle", "FIFO", "file"])
 @pytest.mark.parametrize("below", ["", "cache"])
-def test_what_is_no_folder(stage, monkeypatch, what, below):
+def test_a_path_that_is_not_a_folder(stage, monkeypatch, what, below):
     path = stage.root / "a"
     if what == "FIFO":
         os.mkfifo(path)
@@ -62,8 +62,8 @@ def test_what_is_no_folder(stage, monkeypatch, what, below):
 
 
 @pytest.mark.parametrize("rights", [0o755, 0o777, 0o1777], ids=oct)
-def test_temporary_files_lie_where_others_cannot_exchange_them(stage, monkeypatch, rights):
-    """Sudo may leave another user's $TMPDIR."""
+def test_temporary_files_lie_where_others_cannot_replace_them(stage, monkeypatch, rights):
+    """sudo may keep another user's $TMPDIR."""
     theirs = stage.folder("tmp", rights, stage.victim if rights == 0o777 else ATTACKER)
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(stage.folder("cache", 0o700)))
     monkeypatch.setattr(tempfile, "tempdir", str(theirs))
@@ -84,13 +84,13 @@ def test_without_a_safe_folder_for_temporary_files_nothing_is_compiled(stage, mo
 
 @AS_ROOT
 def test_in_a_container_without_root(monkeypatch):
-    """In a user namespace that maps this user alone, root's folders seem to belong to nobody."""
+    """In a user namespace that maps this user alone, root's folders appear to belong to nobody."""
     code = f"""
 import ctypes, os, sys
 from pathlib import Path
 from lowbit_kernels import host_compiler as c
 os.setgroups([]); os.setgid({SOMEBODY}); os.setuid({SOMEBODY})
-ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or /proc/self stays root's
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: otherwise /proc/self stays root's
 if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) != 0:  # CLONE_NEWUSER
     sys.exit("no user namespace")
 Path("/proc/self/uid_map").write_text("{SOMEBODY} {SOMEBODY} 1")

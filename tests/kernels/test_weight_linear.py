@@ -1,4 +1,4 @@
-"""int4_linear and int8_linear: every way against float64, what chooses between them, and what they keep."""
+"""weight_linear: every implementation against float64, and which one runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.cases.weight_linear import CASES, Case
 from lowbit_kernels import (
     host_compiler,
-    int4_linear,
-    int8_linear,
+    launches,
     weight_linear,
     weight_mm_cpu,
     weight_mm_dequantized,
     weight_mm_triton,
+    weight_operands,
 )
-from lowbit_kernels.weight_linear import CASES, Case, _linear, calls, reference
+from lowbit_kernels.weight_linear import IMPLEMENTATIONS, ON_CUDA, reference, run
+from lowbit_kernels.weight_operands import WeightOperands
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -26,14 +28,13 @@ MORE_ROUNDINGS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float1
 
 
 def limit(out: torch.Tensor, one_rounding: bool = True) -> float:
-    """On `error`: of a rounding of many elements, or the most that a few can have."""
+    """A bound on `error`: the mean over many elements, or the largest rounding where there are few."""
     if not one_rounding or out.numel() < 1000:
         return MORE_ROUNDINGS[out.dtype] / (2 if one_rounding else 1)
     return {torch.float32: 2.0**-20, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}[out.dtype]
 
 
-def op_of(case: Case):
-    return getattr(torch.ops.lowbit, f"int{case.bits}_linear")
+op = torch.ops.lowbit.weight_linear
 
 
 def wide(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tensor:
@@ -50,7 +51,7 @@ def wide(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tenso
 
 
 def error(out: torch.Tensor, arguments: tuple, dtype: torch.dtype | None = None) -> float:
-    """Relative, of norms, from float64."""
+    """The relative error against float64, in norms."""
     expected = wide(*arguments)
     assert out.shape == expected.shape and out.dtype == (dtype or arguments[0].dtype)
     assert out.is_contiguous()
@@ -59,7 +60,7 @@ def error(out: torch.Tensor, arguments: tuple, dtype: torch.dtype | None = None)
 
 
 def formula(x, codes, scale, zero_point, bias, residual, group_size) -> torch.Tensor:
-    """Weights element by element, in numpy's float64."""
+    """The formula, with each weight computed by itself in float64."""
     n, k = scale.shape[0], x.shape[-1]
     weight = np.zeros((n, k))
     given, scales = codes.numpy(), scale.double().numpy()
@@ -87,18 +88,21 @@ def test_reference_is_the_formula(case: Case) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_cpu(case: Case) -> None:
     arguments = case.arguments()
-    before = calls[f"int{case.bits}_linear"]
-    first = op_of(case)(*arguments)
-    exact = case.m <= 8 and not (case.bias or case.residual)
-    assert error(first, arguments) <= limit(first, exact)
-    assert torch.equal(first, op_of(case)(*arguments))
-    assert calls[f"int{case.bits}_linear"] == before + 2
+    with launches.counted() as calls:
+        first = op(*arguments)
+        exact = case.m <= 8 and not (case.bias or case.residual)
+        assert error(first, arguments) <= limit(first, exact)
+        assert torch.equal(first, op(*arguments))
+    ((name, implementation),) = calls
+    assert name == "weight_linear" and calls.total() == 2
+    assert (implementation == "empty") == (case.m * case.n * case.k == 0)
 
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels import triton_runtime, weight_mm_triton
-from lowbit_kernels.weight_linear import CASES, calls
+from benchmarks.cases.weight_linear import CASES
+from lowbit_kernels import launches, weight_mm_triton
+from lowbit_kernels.weight_operands import WeightOperands
 from tests.kernels.test_weight_linear import error, limit
 
 torch.manual_seed(0)
@@ -106,18 +110,17 @@ results = {}
 for case in CASES:
     if not case.large:
         arguments = case.arguments()
-        calls.clear()
-        out = getattr(torch.ops.lowbit, f"int{case.bits}_linear")(*arguments)
-        ways = [name.split()[1] for name in calls if " " in name]
-        more = error(out, arguments) / limit(out, "triton" in ways)
-        results[case.name] = (more, *ways)
+        with launches.counted() as calls:
+            out = torch.ops.lowbit.weight_linear(*arguments)
+        ((_, implementation),) = calls
+        more = error(out, arguments) / limit(out, implementation == "triton")
+        results[case.name] = more, implementation
 for slices in (1, 2, 3):
     x, codes, scale, zero_point, bias, residual, group = CASES[3].arguments()
     t = torch.rand(len(x))
     residual = torch.zeros(len(x), len(codes), dtype=x.dtype)
-    out = weight_mm_triton.weight_mm(
-        x, codes, scale, zero_point, None, residual, t, bits=4, group_size=group, slices=slices
-    )
+    parts = (x, codes, scale, zero_point, None, residual, t)
+    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=group), slices)(parts)
     x = x.double() * t.double()[:, None]
     wanted = (x, codes, scale, zero_point, None, None, group)
     results[f"{slices} slices"] = error(out, wanted, torch.bfloat16) / limit(out)
@@ -132,11 +135,11 @@ def under_triton() -> dict:
 
 @pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
 def test_interpreted_kernel(under_triton: dict[str, tuple], case: Case) -> None:
-    found, way = under_triton[case.name]
+    found, implementation = under_triton[case.name]
     takes = case.m <= weight_mm_triton.MOST_TOKENS and "odd-group" not in case.name
     compiled = case.dtype != torch.float32 and case.m <= weight_mm_cpu.MOST_TOKENS[case.bits]
     otherwise = "cpu" if compiled and host_compiler.compiler() else "dequantize"
-    assert way == ("triton" if takes and "prime" not in case.name else otherwise)
+    assert implementation == ("triton" if takes and "prime" not in case.name else otherwise)
     assert found <= 1
 
 
@@ -150,7 +153,7 @@ OPCHECKED = [SMALL[i] for i in (1, 3, 5, 7, 13, 14, 16, 17, 21, 25, 26)]
 
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
 def test_operator_is_registered_well(case: Case) -> None:
-    torch.library.opcheck(op_of(case).default, case.arguments())
+    torch.library.opcheck(op.default, case.arguments())
 
 
 def test_compiles_without_a_break() -> None:
@@ -159,17 +162,74 @@ def test_compiles_without_a_break() -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(x: torch.Tensor) -> torch.Tensor:
-        y = int4_linear(x, packed, scale, bias=bias, group_size=32)
-        return int8_linear(x, codes, scale[:, :1], residual=y, group_size=64)
+        y = linear(x, packed, scale, bias=bias, group_size=32)
+        return linear(x, codes, scale[:, :1], residual=y, group_size=64)
 
-    y = int4_linear(x, packed, scale, bias=bias, group_size=32)
-    assert torch.equal(both(x), int8_linear(x, codes, scale[:, :1], residual=y, group_size=64))
+    linear = weight_linear.weight_linear
+    y = linear(x, packed, scale, bias=bias, group_size=32)
+    assert torch.equal(both(x), linear(x, codes, scale[:, :1], residual=y, group_size=64))
+
+
+def test_compiles_for_any_number_of_tokens() -> None:
+    compiled = torch.compile(
+        lambda *a: op(*a) * 2, fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for m in (3, 5, 40):
+        arguments = Case("", m, 32, 64, 32, leading=(2,), bias=True, residual=True).arguments()
+        assert torch.equal(compiled(*arguments), op(*arguments) * 2)
+
+
+LAYOUTS = {  # of x [2, 3, 64], and whether its rows have one distance, so that no copy is made
+    "contiguous": (lambda x: x, True),
+    "last-token": (lambda x: torch.cat([x] * 4, 1)[:, -3:, :], False),
+    "one-of-many": (lambda x: torch.stack([x] * 2, 2)[:, :, 1], True),
+    "gaps-in-k": (lambda x: torch.stack([x] * 2, -1)[..., 0], False),
+    "transposed": (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), False),
+    "expanded": (lambda x: x[:1].expand(2, 3, 64), False),
+    "unaligned": (lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape), True),
+}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("change", "in_place"), list(LAYOUTS.values()), ids=list(LAYOUTS))
+def test_layouts_of_x_and_residual(change, in_place: bool, bits: int) -> None:
+    case = Case("", 3, 16, 64, 32, bits, leading=(2,), residual=True)
+    x, codes, scale, zero_point, bias, residual, group = case.arguments()
+    x, residual = change(x), residual.transpose(0, 1).contiguous().transpose(0, 1)
+    arguments = (x, codes, scale, zero_point, bias, residual, group)
+    out = op(*arguments)
+    assert error(out, arguments) <= limit(out, one_rounding=False)
+    given = tuple(None if t is None else weight_operands.described(t) for t in arguments[:-1])
+    assert weight_linear.planned(given, group).copies_x != in_place
+    rows = weight_operands.Layout(*given[0]).rows()
+    if in_place:
+        flat = x.view(-1, 64)
+        assert rows[:2] == (flat.shape, flat.stride())
+
+
+def test_a_plan_is_made_once_for_equal_layouts() -> None:
+    weight_linear.planned.cache_clear()
+    for _ in range(3):
+        op(*Case("", 2, 16, 64, 32).arguments())
+    assert weight_linear.planned.cache_info().misses == 1
+    x, codes, *rest = Case("", 2, 16, 64, 32).arguments()
+    unaligned = torch.empty(codes.numel() + 1, dtype=torch.uint8)[1:].view(codes.shape)
+    op(x, unaligned.copy_(codes), *rest)
+    op(x.half(), codes, *rest)
+    assert weight_linear.planned.cache_info().misses == 3
+
+
+def test_an_error_is_raised_at_every_call() -> None:
+    x, codes, scale, *rest = Case("", 2, 16, 64, 32).arguments()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="K = 32"):
+            op(x[:, :32], codes, scale, *rest)
 
 
 @pytest.mark.parametrize("most", [1, 2**30], ids=["slices", "whole"])
 @pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
 def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What GPUs do, on the CPU: every slice of the result, of 16 columns at the most, or all at once."""
+    """The chunks of GPUs, on the CPU: slices of at most 16 columns of the result, or all columns at once."""
     monkeypatch.setattr(weight_mm_dequantized, "BYTES_IN_L2", most)
     monkeypatch.setattr(weight_mm_dequantized, "ROWS_OF_A_TILE", 16)
     x, *parts, residual, group = arguments = case.arguments()
@@ -180,15 +240,15 @@ def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.Monkey
     assert error(out, arguments) <= limit(out, one_rounding=False)
 
 
-@pytest.mark.parametrize("regime", ["dequantize", "cpu"])
+@pytest.mark.parametrize("implementation", ["dequantize", "cpu"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_nan_and_infinity_pass(bits: int, regime: str) -> None:
+def test_nan_and_infinity_pass(bits: int, implementation: str) -> None:
     case = Case("", 4, 16, 64, 32 if bits == 4 else 64, bits)
     x, codes, scale, *_, group = case.arguments()
     codes.fill_(0x99 if bits == 4 else 1)  # code 1
     x[0, 3], x[1, 5] = math.nan, math.inf
     scale[2, 0], scale[3, 0] = math.nan, math.inf
-    out = _linear(x, codes, scale, None, None, None, group, bits, regime)
+    out = run(x, codes, scale, None, None, None, group, implementation)
     assert out[0].isnan().all() and out[:, 2].isnan().all()
     assert not out[:, 3].isfinite().any() and not out[1].isfinite().any()
     assert out[2:, :2].isfinite().all() and out[2:, 4:].isfinite().all()
@@ -199,7 +259,7 @@ def test_nan_and_infinity_pass(bits: int, regime: str) -> None:
 def test_magnitudes(bits: int, magnitude: float) -> None:
     x, codes, scale, *rest = Case("", 7, 48, 256, 256, bits).arguments()
     arguments = (x, codes, (scale.float() * magnitude).to(scale.dtype), *rest)
-    out = op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+    out = op(*arguments)
     assert error(out, arguments) <= limit(out)
 
 
@@ -213,28 +273,29 @@ def test_extreme_zero_points_and_equal_rows(zero: int, dtype: torch.dtype) -> No
         zero_point.fill_(zero)
         codes.fill_(0x37)
         arguments = (x, codes, scale, zero_point, *rest)
-        out = op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+        out = op(*arguments)
         assert error(out, arguments) <= limit(out, one_rounding=False)
 
 
-def test_what_pads_does_not_count() -> None:
+def test_padding_does_not_count() -> None:
     x, codes, scale, *rest = Case("", 3, 8, 100, 64).arguments()
-    out = torch.ops.lowbit.int4_linear(x, codes, scale, *rest)
+    out = op(x, codes, scale, *rest)
     codes[:, 50:] ^= 0xFF
-    assert torch.equal(torch.ops.lowbit.int4_linear(x, codes, scale, *rest), out)
+    assert torch.equal(op(x, codes, scale, *rest), out)
 
 
 def test_autocast_changes_nothing() -> None:
     arguments = Case("", 9, 24, 64, 32, dtype=torch.float32).arguments()
-    out = torch.ops.lowbit.int4_linear(*arguments)
+    out = op(*arguments)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(torch.ops.lowbit.int4_linear(*arguments), out)
+        assert torch.equal(op(*arguments), out)
 
 
 @pytest.mark.parametrize(
     ("change", "raised", "message"),
     [
-        ({"packed": torch.zeros(3, 32, dtype=torch.int8)}, TypeError, r"uint8, got torch\.int8"),
+        ({"codes": torch.zeros(3, 32, dtype=torch.int16)}, TypeError, r"int8, got torch\.int16"),
+        ({"codes": torch.zeros(3, 32, dtype=torch.int8)}, ValueError, r"\(3, 64\), got \(3, 32"),
         ({"x": torch.zeros(2, 64).double()}, TypeError, r"x of .*got torch\.float64"),
         ({"scale": torch.ones(3, 2).double()}, TypeError, r"scale of .*got torch\.float64"),
         ({"zero_point": torch.zeros(3, 2)}, TypeError, r"int8 or None, got torch\.float32"),
@@ -251,7 +312,7 @@ def test_autocast_changes_nothing() -> None:
             ({name: torch.ones(shape, device="meta")}, ValueError, f"device, got .*{said} on meta")
             for name, said, shape in (
                 ("x", "x", (2, 64)),
-                ("packed", "codes", (3, 32)),
+                ("codes", "codes", (3, 32)),
                 ("scale", "scale", (3, 2)),
                 ("zero_point", "zero_point", (3, 2)),
                 ("bias", "bias", (3,)),
@@ -263,31 +324,28 @@ def test_autocast_changes_nothing() -> None:
 def test_wrong_arguments(change: dict, raised: type[Exception], message: str) -> None:
     arguments = {
         "x": torch.zeros(2, 64),
-        "packed": torch.zeros(3, 32, dtype=torch.uint8),
+        "codes": torch.zeros(3, 32, dtype=torch.uint8),
         "scale": torch.ones(3, 2),
         "group_size": 32,
     }
-    assert int4_linear(**arguments).shape == (2, 3)
+    assert weight_linear.weight_linear(**arguments).shape == (2, 3)
     with pytest.raises(raised, match=message):
-        int4_linear(**{**arguments, **change})
+        weight_linear.weight_linear(**{**arguments, **change})
 
 
-REGIMES = ["few", "many", "triton", "dequantize"]
+def test_an_implementation_that_does_not_take_the_operands() -> None:
+    with pytest.raises(ValueError, match="decode does not take"):
+        run(*Case("", 2, 16, 64, 32).arguments(), implementation="decode")
 
 
-def can(regime: str, arguments: tuple, case: Case) -> bool:
-    x, codes, scale, *_ = arguments
-    fit = {"bits": case.bits, "group_size": case.group_size}
+def can(implementation: str, arguments: tuple, case: Case) -> bool:
+    x, *parts, residual, group = arguments
     if case.dtype == torch.float32:
-        return regime == "dequantize"
-    x = x.reshape(-1, x.shape[-1])
-    if regime == "few":
-        return case.m <= 16 and weight_linear.weight_mm_few.is_available(x, codes, scale, **fit)
-    if regime == "many":
-        return weight_linear.weight_mm_many.is_available(x, codes, scale, **fit)
-    if regime == "triton":
-        return len(x) <= 64 and weight_mm_triton.block_of_k(case.group_size, scale.shape[1]) > 0
-    return True
+        return implementation == "dequantize"
+    residual = None if residual is None else residual.reshape(-1, case.n)
+    operands = (x.reshape(-1, case.k), *parts, residual)
+    operands = WeightOperands.of(*operands, group_size=group)
+    return IMPLEMENTATIONS[implementation].product(operands) is not None
 
 
 LAYERS = [
@@ -299,14 +357,14 @@ LAYERS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("implementation", ON_CUDA)
 @pytest.mark.parametrize("case", [*RUNNING, *LAYERS], ids=lambda c: c.name)
-def test_cuda_regimes(case: Case, regime: str) -> None:
+def test_cuda_implementations(case: Case, implementation: str) -> None:
     arguments = case.arguments("cuda")
-    if not can(regime, arguments, case):
-        pytest.skip(f"{regime} doesn't take it")
-    out = _linear(*arguments, case.bits, regime)
-    exact = regime in ("few", "many", "triton")
+    if not can(implementation, arguments, case):
+        pytest.skip(f"{implementation} doesn't take it")
+    out = run(*arguments, implementation)
+    exact = implementation != "dequantize"
     assert error(out, arguments) <= limit(out, exact)
 
 
@@ -314,24 +372,24 @@ def test_cuda_regimes(case: Case, regime: str) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_cuda(case: Case) -> None:
     arguments = case.arguments("cuda")
-    out = op_of(case)(*arguments)
+    out = op(*arguments)
     assert error(out, arguments) <= limit(out, one_rounding=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
 def test_cuda_operator_is_registered_well(case: Case) -> None:
-    torch.library.opcheck(op_of(case).default, case.arguments("cuda"))
+    torch.library.opcheck(op.default, case.arguments("cuda"))
 
 
 @pytest.mark.gpu
 def test_cuda_product_into_columns_copies_nothing() -> None:
-    """Beyond the result and one chunk a large product takes no memory."""
+    """A large product allocates only its result and one chunk of the weight."""
     x, codes, scale, *_ = Case("", 2048, 16384, 4096, 128).arguments("cuda")
-    weight_mm_dequantized.weight_mm(x, codes, scale, None, None, None, bits=4, group_size=128)
+    run(x, codes, scale, None, None, None, 128, "dequantize")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    weight_mm_dequantized.weight_mm(x, codes, scale, None, None, None, bits=4, group_size=128)
+    run(x, codes, scale, None, None, None, 128, "dequantize")
     most = 2 * 2048 * 16384 + weight_mm_dequantized.BYTES_IN_L2 + 2**21
     assert torch.cuda.max_memory_allocated() - before <= most
 
@@ -339,7 +397,7 @@ def test_cuda_product_into_columns_copies_nothing() -> None:
 @pytest.mark.gpu
 def test_cuda_offsets_of_64_bits() -> None:
     x, codes, scale, *rest = Case("", 65_536, 40_000, 128, 128).arguments("cuda")
-    out = torch.ops.lowbit.int4_linear(x, codes, scale, *rest)
+    out = op(x, codes, scale, *rest)
     assert out.numel() > 2**31
     for rows in (slice(0, 3), slice(-3, None)):
         arguments = (x[rows], codes, scale, *rest)
@@ -347,17 +405,17 @@ def test_cuda_offsets_of_64_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("implementation", ON_CUDA)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_cuda_graph(bits: int, regime: str) -> None:
+def test_cuda_graph(bits: int, implementation: str) -> None:
     case = Case("", 8, 512, 1024, 128, bits, residual=True)
     arguments = case.arguments("cuda")
-    if not can(regime, arguments, case):
-        pytest.skip(f"{regime} doesn't take it")
-    _linear(*arguments, bits, regime)
+    if not can(implementation, arguments, case):
+        pytest.skip(f"{implementation} doesn't take it")
+    run(*arguments, implementation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = _linear(*arguments, bits, regime)
+        out = run(*arguments, implementation)
     arguments[0].neg_()
     graph.replay()
     assert error(out, arguments) <= limit(out, one_rounding=False)
@@ -366,5 +424,5 @@ def test_cuda_graph(bits: int, regime: str) -> None:
 @pytest.mark.gpu
 def test_cuda_compiles_without_a_break() -> None:
     arguments = Case("", 4, 64, 128, 32).arguments("cuda")
-    compiled = torch.compile(lambda *a: torch.ops.lowbit.int4_linear(*a) * 2, fullgraph=True)
-    assert torch.equal(compiled(*arguments), torch.ops.lowbit.int4_linear(*arguments) * 2)
+    compiled = torch.compile(lambda *a: op(*a) * 2, fullgraph=True)
+    assert torch.equal(compiled(*arguments), op(*arguments) * 2)

@@ -1,37 +1,35 @@
-"""Few tokens in 16 bits on a CPU: which products the kernel takes, and that it reads what a weight holds right now."""
+"""The CPU kernel for few tokens: the products that it takes, and that it reads the weight's present values."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import lowbit
+from benchmarks.cases.weight_linear import Case
 from lowbit.tensor import AffineTensor
-from lowbit_kernels import codes_cpu, host_compiler, int4_linear, int8_linear, weight_mm_cpu
-from lowbit_kernels.weight_linear import Case, _linear, calls
-from tests.kernels.test_weight_linear import error, limit, op_of
+from lowbit_kernels import codes_cpu, host_compiler, launches, warned, weight_linear, weight_mm_cpu
+from lowbit_kernels.weight_linear import run
+from tests.kernels.test_weight_linear import error, limit, op
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
 
 
-def kernel_calls() -> int:
-    return calls["int4_linear cpu"] + calls["int8_linear cpu"]
-
-
 @needs_compiler
-def test_few_tokens_in_16_bits_take_the_kernel() -> None:
+def test_the_kernel_takes_few_tokens_in_16_bits() -> None:
     for bits, most in weight_mm_cpu.MOST_TOKENS.items():
         for m in (1, most, most + 1):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 arguments = Case("", m, 32, 64, 32, bits, dtype).arguments()
-                before = kernel_calls()
-                op_of(Case("", 0, 0, 0, 1, bits))(*arguments)
+                with launches.counted() as calls:
+                    op(*arguments)
                 taken = m <= most and dtype is not torch.float32
-                assert kernel_calls() - before == taken, (bits, m, dtype)
+                assert calls["weight_linear", "cpu"] == taken, (bits, m, dtype)
 
 
 @needs_compiler
@@ -39,13 +37,13 @@ def test_few_tokens_in_16_bits_take_the_kernel() -> None:
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("group", [1, 4, 7, 8, 24, 32, 64, 128, 192, 256, 384, 768])
 def test_layouts(bits: int, zero_point: bool, group: int) -> None:
-    """Groups in words, of chunks, across both; rows and tokens that fill no block; columns in the padding."""
+    """Groups within words, of whole chunks, and across both; ragged rows and tokens; columns in the padding."""
     for m, n, k in ((1, 4, 768), (2, 5, 768), (3, 1, 768), (7, 9, 768), (5, 6, 765), (16, 2, 12)):
         scale_dtype = torch.float32 if m == 1 else torch.bfloat16
         options = {"scale_dtype": scale_dtype, "zero_point": zero_point, "bias": True}
         case = Case("", m, n, k, group, bits, **options)
         arguments = case.arguments()
-        out = _linear(*arguments, bits, "cpu")
+        out = run(*arguments, "cpu")
         assert error(out, arguments) <= limit(out), case
 
 
@@ -58,14 +56,14 @@ def test_threads_give_the_same(bits: int) -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(_linear(*arguments, bits, "cpu"))
+            results.append(run(*arguments, "cpu"))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     assert error(results[0], arguments) <= limit(results[0])
 
 
-# ---- what is written is what is multiplied -----------------------------------------------------------------------
+# ---- every write to a weight counts at the next product ------------------------------------------------------------
 
 
 def bytes_of(t: Tensor) -> Tensor:
@@ -115,7 +113,6 @@ def test_every_write_counts_at_the_next_product(
     write: Callable[[Tensor, Tensor], object], part: int, bits: int, group: int
 ) -> None:
     arguments = Case("", 2, 32, 64, group, bits).arguments()
-    op = op_of(Case("", 0, 0, 0, 1, bits))
     for _ in range(2):
         first = op(*arguments)
         new = Case("", 2, 32, 64, group, bits).arguments()[part]
@@ -190,49 +187,52 @@ def test_other_values_for_a_weight_count(
         assert isinstance(layer.weight, AffineTensor) and torch.equal(layer(x), expected)
 
 
-# ---- memory of other kinds -----------------------------------------------------------------------------------------
+# ---- other kinds of memory -----------------------------------------------------------------------------------------
 
 
 def test_inference_tensors() -> None:
     with torch.inference_mode():
         arguments = Case("", 2, 16, 64, 32).arguments()
-        out = torch.ops.lowbit.int4_linear(*arguments)
+        out = op(*arguments)
         assert error(out, arguments) <= limit(out)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("off", [1, 4, 8, 32])
 def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
-    """As of tensors in a file that is mapped."""
+    """As in a mapped file."""
     m, n, k = 4, 48, 128
     width = k * bits // 8
     codes = torch.randint(0, 127, (n * width + 64,)).to(torch.uint8 if bits == 4 else torch.int8)
     x = torch.randn(m * k + 64).bfloat16()
     own, x = codes[off : off + n * width].view(n, width), x[off : off + m * k].view(m, k)
     scale = torch.rand(n, 1).bfloat16()
-    op = int4_linear if bits == 4 else int8_linear
-    assert torch.equal(
-        op(x, own, scale, group_size=k), op(x.clone(), own.clone(), scale, group_size=k)
-    )
+    linear = partial(weight_linear.weight_linear, scale=scale, group_size=k)
+    assert torch.equal(linear(x, own), linear(x.clone(), own.clone()))
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said once, and multiplied all the same."""
+    """One warning; the product is computed all the same."""
 
     def no_library(source: str) -> None:
         raise RuntimeError("no C++ compiler was found")
 
     monkeypatch.setattr(host_compiler, "library", no_library)
-    caches = (weight_mm_cpu._product, weight_mm_cpu._function, codes_cpu.warn_once)
+    caches = (
+        weight_linear.planned,
+        weight_mm_cpu._kernel,
+        weight_mm_cpu._function,
+    )
     for cache in caches:
         cache.cache_clear()
+    warned.forget()
     try:
         with pytest.warns(UserWarning, match=r"several times slower.*no C\+\+ compiler") as seen:
             for n in (16, 32):
                 arguments = Case("", 2, n, 64, 32).arguments()
-                before = kernel_calls()
-                out = torch.ops.lowbit.int4_linear(*arguments)
-                assert kernel_calls() == before and error(out, arguments) <= limit(out)
+                with launches.counted() as calls:
+                    out = op(*arguments)
+                assert not calls["weight_linear", "cpu"] and error(out, arguments) <= limit(out)
         assert len(seen) == 1
     finally:
         for cache in caches:

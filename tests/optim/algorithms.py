@@ -1,4 +1,4 @@
-"""What the tests of Lion, SGD and AdEMAMix share: the classes, and their options in all combinations that matter."""
+"""Shared by the tests of Lion, SGD and AdEMAMix: the classes, and combinations of their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernel of an optimizer's step runs."""
+"""The devices on which the kernels of an optimizer's step run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++
     ]
 )
 def device(request, monkeypatch):
-    """Where parameters lie; `LAUNCHES` holds what ran."""
+    """The device of the parameters. `LAUNCHES` lists the kernels that ran."""
     emulate(monkeypatch) if request.param == "emulated" else count(monkeypatch)
     LAUNCHES.clear()
     return torch.device("cuda" if request.param == "cuda" else "cpu", 0)

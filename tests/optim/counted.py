@@ -1,12 +1,12 @@
-"""Kernels that say that they ran: `LAUNCHES` holds the variants, whichever kernel it was."""
+"""Kernels that record their launches: `LAUNCHES` lists the variants, on every kind of device."""
 
 from __future__ import annotations
 
 import functools
 
-from lowbit.optim import kernel, launch
-from lowbit_kernels.fused_step import Variant
-from lowbit_kernels.fused_step_cpu import FusedStepCpu
+from lowbit.optim import fused, launch
+from lowbit_kernels.fused_step import StepKernel, Variant
+from lowbit_kernels.fused_step_cpu import StepKernelCpu
 from tests.kernels.emulator import EmulatedStep
 
 LAUNCHES: list[Variant] = []
@@ -18,11 +18,11 @@ class _Counted:
         LAUNCHES.append(self.variant)
 
 
-class Counted(_Counted, kernel.FusedStep):
+class Counted(_Counted, StepKernel):
     pass
 
 
-class CountedCpu(_Counted, FusedStepCpu):
+class CountedCpu(_Counted, StepKernelCpu):
     pass
 
 
@@ -35,7 +35,7 @@ def launched():
 
 
 def count(patch):
-    """Have the kernel of each device counted."""
+    """Record the launches on each device."""
 
     @functools.cache
     def compiled(variant, device):
@@ -45,7 +45,7 @@ def count(patch):
 
 
 def emulate(patch):
-    """Have CPU parameters updated by the code for GPUs."""
-    patch.setattr(kernel, "device_obstacle", lambda device, float8: None)
-    patch.setattr(kernel, "compile_obstacle", lambda variant, device: None)
+    """Update CPU parameters by the code for GPUs, emulated."""
+    patch.setattr(fused, "device_obstacle", lambda device, float8: None)
+    patch.setattr(fused, "compile_obstacle", lambda variant, device: None)
     patch.setattr(launch, "compiled", functools.cache(CountedEmulated))

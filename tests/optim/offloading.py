@@ -1,4 +1,4 @@
-"""What the tests of CPUOffloadOptimizer share: base optimizers, a model, loops, and a device that copies late."""
+"""Shared by the tests of CPUOffloadOptimizer: base optimizers, a model, loops, and a device that copies late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASES = {
 
 
 class Late(transfers.Transfers):
-    """A device that copies as late as it may, and leaves NaN where a copy is yet to come."""
+    """A device that copies as late as allowed, with NaN in the target until then."""
 
     def __init__(self):
         self.downloads, self.uploads, self.started = [], [], 0
@@ -33,7 +33,9 @@ class Late(transfers.Transfers):
         return self._queue(self.downloads, target, source)
 
     def upload(self, target, source):
-        target.fill_(float("nan"))  # which counts as a change, as the copy itself does on CUDA
+        target.fill_(
+            float("nan")
+        )  # increments the version counter, as the copy itself does on CUDA
         return self._queue(self.uploads, target, source)
 
     def _queue(self, queue, target, source):
@@ -82,7 +84,7 @@ def pair(base, offload_gradients=False, dtype=torch.float32, **options):
     cls, defaults = BASES[base]
     direct, offloaded = Model(dtype), Model(dtype)
     options = {**defaults, **options}
-    other = copy.deepcopy(options)  # a learning rate in a tensor is each one's own
+    other = copy.deepcopy(options)  # each optimizer has its own learning rate tensor
     return (
         (direct, cls(direct.parameters(), **options)),
         (

@@ -1,4 +1,4 @@
-"""What the optimizer tests share: the optimizers and formats under test, and small seeded problems."""
+"""Shared by the optimizer tests: the optimizers and formats under test, and small seeded problems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parameters(*shapes, dtype=torch.float32):
 
 
 def set_grads(params, step):
-    """Gradients that depend on the step and on each parameter's place, not on its value."""
+    """Gradients that depend on the step and on each parameter's index, not on its value."""
     for i, p in enumerate(params):
         p.grad = rand(*p.shape, seed=1000 * (step + 1) + i).to(p.dtype) + 0.3
 

@@ -1,4 +1,4 @@
-"""With float32 states lowbit's optimizers are those of torch.optim, arguments and behaviour included."""
+"""With float32 states, lowbit's optimizers equal those of torch.optim, arguments and behaviour included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer
-from lowbit.optim.adamw import reference
 from lowbit.tensor import CodebookTensor
 from tests.optim.problems import DROP_IN, parameters, rand, relative, run, set_grads
 
@@ -56,9 +55,9 @@ def test_the_reference_step_is_what_the_class_does(theirs, ours):
     for step in range(20):
         set_grads([p], step)
         optimizer.step()
-        q, m, v, s = reference(
-            q, p.grad.double(), m, v, step + 1,
-            max_exp_avg_sq=s, maximize=True, decoupled=optimizer.decoupled, **options,
+        optimizer.reference(
+            q, p.grad.double(), m, v, s, step=torch.tensor(step + 1.0, dtype=torch.float64),
+            maximize=True, decoupled_weight_decay=optimizer.decoupled, **options,
         )  # fmt: skip
     assert relative(p, q) < 1e-6
     assert relative(optimizer.state[p]["max_exp_avg_sq"], s) < 1e-6

@@ -1,4 +1,4 @@
-"""Lion, SGD and AdEMAMix: their names, groups, schedules and checkpoints, torch.optim.SGD's among them."""
+"""Lion, SGD and AdEMAMix: their names, groups, schedules and checkpoints, also those of torch.optim.SGD."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_every_format_loads_into_every_other(cls, before, after):
 @every
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_torchs_sgd_continues_here_and_goes_back(momentum, state):
-    """Its states have no step counter; the buffer is past its first step, so dampening applies at once."""
+    """torch's states have no step counter. The buffer is past its first step, so dampening applies at once."""
     options = {"momentum": momentum, "dampening": 0.5, "weight_decay": 0.1}
     params = parameters(*SHAPES)
     theirs = torch.optim.SGD(params, lr=0.01, **options)
@@ -202,7 +202,7 @@ def test_states_that_get_optimizer_state_dict_makes_count_as_a_step(momentum, fl
         model.load_state_dict({"weight": rand(40, 130), "bias": rand(40)})
         optimizer = cls(model.parameters(), lr=0.01, momentum=momentum, dampening=0.5, **extra)
         options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-        if momentum or cls is optim.SGD:  # torch has no states to make otherwise
+        if momentum or cls is optim.SGD:  # otherwise torch creates no states
             get_optimizer_state_dict(model, optimizer, options=options)
         run(optimizer, list(model.parameters()), 2)
         state_dict = get_optimizer_state_dict(model, optimizer, options=options)
@@ -227,7 +227,7 @@ def test_a_skipped_first_step_is_not_the_first():
 
 @classes
 def test_bfloat16_weights_follow_float32_ones(cls):
-    """SGD without momentum has its step counter for the draws."""
+    """SGD without momentum has a step counter, for the random bits."""
     options = {"lr": 1e-4, "state": "fp32"}
     moved = {}
     for name, extra in {

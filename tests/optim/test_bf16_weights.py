@@ -30,7 +30,7 @@ def wide(params):
 # ---- stochastic rounding ---------------------------------------------------------------------------------------
 
 
-def test_the_draws_are_those_of_the_key():
+def test_the_random_bits_are_those_of_the_key():
     """(seed, step, 4 * index + slot, element): slot 0 for the weight, 2 for the second of the states."""
     first, p = bf16((4,), (70, 100))
     q = wide([p])[0]
@@ -49,8 +49,8 @@ def test_the_draws_are_those_of_the_key():
             (0, p, q),
             (2, optimizer.state[p]["exp_avg_sq"], full.state[q]["exp_avg_sq"]),
         ):
-            draws = random_bits((70, 100), seed=7, step=step, tensor=4 * 1 + slot)
-            assert torch.equal(new, round_bf16(exact.detach(), draws)), (step, slot)
+            bits = random_bits((70, 100), seed=7, step=step, tensor=4 * 1 + slot)
+            assert torch.equal(new, round_bf16(exact.detach(), bits)), (step, slot)
         exact = full.state[q]["exp_avg"]
         assert torch.equal(optimizer.state[p]["exp_avg"], exact.bfloat16())
 

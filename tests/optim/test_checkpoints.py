@@ -75,7 +75,7 @@ def test_loaded_states_share_no_memory_with_the_checkpoint():
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_states_of_narrow_parameters_keep_their_dtype(state, dtype):
-    """torch.optim's own loader would cast them to the parameter's."""
+    """torch.optim's own loader would cast them to the parameter's dtype."""
     params = parameters((64, 128), (13,), dtype=dtype)
     optimizer = optim.AdamW(params, state=state)
     run(optimizer, params, 2)
@@ -200,7 +200,7 @@ def test_a_scheduler_resumes_with_the_optimizer():
     assert other.param_groups[0]["lr"] == 0.005
 
 
-# ---- what doesn't fit ------------------------------------------------------------------------------------------
+# ---- checkpoints that don't fit-------------------------------------------------------------------------------------
 
 
 def broken(change):
@@ -298,7 +298,7 @@ def test_get_and_set_optimizer_state_dict(state, flatten):
 
 @pytest.mark.parametrize("cls", DROP_IN, ids=lambda c: c.__name__)
 def test_states_made_by_get_optimizer_state_dict_train_like_fresh_ones(cls):
-    """Its step without gradients counts, as with torch.optim, and leaves nothing else behind."""
+    """The step without gradients is counted, as in torch.optim, and has no other effect."""
     model, other_model = nn.Linear(130, 64, bias=False), nn.Linear(130, 64, bias=False)
     theirs = torch.optim.AdamW if "AdamW" in cls.__name__ else torch.optim.Adam
     for m in (model, other_model):
@@ -314,7 +314,7 @@ def test_states_made_by_get_optimizer_state_dict_train_like_fresh_ones(cls):
 
 
 def test_how_an_optimizer_works_is_not_taken_from_a_checkpoint():
-    """A checkpoint of torch's fused step, from a GPU, must load where there is none."""
+    """A checkpoint of torch's fused step on a GPU must load on a machine without one."""
     params, optimizer = trained(torch.optim.AdamW, fused=True)
     copies, other = fresh(params, optim.AdamW8bit, max_grad_norm=2.0, seed=5)
     other.load_state_dict(optimizer.state_dict())

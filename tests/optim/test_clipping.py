@@ -22,7 +22,12 @@ def test_clips_as_torch_does_and_leaves_the_gradients(dtype, max_norm):
     with torch.no_grad():
         for p, q in zip(a, b, strict=True):
             q.copy_(p)
-    options = {"betas": (0.0, 0.0), "eps": 1.0, "lr": 0.1, "state": "fp32"}  # the norm is felt
+    options = {
+        "betas": (0.0, 0.0),
+        "eps": 1.0,
+        "lr": 0.1,
+        "state": "fp32",
+    }  # the update depends on the norm
     optimizer, theirs = optim.AdamW(a, max_grad_norm=max_norm, **options), optim.AdamW(b, **options)
     for step in range(3):
         set_grads(a, step)
@@ -101,7 +106,7 @@ def scaled(model, optimizer, scaler, x, poison=False):
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled before"])
 def test_grad_scaler(max_norm, unscale):
-    """Bit for bit the step without a scaler, as its scale is a power of two."""
+    """Bit for bit the step without a scaler, because the scale is a power of two."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     plain = copy.deepcopy(model)
@@ -147,7 +152,7 @@ def test_only_float16_parameters_are_unscaled_by_the_step():
 
 
 def test_grad_scaler_leaves_float16_gradients_to_the_step(monkeypatch):
-    """Its own unscaling refuses them; and the host asks for no answer."""
+    """The scaler's own unscaling refuses float16 gradients. The host must not wait for the device."""
     param = nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
     optimizer = optim.AdamW8bit([param], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

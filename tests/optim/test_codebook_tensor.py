@@ -93,7 +93,7 @@ def test_zeros_dequantize_to_exact_zeros_and_encoded_zeros_nearly(name, signed):
     zeros = CodebookTensor.zeros((4, 300), name, signed=signed)
     assert torch.equal(zeros.dequantize(), torch.zeros(4, 300))
     encoded = CodebookTensor.from_float(torch.zeros(4, 300), name, signed=signed)
-    assert encoded.dequantize().abs().max() <= 1e-24  # nothing that a step could notice
+    assert encoded.dequantize().abs().max() <= 1e-24  # too small to matter in a step
 
 
 @pytest.mark.parametrize("name", FORMATS)

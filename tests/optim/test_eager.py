@@ -1,4 +1,4 @@
-"""Rows of many parameters in one piece, or of one parameter in many: not a bit differs."""
+"""Gathering many parameters into one piece, or cutting one into many, changes no bit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import state as states
+from lowbit.optim.checkpoint import converted
 from tests.optim.problems import FORMATS, parameters, rand, run, set_grads
 
-# same and other rows, odd columns, rows that fill no byte, large beside small, several rows a block
+# equal and different rows, odd columns, a partly filled last byte, large beside small, several rows in a block
 SHAPES = [
     (64, 64),
     (65, 64),
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 def trained(cls, state, dtype, options, piece, monkeypatch):
-    monkeypatch.setattr("lowbit.optim.eager.PIECE_CPU", piece)
+    monkeypatch.setattr("lowbit.optim.job.PIECE_CPU", piece)
     params = parameters(*SHAPES, dtype=dtype)
     optimizer = cls(params, lr=0.01, state=state, fused=False, **options)
     run(optimizer, params[::2], 2)  # so that steps differ from one parameter to the next
@@ -74,9 +74,9 @@ def test_states_in_blocks_of_two_sizes_share_their_rows():
     for o, (p,) in ((optimizer, params), (other, alike)):
         set_grads([p], 0)
         o.step()
-    moment = states.converted(optimizer.state[params[0]]["exp_avg"], params[0], "4bit", True)
+    moment = converted(optimizer.state[params[0]]["exp_avg"], params[0], "4bit", True)
     optimizer.state[params[0]]["exp_avg"] = moment
-    other.state[alike[0]]["exp_avg"] = states.converted(moment, alike[0], "fp32", True)
+    other.state[alike[0]]["exp_avg"] = converted(moment, alike[0], "fp32", True)
     set_grads(params + alike, 1)
     alike[0].grad = params[0].grad
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Every format of the states against float32 ones: error, convergence, bytes, shapes and dtypes of parameters."""
+"""Every state format against float32 states: error, convergence, bytes, shapes and dtypes of parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.optim.problems import FORMATS, LOW, parameters, rand, relative, run, 
 low = pytest.mark.parametrize("state", LOW)
 every = pytest.mark.parametrize("state", FORMATS)
 algorithms = pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam], ids=lambda c: c.__name__)
-# relative error of what 30 steps changed, for independent gradients: measured 0.17, 0.011, 0.033 and 0.002
+# relative error of the change in 30 steps with independent gradients: measured 0.17, 0.011, 0.033 and 0.002
 BOUND = {"4bit": 0.25, "8bit": 0.02, "float8": 0.05, "bf16": 0.005}
 
 
 def change(cls, state, grads, *, eps=1e-30, **options):
-    """What the steps change of a parameter that starts at zero."""
+    """The change of a parameter that starts at zero."""
     p = nn.Parameter(torch.zeros_like(grads[0]))
     optimizer = cls([p], lr=1e-3, eps=eps, state=state, **options)
     for grad in grads:
@@ -59,7 +59,7 @@ def test_the_error_does_not_depend_on_the_scale_of_gradients(state, scale):
 @low
 @pytest.mark.parametrize("spread", [1.0, 2.0, 3.0])
 def test_updates_stay_bounded_where_gradients_of_a_block_differ(state, spread):
-    """A second moment that were rounded to zero would give updates thousands of times too large."""
+    """A second moment rounded to zero would make updates thousands of times too large."""
     grads = gradients(spread=spread)
     full = change(optim.AdamW, "fp32", grads)
     assert change(optim.AdamW, state, grads).abs().max() < 2 * full.abs().max()
@@ -68,7 +68,7 @@ def test_updates_stay_bounded_where_gradients_of_a_block_differ(state, spread):
 @every
 @pytest.mark.parametrize("scale", [1e-7, 1.0])
 def test_the_first_step_is_exact_also_after_one_without_gradients(state, scale):
-    """Fresh states are zeros that decode to zeros, or so near to it that the first update doesn't feel them."""
+    """Fresh states decode to zeros, or to numbers too small to matter in the first update."""
     grads = gradients(1, scale)
     assert relative(change(optim.AdamW, state, grads), -1e-3 * grads[0].sign()) < 1e-5
     warmed = [torch.zeros(16, 512), *grads]
@@ -199,7 +199,8 @@ def test_odd_shapes_and_narrow_dtypes(state, dtype):
 
 
 def test_bfloat16_weights_decay_with_the_update():
-    """Below 1, bfloat16 steps by 2**-8: neither an update nor a decay of 1e-3 moves it, both together do."""
+    """Below 1, the step of bfloat16 is 2**-8: neither an update nor a decay of 1e-3 changes the weight, both together
+    do."""
     results = []
     for weight_decay in (0.0, 1.0):
         p = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
@@ -215,7 +216,7 @@ def test_strides_of_parameter_and_gradient_do_not_matter(state):
     plain = nn.Parameter(values.clone())
     turned = nn.Parameter(values.t().contiguous().t())
     assert not turned.is_contiguous()
-    # no kernel takes the other, so none may take the first
+    # no kernel updates the other one, so none may update the first one either
     options = {"state": state, "fused": False}
     first, second = optim.AdamW([plain], **options), optim.AdamW([turned], **options)
     for grad in grads:
@@ -236,7 +237,7 @@ def test_strides_of_parameter_and_gradient_do_not_matter(state):
 def test_pieces_of_a_large_parameter_change_nothing(state, monkeypatch):
     whole, pieces = parameters((50, 260)), parameters((50, 260))
     run(optim.AdamW(whole, state=state, fused=False), whole, 3)
-    monkeypatch.setattr("lowbit.optim.eager.PIECE_CPU", 260 * 7)
+    monkeypatch.setattr("lowbit.optim.job.PIECE_CPU", 260 * 7)
     run(optim.AdamW(pieces, state=state, fused=False), pieces, 3)
     assert torch.equal(whole[0], pieces[0])
 
@@ -282,7 +283,7 @@ def test_on_a_gpu_as_on_the_cpu(state):
         cpu.step()
         gpu.step()
     for p, q, start in zip(here, there, parameters((96, 260), (300,)), strict=True):
-        # a rounding that falls the other way moves a code
+        # another rounding of the sum moves a code
         assert relative(q.cpu() - start, p - start) < 0.1 * BOUND.get(state, 1e-4)
 
 

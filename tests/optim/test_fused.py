@@ -80,7 +80,7 @@ def test_as_the_step_in_pytorch(device, name, state):
             set_grads(params, step)
             optimizer.step()
     assert launched() >= 3
-    # where rounding decides between two codes, one may differ; Lion's sign may
+    # near the boundary of two codes one may differ, near zero the sign of Lion may
     bound = 2e-3 if name == "Lion" else 1e-5
     check_alike(made, bound, {"fp32": 1e-6, "bf16": 1e-3}.get(state, 2e-3))
 
@@ -94,7 +94,7 @@ def test_narrow_weights(device, dtype, state):
             set_grads(params, step)
             optimizer.step()
     assert launched()
-    # of numbers in few bits, some lie in the middle between two codes: rounding decides which they take
+    # some numbers of few bits lie in the middle of two codes: the rounding of the sum decides
     check_alike(made, 1e-3, 1e-2)
 
 
@@ -104,7 +104,7 @@ def test_narrow_weights(device, dtype, state):
     ids=["stochastic", "corrected", "bf16-states"],
 )
 def test_rounding_by_chance_and_corrections(device, options):
-    """The same draws as in PyTorch: only where the float32 values differ by rounding do results."""
+    """The random bits are those of PyTorch operations: results differ only where the float32 values do."""
     made = pair(device, functools.partial(optim.AdamW8bit, lr=1e-2, **options), torch.bfloat16)
     for params, optimizer in made:
         set_grads(params, 0)
@@ -165,7 +165,7 @@ def test_gradients_that_are_not_contiguous(device):
 
 
 def test_gradients_come_and_go(device):
-    """A parameter without a gradient stays; groups added later, frozen parameters, new addresses each step."""
+    """A parameter without a gradient stays as it is; groups added later, frozen parameters, new addresses each step."""
     params = parameters(device, [(64, 128), (64, 128), (9,), (64, 256)])
     optimizer = optim.AdamW8bit(params[:3])
     set_grads(params[:3], 0)
@@ -192,7 +192,7 @@ def test_gradients_come_and_go(device):
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 def test_more_tiles_than_warps(device, state, offset):
-    """Blocks come back for more rounds of tiles, which the L2 cache is asked for ahead where they are whole."""
+    """Blocks process several rounds of tiles, and prefetch whole ones into the L2 cache."""
     rows = 200 if device.type == "cpu" else 40_000  # of one tile each
     made = []
     for fused in (None, False):
@@ -200,11 +200,11 @@ def test_more_tiles_than_warps(device, state, offset):
         params = [nn.Parameter(whole.view(rows, 256))]
         made.append((params, optim.AdamW(params, state=state, fused=fused)))
         run_steps(made[-1][1], params, 2)
-    check_alike(made, 1e-2, 1e-2)  # bf16 gradients make more ties
+    check_alike(made, 1e-2, 1e-2)  # bf16 gradients have more ties
 
 
 def test_options_are_read_at_every_step(device):
-    """lr as a number and as a tensor, betas and weight decay: none compiles anything, all take effect."""
+    """Changes of lr (a number or a tensor), betas and weight decay compile nothing and take effect."""
     kernels = set()
     for lr in (1e-3, torch.tensor(1e-3), torch.tensor(1e-3, dtype=torch.float64, device=device)):
 
@@ -257,7 +257,7 @@ def test_skipping_asks_the_device_only(device, monkeypatch):
 
     params = parameters(device, [(64, 256), (300,)])
     optimizer = optim.AdamW8bit(params, skip_nonfinite=True, max_grad_norm=1.0)
-    if device.type == "cpu":  # only before the first step may the host look
+    if device.type == "cpu":  # the host may look only before the first step
         run_steps(optimizer, params, 1)
     set_grads(params, 0)
     with monkeypatch.context() as patch:
@@ -280,7 +280,7 @@ def test_a_gradient_that_is_not_finite_shows(device):
 
 @pytest.mark.parametrize(("scale", "eps"), [(1e-30, 1e-8), (1e-12, 0.0), (1e12, 0.0), (3e19, 0.0)])
 def test_tiny_and_huge_gradients(device, scale, eps):
-    """Also those whose squares overflow, but not their share in the second moment."""
+    """Also gradients whose squares overflow, although their share in the second moment does not."""
     made = pair(
         device, functools.partial(optim.AdamW8bit, eps=eps, lr=1e-2), shapes=[(64, 256), (33, 300)]
     )
@@ -291,7 +291,7 @@ def test_tiny_and_huge_gradients(device, scale, eps):
     check_alike(made, 1e-4, 3e-3)
 
 
-def test_loading_makes_a_new_plan(device):
+def test_loading_makes_new_launches(device):
     params = parameters(device, [(64, 256)])
     optimizer = optim.AdamW8bit(params)
     run_steps(optimizer, params, 2)
@@ -334,7 +334,7 @@ def test_what_the_kernel_does_not_take(device):
 
 @pytest.mark.parametrize("fused", [None, False], ids=["kernel", "rest"])
 def test_gradients_are_not_kept(device, fused):
-    """What backward frees and the optimizer holds on to would be memory of the next backward."""
+    """A gradient that the optimizer keeps alive would be missing memory in the next backward."""
     params = parameters(device, [(64, 256), (300,)])
     optimizer = optim.Muon8bit(params, fused=fused)
     for step in range(2):
@@ -374,7 +374,7 @@ def test_weights_behind_low_bit_products_are_written_to_directly(device, dtype):
             set_grads(params, step)
             optimizer.step()
     assert (
-        launched() >= 3 and made[0][1]._plan.launches[0].addresses[0] == low[0].master().data_ptr()
+        launched() >= 3 and made[0][1]._fused.launches[0].addresses[0] == low[0].master().data_ptr()
     )
     masters = [p.master() for p in low]
     state = {m: made[0][1].state[p] for m, p in zip(masters, low, strict=True)}

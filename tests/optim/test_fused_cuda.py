@@ -1,4 +1,4 @@
-"""The CUDA step where only a GPU can show it: graphs, memory, synchronisation, GradScaler."""
+"""Properties of the CUDA step that only a GPU can show: graphs, memory, synchronisation, GradScaler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.optim.test_fused import parameters, set_grads
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
-    """Captured once, replayed with new gradients, learning rates and draws; eager steps before and after."""
+    """Captured once, replayed with new gradients, learning rates and random bits; eager steps before and after."""
     results = []
     for captured in (True, False):
         params = parameters("cuda", [(64, 256), (300,)], torch.bfloat16)
@@ -49,7 +49,7 @@ def test_a_graph_outlives_the_plan_it_was_captured_with():
     with torch.cuda.graph(graph):
         optimizer.step()
     params[1].grad = None
-    optimizer.step()  # another plan, then another again
+    optimizer.step()  # new launches, twice
     params[1].grad = grads[1]
     rubbish = [torch.full((2**16,), 7, dtype=torch.int64, device="cuda") for _ in range(20)]
     before = [p.detach().clone() for p in params]

@@ -28,16 +28,16 @@ OPTIONS = {
 HOW = {"cpu": count, "emulated": emulate}
 
 
-def trained(place, options):
-    """Parameters after three steps, each placed by `place`, and the optimizer."""
+def trained(distribute, options):
+    """Parameters after three steps, each sharded by `distribute`, and the optimizer."""
     params = [
-        nn.Parameter(place(rand(*shape, seed=i).to(torch.bfloat16)))
+        nn.Parameter(distribute(rand(*shape, seed=i).to(torch.bfloat16)))
         for i, shape in enumerate(SHAPES)
     ]
     optimizer = optim.AdamW(params, lr=1e-2, **options)
     for step in range(3):
         for i, p in enumerate(params):
-            p.grad = place(rand(*p.shape, seed=10 * step + i).to(torch.bfloat16))
+            p.grad = distribute(rand(*p.shape, seed=10 * step + i).to(torch.bfloat16))
         optimizer.step()
     return params, optimizer
 
@@ -63,7 +63,7 @@ def check_rows(rank, world_size, how):
 
 
 def check_columns(rank, world_size, how):
-    """Shards of columns: draws are those of the whole, so without states the weights are, too."""
+    """Shards of columns: random bits are those of the whole, so without states the weights are equal too."""
     mesh = init_device_mesh("cpu", (world_size,))
     results = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A training that is killed and resumed ends with the very weights of one that was left in peace."""
+"""A training run that is killed and resumed ends with the weights of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, SAVE_EVERY = 40, 4
 
 
 def train(path: Path, pause: float) -> nn.Module:
-    """From the checkpoint at `path` if there is one; saves it every few steps, whole or not at all."""
+    """Train from the checkpoint at `path` if there is one, and save it atomically every few steps."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()

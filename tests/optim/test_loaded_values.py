@@ -1,4 +1,4 @@
-"""What load_state_dict makes of values that no optimizer ever saved, and how far steps are counted."""
+"""load_state_dict with values that no optimizer ever saved, and large step counts."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_steps_are_counted_beyond_float32(cls, start, fused):
     assert [optimizer.state[p]["step"].item() for p in params] == [start + 3] * 2
 
 
-def test_draws_differ_in_every_step_beyond_float32():
-    """Stochastic rounding is keyed by the step: where it stops, every step draws the same."""
+def test_random_bits_differ_in_every_step_beyond_float32():
+    """The step is part of the key of random bits: a counter that stops would repeat the same bits."""
     start, moves = 2**24, []
     param = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
     optimizer = optim.SGD([param], lr=1e-4, bf16_stochastic_round=True)
@@ -153,20 +153,20 @@ def test_draws_differ_in_every_step_beyond_float32():
 
 
 def test_rows_of_a_large_int8_weight_count_alike():
-    """Each row of the kernel's table has a counter of its own."""
-    from lowbit.optim import eager, rounded
+    """Each row of the kernel's table has its own counter."""
+    from lowbit.optim import job, rounded
     from lowbit.train import Int8Weight, prepare_
 
     model = nn.Sequential(nn.Linear(256, 4096, bias=False))
     prepare_(model, Int8Weight())
     optimizer = optim.AdamW8bit(model.parameters())
     weight = model[0].weight
-    assert weight.numel() > eager.piece_of(weight.device)
+    assert weight.numel() > job.piece_of(weight.device)
     for _ in range(2):
         weight.grad = torch.ones(4096, 256)
         optimizer.step()
         optimizer.state[weight]["step"].fill_(2**24 + 1)
-    launch = optimizer._plan.launches[0]
+    launch = optimizer._fused.launches[0]
     assert isinstance(launch, rounded.RoundedLaunch) and launch.steps.dtype == torch.float64
     optimizer.step()
     assert optimizer.state[weight]["step"] == 2**24 + 2
@@ -199,7 +199,7 @@ def test_a_state_dict_of_many_steps_goes_to_torch_and_back(foreach):
 
 
 def with_a_negative(value):
-    """A second moment in which one value is below zero, stored as it was."""
+    """A second moment with one value below zero."""
     if not isinstance(value, CodebookTensor):
         value = value.clone()
         value.view(-1)[5] = -0.5
@@ -253,7 +253,7 @@ def test_negative_float8_codes_of_a_second_moment_are_refused():
 
 
 def test_signed_moments_may_be_negative_and_states_may_hold_nans():
-    """A run that diverged resumes as it was, as with torch.optim."""
+    """A run that diverged resumes with its NaN, as in torch.optim."""
     params, optimizer = trained(optim.AdEMAMix, {}, state="bf16")
     state_dict = contents(optimizer)
     for name in ("exp_avg", "exp_avg_slow"):

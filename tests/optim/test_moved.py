@@ -1,4 +1,4 @@
-"""Tensors and options that are replaced between two compiled steps: it is noticed, and nothing stale is read."""
+"""Tensors and options replaced between two compiled steps: the step notices, and reads nothing stale."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_states_whose_memory_is_replaced(device, state, memory):
     expected = trained(device, state, False, replace)
     assert relative(found[0], expected[0]) < 2e-4  # 2e-3 with the corrections of other weights
     for a, b in zip(found[1:], expected[1:], strict=True):
-        assert relative(a, b) < 2e-2  # of codes, some
+        assert relative(a, b) < 2e-2  # some codes differ
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
@@ -113,7 +113,7 @@ def test_data_of_another_shape_in_the_same_memory(device, made, fused_or_not):
 
 
 def test_other_strides_in_the_same_memory(device):
-    """Of the same shape: PyTorch operations take over."""
+    """A gradient of the same shape: PyTorch operations take over."""
     square = nn.Parameter(torch.ones(64, 64, device=device))
     optimizer = optim.AdamW8bit([square], lr=0.1)
     grad = torch.arange(4096.0, device=device).view(64, 64) - 2000.5
@@ -142,7 +142,7 @@ def test_a_gradient_of_another_shape_is_refused(device, fused_or_not):
 
 
 def test_tensors_without_memory_of_their_own(device):
-    """Wrappers around others are updated by PyTorch operations, be it the weight or a gradient."""
+    """PyTorch operations update wrappers around other tensors, whether the weight or the gradient is one."""
     ones = functools.partial(torch.ones, 64, 128, device=device)
     results = []
     for fused_or_not in (None, False):
@@ -190,7 +190,7 @@ def test_an_optimizer_is_freed_with_its_states(device):
         for p in (param, *others):
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert isinstance(optimizer._plan, fused.FusedSteps)
+    assert isinstance(optimizer._fused, fused.FusedStep)
     gone = [weakref.ref(v) for v in optimizer.state[param].values()]
     gone += [weakref.ref(v) for v in optimizer.state[others[0]].values()]
     gone += [weakref.ref(param), weakref.ref(others[0]), weakref.ref(param.grad)]

@@ -1,4 +1,4 @@
-"""Models that are moved or converted after a step: nothing of the optimizer's blocks it, and nothing stale is read."""
+"""Models moved or converted after a step: the optimizer does not block it, and reads nothing stale."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def step(model, optimizer, seed, device="cpu"):
 
 
 def values(model):
-    """What an optimizer updates."""
+    """The tensors that an optimizer updates."""
     held = (p.master() if isinstance(p, LowbitTensor) else p for p in model.parameters())
     return [p.detach().clone() for p in held]
 
@@ -105,7 +105,7 @@ def test_a_conversion_there_and_back_changes_no_bit_of_training(how):
 
 
 def test_a_weight_in_old_memory_of_another_dtype():
-    """The very object at the very address, now bfloat16: the plan of float32 must not touch it."""
+    """The same object at the same address, now bfloat16: the float32 launch must not touch it."""
     memory = torch.zeros(64, 256)
     param = nn.Parameter(memory)
     optimizer = optim.AdamW([param], lr=1e-2)
@@ -136,7 +136,7 @@ def test_gradients_are_moved_along():
 
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])
 def test_a_float32_weight_behind_bfloat16_products_needs_no_correction(fused):
-    """Converted, it is float32 inside, and is updated as such beside bfloat16 ones."""
+    """A converted weight is float32 inside, and is updated in float32 beside bfloat16 ones."""
     model = prepared("QAT").to(torch.bfloat16)
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, weight_correction="8bit", fused=fused)
     before = values(model)
@@ -159,7 +159,7 @@ def mesh(tmp_path):
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])
 def test_sharded_weights_are_moved_after_a_step(mesh, fused, offload):
-    """torch swaps DTensors too, where it sets .data of plain weights."""
+    """torch swaps DTensors, and sets .data of plain weights."""
     model = nn.Linear(128, 64, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
     if offload:
@@ -199,7 +199,7 @@ def test_offloaded_plain_weights_may_be_swapped():
 
 
 def test_offloaded_gradients_are_copied_anew_where_a_new_one_has_the_old_ones_place():
-    """A gradient that was freed may be followed by one of the same address, version and id."""
+    """A freed gradient may be followed by one with the same address, version and id."""
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = CPUOffloadOptimizer([param], torch.optim.SGD, lr=1.0)
     for value in (1.0, 2.0, 3.0):
@@ -216,7 +216,7 @@ def test_offloaded_gradients_are_copied_anew_where_a_new_one_has_the_old_ones_pl
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])
 @pytest.mark.parametrize("how", PREPARED)
 def test_a_model_goes_to_a_gpu_and_back_after_a_step(cls, options, fused, how):
-    """Its states follow at the next step."""
+    """The states follow the parameter at the next step."""
     model = prepared(how)
     optimizer = cls(model.parameters(), lr=1e-2, fused=fused, **options)
     for device in ("cpu", "cuda", "cpu", "cuda"):

@@ -18,7 +18,6 @@ from torch.optim import _muon as torchs
 
 from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer, Muon, dequantize_state_dict, muon
-from lowbit.optim import orthogonalize as newton_schulz
 from lowbit.rounding import join_bf16
 from lowbit.tensor import CodebookTensor
 from tests.distributed.launch import launch
@@ -53,10 +52,9 @@ def test_equals_the_reference_from_the_decoded_momentum(state, options):
     optimizer = Muon(params, lr=0.1, state=state, **options)
     for step in range(3):
         set_grads(params, step)
-        expected = [
-            muon.reference(p.detach(), p.grad, momentum_of(optimizer, p), lr=0.1, **options)
-            for p in params
-        ]
+        expected = [(p.detach().clone(), momentum_of(optimizer, p).clone()) for p in params]
+        for p, (weight, momentum) in zip(params, expected, strict=True):
+            muon.reference(weight, p.grad, momentum, lr=0.1, **options)
         optimizer.step()
         for p, (weight, momentum) in zip(params, expected, strict=True):
             assert relative(p, weight) < 1e-5, p.shape
@@ -77,24 +75,24 @@ def test_equals_the_reference_from_the_decoded_momentum(state, options):
 @pytest.mark.parametrize("shape", [(40, 96), (96, 40), (33, 33), (1, 9)], ids=str)
 def test_orthogonalize(shape):
     matrices = rand(3, *shape)
-    result = newton_schulz.orthogonalize(matrices)
+    result = muon.orthogonalize(matrices)
     values = torch.linalg.svdvals(result)
     assert values.min() > 0.3 and values.max() < 1.3
     polar = [u @ v for u, _, v in (torch.linalg.svd(m, full_matrices=False) for m in matrices)]
     assert relative(result, torch.stack(polar)) < 0.35
-    low = newton_schulz.orthogonalize(matrices.bfloat16())
+    low = muon.orthogonalize(matrices.bfloat16())
     for one, theirs in zip(low, matrices, strict=True):
-        expected = torchs._zeropower_via_newtonschulz(theirs, newton_schulz.COEFFICIENTS, 5, 1e-7)
+        expected = torchs._zeropower_via_newtonschulz(theirs, muon.COEFFICIENTS, 5, 1e-7)
         assert one.dtype == expected.dtype
         assert relative(one, expected) < 0.03
-    assert torch.equal(newton_schulz.orthogonalize(torch.zeros(2, *shape)), torch.zeros(2, *shape))
+    assert torch.equal(muon.orthogonalize(torch.zeros(2, *shape)), torch.zeros(2, *shape))
 
 
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_equals_torchs_in_float32(monkeypatch, adjust_lr_fn, nesterov):
     def in_float32(grad, coefficients, steps, eps):  # torch's is bfloat16 on the CPU too
-        return newton_schulz.orthogonalize(grad[None], coefficients, steps=steps, eps=eps)[0]
+        return muon.orthogonalize(grad[None], coefficients, steps=steps, eps=eps)[0]
 
     monkeypatch.setattr(torchs, "_zeropower_via_newtonschulz", in_float32)
     options = {"lr": 0.05, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
@@ -134,7 +132,7 @@ class Model(nn.Module):
 
 
 def groups(model):
-    """The embedding to AdamW by hand, the rest by their dimensions."""
+    """The embedding goes to AdamW by an option, the rest by the number of dimensions."""
     rest = [p for name, p in model.named_parameters() if not name.startswith("embed")]
     return [{"params": rest}, {"params": model.embed.parameters(), "use_muon": False}]
 
@@ -159,7 +157,7 @@ def test_groups_and_their_adamw_part(state):
     assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.01, 0.01]
     options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.01}
     twins = dict(zip(model.parameters(), other.parameters(), strict=True))
-    order = [twins[p] for g in optimizer.param_groups for p in g["params"]]  # keys of random draws
+    order = [twins[p] for g in optimizer.param_groups for p in g["params"]]  # keys of random bits
     reference = optim.AdamW(order, state=state, **options)
     by_muon = {id(p) for p in optimizer.param_groups[0]["params"]}
     for step in range(3):
@@ -185,7 +183,7 @@ def test_options_of_a_group_that_is_split():
     extra = parameters((4, 4))[0]
     optimizer.add_param_group({"params": [("c", extra)], "use_muon": False, "lr": 3.0})
     assert optimizer.param_groups[2]["lr"] == 3.0 and not optimizer.param_groups[2]["use_muon"]
-    asked = Muon(parameters((8, 8), (8,)), fused=True)  # of AdamW's kernel: Muon has none
+    asked = Muon(parameters((8, 8), (8,)), fused=True)  # AdamW's kernel; Muon has none
     assert [g["fused"] for g in asked.param_groups] == [None, True]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 1.0, 1.5]
@@ -251,7 +249,7 @@ def test_checkpoints_resume_bit_for_bit(state, tmp_path):
 
 @every
 def test_training_against_float32_momentum(state):
-    """What the codes cannot resolve is noise in every direction, and orthogonalizing lifts it: 4 bits cost most."""
+    """Rounding errors of codes are noise in every direction, which orthogonalization amplifies: 4 bits cost most."""
 
     def loss(format):
         model = Model()
@@ -265,7 +263,7 @@ def test_training_against_float32_momentum(state):
 
 
 def test_bfloat16_weights():
-    """Small updates are lost by plain rounding, kept by stochastic rounding and by the correction."""
+    """Rounding to nearest loses small updates; stochastic rounding and the correction keep them."""
 
     def moved(dtype, **options):
         p = nn.Parameter(torch.ones(64, 80, dtype=dtype))
@@ -340,7 +338,7 @@ def test_drop_in_names():
 
 
 def check_sharded(rank, world_size, folder):
-    """FSDP2 with rows that 2 doesn't divide, a rank without rows, and distributed checkpoints."""
+    """FSDP2 with an odd number of rows, a rank without rows, and distributed checkpoints."""
     mesh = init_device_mesh("cpu", (world_size,))
     for state in FORMATS:
         whole, model = ShardedModel(), shard(ShardedModel(), mesh)

@@ -25,7 +25,7 @@ gradients = pytest.mark.parametrize("offload_gradients", [False, True], ids=["",
 
 @pytest.fixture(params=[transfers.Transfers, Late], ids=["at-once", "late"], autouse=True)
 def kind(request, monkeypatch):
-    """How copies are made; and small buckets, so that a step takes several."""
+    """The kind of copies, and small buckets, so that a step takes several."""
     made = []
     monkeypatch.setattr(
         offload, "transfers_for", lambda _: made.append(request.param()) or made[-1]
@@ -47,7 +47,7 @@ def test_equals_the_base_optimizer(base, offload_gradients, passes):
 
 @gradients
 def test_bfloat16_weights_with_stochastic_rounding(offload_gradients):
-    """The draws depend on a parameter's place in the optimizer, which is the same."""
+    """Random bits depend on a parameter's index in the optimizer, which is the same."""
     both = pair("AdamW8bit", offload_gradients, torch.bfloat16, bf16_stochastic_round=True, seed=3)
     for model, optimizer in both:
         train(model, optimizer, 3, passes=2)
@@ -65,7 +65,7 @@ def test_backward_starts_the_copies_and_the_step_none(offload_gradients, kind):
     assert kind[0].started == before + 5
     assert all((p.grad is None) == offload_gradients for p in [*model.first.parameters()])
     optimizer.step()
-    assert kind[0].started == before + 5  # and no weight, since none changed but by the step itself
+    assert kind[0].started == before + 5  # and no weight, because only the step itself changed them
 
 
 @bases
@@ -203,7 +203,7 @@ def test_weights_changed_by_hand_are_seen(offload_gradients):
 @gradients
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(offload_gradients, set_to_none):
-    """A pass that is dropped leaves nothing behind; with zeros left, momentum still moves the weights."""
+    """A dropped pass has no effect. With zero gradients, momentum still moves the weights."""
     both = pair("torch-SGD", offload_gradients)
     for model, optimizer in both:
         train(model, optimizer, 1)
@@ -217,7 +217,8 @@ def test_zero_grad(offload_gradients, set_to_none):
 
 
 def test_offloaded_gradients_are_used_once():
-    """So a loop that clears by model.zero_grad(), which can't reach the host, doesn't add up steps."""
+    """A loop that uses model.zero_grad(), which can't reach the host, must not add up the gradients of several
+    steps."""
     both = pair("torch-SGD", offload_gradients=True)
     for model, optimizer in both:
         for step in range(3):
@@ -255,7 +256,7 @@ def test_a_group_added_later_and_a_parameter_thawed(offload_gradients):
         train(model, optimizer, 2, first=1, passes=2)
         optimizer.zero_grad()
         backward(model, 30)
-        if optimizer is both[1][1]:  # it freed the gradients during backward, where it was told to
+        if optimizer is both[1][1]:  # with offload_gradients it freed them during backward
             assert (model.frozen.grad is None) == (model.extra.grad is None) == offload_gradients
         optimizer.step()
         assert not torch.equal(model.extra, torch.ones(65, 70))

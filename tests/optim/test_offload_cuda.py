@@ -35,12 +35,12 @@ def model_of(dtype=torch.float32, width=WIDTH, layers=LAYERS):
 def backward(model, seed):
     p = next(model.parameters())
     x = rand(64, p.shape[1], seed=seed).to("cuda", p.dtype)
-    torch.cuda._sleep(20_000_000)  # so that the host is well ahead of the device
+    torch.cuda._sleep(20_000_000)  # lets the host run ahead of the device
     model(x).float().square().mean().backward()
 
 
 class OnHost:
-    """The base optimizer over CPU copies of a model's parameters, with plain copies that wait."""
+    """The base optimizer over CPU copies of a model's parameters, with blocking copies."""
 
     def __init__(self, model, base, **options):
         cls, defaults = BASES[base]
@@ -177,7 +177,7 @@ def test_save_and_load_between_two_backward_passes(base, offload_gradients):
     )
     weights = copy.deepcopy(model.state_dict())
     optimizer.load_state_dict(saved)
-    model.load_state_dict(weights)  # seen as a change of the weights
+    model.load_state_dict(weights)  # counts as a change of the weights
     for m, o in ((direct, reference), (model, optimizer)):
         backward(m, 51)
         o.step()
@@ -210,7 +210,7 @@ def test_on_another_stream(offload_gradients):
 
 
 def peak(offload_gradients):
-    """Bytes a training step takes beyond what was there before: None for the optimizer used directly."""
+    """Additional peak bytes of a training step; None stands for the optimizer used directly."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -229,7 +229,7 @@ def peak(offload_gradients):
 
 def test_peak_memory():
     """16 bytes a parameter (weight, gradient, two moments) become 8; with the gradients freed early, fewer."""
-    peak(False)  # what cuBLAS and streams take once
+    peak(False)  # cuBLAS and streams allocate once
     direct, states, both = peak(None), peak(False), peak(True)
     assert states < 0.6 * direct
     assert both < 1.02 * states
@@ -247,7 +247,7 @@ def test_muon_on_a_gpu_orthogonalizes_in_bfloat16():
     weights, grads = rand(200, 300), rand(200, 300, seed=1)
     results = []
     for device in ("cpu", "cuda"):
-        p = nn.Parameter(weights.to(device, copy=True))  # not to be changed themselves
+        p = nn.Parameter(weights.to(device, copy=True))  # a copy, to keep the original
         p.grad = grads.to(device)
         optim.Muon8bit([p], lr=1.0, weight_decay=0.0).step()
         results.append(p.detach().cpu() - weights)

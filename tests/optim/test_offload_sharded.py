@@ -39,7 +39,7 @@ def step_sharded(model, optimizer, seed, clip):
 def check_sharded(rank, world_size, folder):
     mesh = init_device_mesh("cpu", (world_size,))
     patch = pytest.MonkeyPatch()
-    patch.setattr(offload, "BUCKET", 5000)  # so that a step takes several
+    patch.setattr(offload, "BUCKET", 5000)  # a step takes several buckets
     for offload_gradients in (False, True):
         for cls in SHARDED:
             direct, model = shard(ShardedModel(), mesh), shard(ShardedModel(), mesh)
@@ -79,7 +79,9 @@ def check_sharded(rank, world_size, folder):
 
 def check_norm_under_tensor_parallelism(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
-    placement = _StridedShard(0, split_factor=2)  # FSDP2's, of a parameter that is sharded already
+    placement = _StridedShard(
+        0, split_factor=2
+    )  # as FSDP2 makes it for a parameter that is sharded already
     weight, grad = (
         DTensor.from_local(rand(4, 8, seed=seed + rank), mesh, [placement], run_check=False)
         for seed in (0, 10)
@@ -93,7 +95,7 @@ def check_norm_under_tensor_parallelism(rank, world_size):
 
 
 def check_ddp(rank, world_size):
-    """Each rank has its own batch; DDP averages where the optimizer's hooks have run already."""
+    """Each rank has its own batch. DDP averages after the optimizer's hooks have run."""
     for offload_gradients in (False, True):
         for is_view in (False, True):
             both = pair("torch-AdamW", offload_gradients)

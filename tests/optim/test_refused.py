@@ -1,4 +1,4 @@
-"""Options and parameters that optimizers refuse: by name, with what they take, and before anything has changed."""
+"""Options and parameters that optimizers refuse, by name and with what is accepted, before anything changes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
 @pytest.mark.parametrize("cls", [optim.AdamW4bit, optim.SGD, optim.Muon], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("shape", [(130, 40), (30, 130)], ids=str)
 def test_data_of_another_shape_is_refused(cls, shape):
-    """Also of as many elements, to which the states would be applied in another order."""
+    """Also with the same number of elements: the states would apply to other elements."""
     params = parameters((40, 130))
     optimizer = cls(params, **({"momentum": 0.9} if cls is optim.SGD else {}))
     run(optimizer, params, 1)
@@ -134,7 +134,7 @@ def test_what_concerns_all_gradients_is_the_same_in_all_groups(options):
 
 
 def test_numpy_numbers_are_numbers():
-    """And become Python's: torch.load refuses numpy's in a checkpoint."""
+    """They become Python numbers: torch.load refuses numpy's in a checkpoint."""
     norm = np.float64(2.0)
     options = {"lr": np.float32(0.1), "eps": np.float64(1e-8), "max_grad_norm": norm}
     group = optim.AdamW(parameters((4, 4)), **options).param_groups[0]

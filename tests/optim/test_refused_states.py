@@ -1,4 +1,4 @@
-"""States in a checkpoint that do not fit their parameter: refused by name, and nothing has changed."""
+"""States in a checkpoint that do not fit their parameter are refused by name, before anything changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = (64, 128)
 
 
 def book(stored="8bit", **changes):
-    """A state whose parts, or metadata, are changed behind its back."""
+    """A state with changed parts or metadata."""
 
     def make():
         t = CodebookTensor.from_float(torch.rand(SHAPE), stored, signed=True)
@@ -89,7 +89,7 @@ def test_every_optimizer_looks_at_its_states(cls):
 
 
 def test_a_weight_correction_that_does_not_fit():
-    """It was cut to int8 in silence."""
+    """Older versions converted it to int8 silently."""
     params = [nn.Parameter(torch.randn(SHAPE).bfloat16())]
     optimizer = optim.AdamW8bit(params, weight_correction="8bit")
     run(optimizer, params, 1)

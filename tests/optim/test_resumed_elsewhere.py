@@ -1,4 +1,4 @@
-"""A run that goes on in another implementation of the step, which rounds differently, says so."""
+"""A run that resumes with another implementation of the step, which rounds differently, warns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, dequantize_state_dict, kernel
-from lowbit_kernels import host_compiler
+from lowbit.optim import CPUOffloadOptimizer, dequantize_state_dict
+from lowbit_kernels import host_compiler, warned
 from tests.optim.conftest import needs_compiler
 from tests.optim.problems import parameters, run, set_grads
 
@@ -36,7 +36,7 @@ def made(cls=optim.AdamW, **options):
 
 
 def checkpoint(cls=optim.AdamW, steps=2, **options):
-    """As a run leaves it on the disk."""
+    """The state dict, saved and loaded."""
     params, optimizer = made(cls, **options)
     run(optimizer, params, steps)
     file = io.BytesIO()
@@ -47,7 +47,7 @@ def checkpoint(cls=optim.AdamW, steps=2, **options):
 
 def remove_compiler(patch):
     patch.setattr(host_compiler, "compiler", tuple)
-    patch.setattr(kernel, "_WARNED", {"no compiler"})
+    patch.setattr(warned, "_REASONS", {"optimizer: no compiler"})
 
 
 def silent(optimizer, params, steps=1):
@@ -63,7 +63,7 @@ def test_a_resume_without_a_compiler_warns_once(cls, options, monkeypatch):
     assert saved._metadata == {"stepped_by": {0: "fused cpu", 1: "fused cpu"}}
     params, optimizer = made(cls, **options)
     optimizer.load_state_dict(saved)
-    first = r"layer\.[01]"  # offloaded parameters are updated last first
+    first = r"layer\.[01]"  # offloaded parameters are updated from the last to the first
     with pytest.warns(UserWarning, match=WARNS.format(2, first)):
         run(optimizer, params, 1)
     silent(optimizer, params, 2)
@@ -137,7 +137,7 @@ def test_state_dicts_without_it_load(metadata):
 
 
 def test_the_keys_of_a_state_dict_stay_those_of_torch():
-    """So that torch.optim, older versions and torch.distributed.checkpoint read it."""
+    """torch.optim, older versions and torch.distributed.checkpoint must be able to read it."""
     saved = checkpoint(state="fp32")
     assert set(saved) == {"state", "param_groups"}
     assert "stepped_by" not in saved["param_groups"][0]

@@ -1,5 +1,5 @@
-"""The compiled step of int8 weights against the step in PyTorch operations: the same draws, so the same codes but where
-the float32 values differ by rounding."""
+"""The compiled step of int8 weights against the step in PyTorch operations: the same random bits, so the same codes
+except where the float32 values differ by rounding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor, optim
-from lowbit.optim import eager
+from lowbit.optim import job
 from tests.optim.counted import LAUNCHES, launched
 from tests.optim.problems import FORMATS, rand
 from tests.optim.test_fused import check_alike, decoded, set_grads
 
-# odd rows, rows shorter than a block and experts of several rows a block, one that float32 states have, none
+# odd rows, rows shorter than a block, experts with several rows in a block, a small one with float32 states, an empty
+# one
 SHAPES = [(33, 300), (70, 512), (3, 40, 40), (5, 16, 300), (128, 64), (9, 31), (1, 4096), (0, 64)]
 
 
@@ -53,7 +54,7 @@ def same(a, b):
 
 
 def check_codes(made, differ=1e-3):
-    """Rows with another largest value have another last bit of their scale."""
+    """Rows whose largest value differs may have another last bit of their scale."""
     for p, q in zip(inner(made[0][0]), inner(made[1][0]), strict=True):
         assert torch.equal(p["place"], q["place"])
         if p["codes"].numel():
@@ -74,20 +75,20 @@ def masters(made):
 
 @pytest.mark.parametrize("state", FORMATS)
 def test_as_the_step_in_pytorch(device, state, monkeypatch):
-    """In pieces, most of them with several parameters, and some parameters in several."""
-    monkeypatch.setattr(eager, "PIECE_CPU", 7000)
-    monkeypatch.setattr(eager, "PIECE_OTHER", 7000)
+    """Most pieces hold several parameters, and some parameters take several pieces."""
+    monkeypatch.setattr(job, "PIECE_CPU", 7000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 7000)
     made = pair(device, functools.partial(optim.AdamW, state=state, lr=1e-2))
     step_all(made, 3)
     check_codes(made)
-    # where sums differ in their last bit, one of 4 bits may be the neighbouring one
+    # where sums differ in their last bit, a 4-bit code may be the neighbouring one
     bound = {"fp32": 1e-6, "bf16": 1e-3, "4bit": 5e-3}.get(state, 2e-3)
     check_alike(masters(made), 1e-3, bound)
     if state == "8bit":
-        coded, plain = sorted(made[0][1]._plan.launches, key=lambda x: -len(x.places))
+        coded, plain = sorted(made[0][1]._fused.launches, key=lambda x: -len(x.indices))
         owners = [piece.owner for piece in coded.pieces]
-        assert [owners.count(i) for i in range(len(coded.places))] == [2, 6, 1, 4, 2, 1]
-        assert len(coded.passes) < len(coded.pieces)  # small ones lie together
+        assert [owners.count(i) for i in range(len(coded.indices))] == [2, 6, 1, 4, 2, 1]
+        assert len(coded.passes) < len(coded.pieces)  # small ones share a pass
         assert coded.size <= 7008 and len(plain.passes) == 1
         assert launched() == 3 * (len(coded.passes) + 1)
 
@@ -111,8 +112,8 @@ def test_other_algorithms_and_dtypes(device, name, dtype):
 def test_how_a_step_is_cut_changes_no_bit(device, state, monkeypatch):
     found = []
     for piece in (2**20, 7000, 700):
-        monkeypatch.setattr(eager, "PIECE_CPU", piece)
-        monkeypatch.setattr(eager, "PIECE_OTHER", piece)
+        monkeypatch.setattr(job, "PIECE_CPU", piece)
+        monkeypatch.setattr(job, "PIECE_OTHER", piece)
         params = weights(device)
         optimizer = optim.AdamW(params, lr=1e-2, state=state, fused=True)
         step_all([(params, optimizer)], 2)
@@ -134,8 +135,8 @@ def test_beside_plain_weights_in_one_group(device):
 
 
 def test_gradients_that_are_not_contiguous_or_scaled(device, monkeypatch):
-    monkeypatch.setattr(eager, "PIECE_CPU", 5000)
-    monkeypatch.setattr(eager, "PIECE_OTHER", 5000)
+    monkeypatch.setattr(job, "PIECE_CPU", 5000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 5000)
     make = functools.partial(optim.AdamW8bit, lr=1e-2, max_grad_norm=0.5)
     made = pair(device, make, shapes=[(48, 320)])
     for params, optimizer in made:
@@ -147,14 +148,14 @@ def test_gradients_that_are_not_contiguous_or_scaled(device, monkeypatch):
 
 
 def test_a_skipped_step_changes_nothing(device, monkeypatch):
-    """Not even the draws of the next; and the host does not ask whether it is one."""
-    monkeypatch.setattr(eager, "PIECE_CPU", 5000)
-    monkeypatch.setattr(eager, "PIECE_OTHER", 5000)
+    """Not even the random bits of the next step. The host must not ask the device whether to skip."""
+    monkeypatch.setattr(job, "PIECE_CPU", 5000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 5000)
     make = functools.partial(optim.AdamW8bit, lr=1e-2, skip_nonfinite=True)
     made = pair(device, make, shapes=[(33, 300), (64, 256)])
     step_all(made, 1)
     for params, optimizer in made:
-        # rows without a largest code, whose scale another rounding would change
+        # rows without a code of 127: rounding again would change their scale
         params[0].detach().codes[::2].clamp_(-99, 99)
         before = inner(params)
         states = [{k: decoded(v).clone() for k, v in optimizer.state[p].items()} for p in params]
@@ -176,7 +177,7 @@ def test_a_skipped_step_changes_nothing(device, monkeypatch):
 
 
 def test_weights_are_looked_up_in_each_step(device):
-    """Their memory may be another one by then."""
+    """Their memory may have moved by then."""
     made = pair(device, optim.AdamW8bit, shapes=[(33, 300), (64, 256)])
     for params, optimizer in made:
         set_grads(params, 0)
@@ -213,12 +214,12 @@ def test_resumed_bit_for_bit(device):
     assert same(inner(params), inner(again)) and LAUNCHES
 
 
-# ---- where only a GPU can show it ----------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph(monkeypatch):
-    monkeypatch.setattr(eager, "PIECE_OTHER", 20_000)
+    monkeypatch.setattr(job, "PIECE_OTHER", 20_000)
     results = []
     for captured in (True, False):
         params = weights("cuda", [(64, 512), (33, 300), (9, 31)], torch.bfloat16)

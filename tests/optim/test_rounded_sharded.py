@@ -1,4 +1,4 @@
-"""The compiled step of int8 weights that are sharded: the same bits as of whole ones, however uneven the shards."""
+"""The compiled step of sharded int8 weights: the same bits as for whole ones, however uneven the shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowbit import Int8Weight, Int8WeightTensor, optim, train
-from lowbit.optim import eager
+from lowbit.optim import job
 from lowbit.optim import state as states
 from tests.distributed.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -21,7 +21,7 @@ from tests.optim.test_fused_sharded import HOW
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
-SHAPES = [(33, 512), (101, 320), (1, 4096)]  # of the last, one of two ranks has nothing
+SHAPES = [(33, 512), (101, 320), (1, 4096)]  # one of two ranks has nothing of the last
 OPTIONS = {"8bit": {"state": "8bit"}, "bf16": {"state": "bf16", "skip_nonfinite": True}}
 
 
@@ -35,11 +35,11 @@ def model(dtype=torch.bfloat16):
     return made
 
 
-def trained(params, place, options):
+def trained(params, distribute, options):
     optimizer = optim.AdamW(params, lr=1e-2, fused=True, **options)
     for step in range(3):
         for i, p in enumerate(params):
-            p.grad = place(rand(*p.shape, seed=10 * step + i).to(p.dtype))
+            p.grad = distribute(rand(*p.shape, seed=10 * step + i).to(p.dtype))
         optimizer.step()
     return optimizer
 
@@ -62,7 +62,7 @@ def check_rows(rank, world_size, how, piece):
     for name, options in OPTIONS.items():
         with pytest.MonkeyPatch.context() as patch:
             HOW[how](patch)
-            patch.setattr(eager, "PIECE_CPU", piece)
+            patch.setattr(job, "PIECE_CPU", piece)
             LAUNCHES.clear()
             whole = list(model().parameters())
             reference = trained(whole, lambda t: t, options)
@@ -76,11 +76,11 @@ def check_rows(rank, world_size, how, piece):
 
 
 def check_experts_sharded_within(rank, world_size, how):
-    """Runs of a shard whose elements follow each other in the whole: of the draws of bf16 states."""
+    """Shards of columns consist of runs, in which the random bits of bf16 states follow each other."""
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.MonkeyPatch.context() as patch:
         HOW[how](patch)
-        patch.setattr(eager, "PIECE_CPU", 1000)
+        patch.setattr(job, "PIECE_CPU", 1000)
         weight = Int8WeightTensor(rand(6, 10, 128), Int8Weight(), "w")
         whole = [nn.Parameter(weight.clone())]
         reference = trained(whole, lambda t: t, {"state": "bf16"})

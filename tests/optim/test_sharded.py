@@ -28,7 +28,7 @@ from tests.optim.problems import FORMATS, rand, relative
 
 
 class Model(nn.Module):
-    """Rows that 2 doesn't divide, a single row (one rank gets nothing), experts, and small parameters."""
+    """An odd number of rows, a single row (one rank gets nothing), experts, and small parameters."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def check_bfloat16_parameters(rank, world_size):
 
 
 def check_empty_shard(rank, world_size):
-    """A rank without rows still takes part in placing the gradient."""
+    """A rank without rows still takes part in redistributing the gradient."""
     mesh = init_device_mesh("cpu", (world_size,))
     p = nn.Parameter(distribute_tensor(torch.ones(1, 5000), mesh, [Shard(0)]))
     p.grad = distribute_tensor(torch.ones(1, 5000), mesh, [Shard(1)])
@@ -120,7 +120,7 @@ def check_empty_shard(rank, world_size):
 
 
 def check_save(rank, world_size, folder):
-    """Save from however many processes; hand back the weights after two more steps."""
+    """Save from any number of processes. Returns the weights after two more steps."""
     mesh = init_device_mesh("cpu", (world_size,))
     result = {}
     for state in FORMATS:
@@ -137,7 +137,7 @@ def check_save(rank, world_size, folder):
 
 
 def check_load(rank, world_size, folder):
-    """Load into a fresh model over however many processes; hand back the weights after two more steps."""
+    """Load into a fresh model over any number of processes. Returns the weights after two more steps."""
     mesh = init_device_mesh("cpu", (world_size,))
     result = {}
     for name in [*FORMATS, "async"]:

@@ -1,4 +1,4 @@
-"""What the copies of offloaded parameters ask of CUDA, without a GPU."""
+"""The calls to CUDA of the copies of offloaded parameters, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowbit.optim import transfers
 
 
 def test_the_order_that_cuda_streams_are_given(monkeypatch):
-    """Which stream waits for which, without a GPU; tests/optim/test_offload_cuda.py sees the copies themselves."""
+    """Which stream waits for which. tests/optim/test_offload_cuda.py tests the copies themselves."""
     log, current = [], []
 
     class Stream:

@@ -186,7 +186,9 @@ def test_quantize_on_a_prepared_model_says_what_to_do() -> None:
 def test_prepare_on_a_quantized_model_is_refused() -> None:
     model = Model()
     lb.quantize_(model, INT4)
-    with pytest.raises(ValueError, match=r"nothing to convert.*already a AffineTensor"):
+    with pytest.raises(
+        ValueError, match=r"nothing to convert.*already in low bits \(AffineTensor\)"
+    ):
         qat.prepare_(model, INT4)
 
 

@@ -1,4 +1,4 @@
-"""The convergence recipe: its weights, its runs on small text, resuming, statistics, table and curves."""
+"""The convergence recipe: weights, runs on a small text, finished runs, statistics, table and curves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.convergence import report, results
-from recipes.convergence.__main__ import STRETCH, cached_data, in_stretches, main
-from recipes.convergence.runs import PRESETS, RUNS, chosen_runs, chosen_seeds, gpu
-from recipes.convergence.train import Weights, settings, train_run
+from recipes import convergence, text
+from recipes.command_line import UserError
+from recipes.convergence import (
+    PRESETS,
+    RUNS,
+    STRETCH,
+    Weights,
+    cached_data,
+    gpu,
+    main,
+    settings,
+    train_run,
+)
 from recipes.llama import Llama
-from recipes.quickstart import data as quickstart_data
-from recipes.quickstart.config import UserError, override
-from recipes.quickstart.interrupt import Interrupt
+from recipes.training import override
 
 SHORT = ["steps=6", "probe_every=3", "heldout_tokens=256", "model.context=32", "model.dim=32"]
 CONFIG = override(PRESETS["tiny"](), SHORT)
@@ -35,8 +42,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(source: Path) -> quickstart_data.Data:
-    return quickstart_data.prepare(CONFIG, source, Interrupt())
+def data(source: Path) -> text.Data:
+    model = CONFIG.model
+    return text.prepare(source, "stdlib", 0.03, model.vocab_size, model.context)
 
 
 @pytest.fixture
@@ -49,13 +57,13 @@ def command(source: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
 
 
 def test_changed_text_is_read_again(source: Path, tmp_path: Path) -> None:
-    text, cache = shutil.copytree(source, tmp_path / "text"), tmp_path / "cache"
-    first = cached_data(CONFIG, text, cache, Interrupt())
-    again = cached_data(CONFIG, text, cache, Interrupt())
+    own, cache = shutil.copytree(source, tmp_path / "text"), tmp_path / "cache"
+    first = cached_data(CONFIG, own, cache)
+    again = cached_data(CONFIG, own, cache)
     assert torch.equal(again.train, first.train)
     assert len(list(cache.iterdir())) == 1
-    shutil.copy(Path(sysconfig.get_path("stdlib"), "calendar.py"), text)
-    assert len(cached_data(CONFIG, text, cache, Interrupt()).train) > len(first.train)
+    shutil.copy(Path(sysconfig.get_path("stdlib"), "calendar.py"), own)
+    assert len(cached_data(CONFIG, own, cache).train) > len(first.train)
 
 
 def record(run: str, seed: int, loss: float | None, **others: Any) -> dict[str, Any]:
@@ -109,15 +117,15 @@ def test_bfloat16_weights_are_the_models_own() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_run_trains(name: str, data: quickstart_data.Data) -> None:
+def test_every_run_trains(name: str, data: text.Data) -> None:
     found = train_run(CONFIG, RUNS[name], data, torch.device("cpu"))
     assert [step for step, _ in found["curve"]] == [0, 3, 6]
     assert found["curve"][-1][1] < found["curve"][0][1]
     assert 0 < found["final_loss"] < math.log(CONFIG.model.vocab_size) + 0.5
-    assert results.FIELDS - {"command"} <= set(json.loads(json.dumps(found)))
+    assert convergence.FIELDS - {"command"} <= set(json.loads(json.dumps(found)))
 
 
-def test_a_run_is_a_function_of_its_seed(data: quickstart_data.Data) -> None:
+def test_a_run_is_a_function_of_its_seed(data: text.Data) -> None:
     def loss(seed: int, name: str) -> float:
         config = dataclasses.replace(CONFIG, seed=seed)
         return train_run(config, RUNS[name], data, torch.device("cpu"))["final_loss"]
@@ -127,7 +135,7 @@ def test_a_run_is_a_function_of_its_seed(data: quickstart_data.Data) -> None:
     assert len(roundings) == 3
 
 
-def test_a_run_that_diverges_has_no_final_loss(data: quickstart_data.Data) -> None:
+def test_a_run_that_diverges_has_no_final_loss(data: text.Data) -> None:
     run = dataclasses.replace(
         RUNS["fp32"], make=lambda groups, **_: torch.optim.SGD(groups, lr=math.inf)
     )
@@ -149,7 +157,7 @@ def test_finished_runs_are_not_repeated(
     out = capsys.readouterr().out
     assert "2 of 4 runs are done" in out and "| 4bit | fp32 weights, 4-bit states | 2 |" in out
     assert file.read_text().startswith(first)
-    assert {(r["run"], r["seed"]) for r in results.read(file)} == {
+    assert {(r["run"], r["seed"]) for r in convergence.read_results(file)} == {
         (run, seed) for run in ("fp32", "4bit") for seed in (0, 1)
     }
     assert main([*command, "--runs", "fp32", "--minutes", "0"]) == 0
@@ -173,7 +181,7 @@ def test_finished_runs_are_not_repeated(
         (["--set", "stepz=3"], "stepz"),
     ],
 )
-def test_what_cannot_be_run_is_said_in_one_line(
+def test_mistakes_are_one_line(
     command: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert main([*command, *options]) == 2
@@ -191,19 +199,22 @@ def test_a_report_needs_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
 
 
 def test_choices() -> None:
-    assert [run.name for run in chosen_runs("4bit, fp32")] == ["4bit", "fp32"]
-    assert chosen_runs("") == list(RUNS.values())
-    assert chosen_seeds("2,0") == [2, 0]
+    assert [variant.name for variant in convergence.chosen_variants("4bit, fp32")] == [
+        "4bit",
+        "fp32",
+    ]
+    assert convergence.chosen_variants("") == list(RUNS.values())
+    assert convergence.chosen_seeds("2,0") == [2, 0]
     with pytest.raises(UserError):
-        chosen_seeds("")
+        convergence.chosen_seeds("")
 
 
-def test_settings_hold_the_text_and_not_the_seed(data: quickstart_data.Data) -> None:
+def test_settings_hold_the_text_and_not_the_seed(data: text.Data) -> None:
     own = settings(CONFIG, data)
     assert own == settings(dataclasses.replace(CONFIG, seed=5), data)
     other = dataclasses.replace(data, train=data.train + 1)
     with pytest.raises(UserError, match="first_tokens_sum"):
-        results.check_settings(
+        convergence.check_settings(
             [record("fp32", 0, 2.0, settings=own)], settings(CONFIG, other), Path("file")
         )
 
@@ -214,37 +225,39 @@ def test_differences_are_taken_seed_by_seed() -> None:
     ratios = {0: 1.001, 1: 1.002, 2: 1.003, 3: 1.5}  # seed 3 has no partner
     records = [record("fp32", s, loss) for s, loss in fp32.items()]
     records += [record("8bit", s, fp32.get(s, 9.0) * r) for s, r in ratios.items()]
-    reference, eight = results.summarize(records)
+    reference, eight = convergence.summarize(records)
     assert reference.difference is None and reference.within is None
     assert eight.difference == pytest.approx(0.002)
     assert eight.interval == pytest.approx(4.303 * 0.001 / math.sqrt(3))
     assert eight.within is True
-    assert "| +0.20% ± 0.25% | +0.3% | yes |" in report.table([reference, eight])
+    assert "| +0.20% ± 0.25% | +0.3% | yes |" in convergence.table([reference, eight])
 
 
 def test_a_diverged_run_is_never_within() -> None:
     records = [record("fp32", 0, 2.0), record("4bit", 0, 2.0), record("4bit", 1, None)]
-    summary = results.summarize(records)[1]
+    summary = convergence.summarize(records)[1]
     assert summary.within is False and summary.interval is None
-    assert "(1 diverged)" in report.table([summary])
+    assert "(1 diverged)" in convergence.table([summary])
 
 
 def test_one_interval_for_many() -> None:
-    assert results.half_interval([1.0]) is None
-    two = results.half_interval([0.0, 2.0])
+    assert convergence.half_interval([1.0]) is None
+    two = convergence.half_interval([0.0, 2.0])
     assert two == pytest.approx(12.706 * math.sqrt(2) / math.sqrt(2))
-    assert results.half_interval([0.0, 2.0] * 20) == pytest.approx(0.357, abs=2e-3)
+    assert convergence.half_interval([0.0, 2.0] * 20) == pytest.approx(0.357, abs=2e-3)
 
 
 def test_curves() -> None:
     records = [record("fp32", 0, 2.0), record("4bit", 0, 2.1), record("4bit", 1, 2.3)]
-    assert report.mean_curve(records, "4bit") == ([0, 5], [4.0, pytest.approx(2.2)])
-    assert report.difference_curve(records, "4bit") == ([5], [pytest.approx(5.0)])
+    assert convergence.mean_curve(records, "4bit") == [(0, 4.0), (5, pytest.approx(2.2))]
+    assert convergence.difference_curve(records, "4bit") == [(5, pytest.approx(0.05))]
 
 
-def test_stretches_are_held_out_and_nothing_is_lost(data):
+def test_stretches_are_held_out_and_nothing_is_lost(data: text.Data) -> None:
     tokens = torch.arange(10 * STRETCH + 5, dtype=torch.int32)
-    split = in_stretches(dataclasses.replace(data, train=tokens[:-7], heldout=tokens[-7:]), 0.25)
+    split = convergence.in_stretches(
+        dataclasses.replace(data, train=tokens[:-7], heldout=tokens[-7:]), 0.25
+    )
     assert torch.equal(torch.cat([split.train, split.heldout]).sort().values, tokens)
     assert split.heldout.tolist() == [
         *range(3 * STRETCH, 4 * STRETCH),

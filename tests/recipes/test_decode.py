@@ -14,12 +14,19 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.inference import fuse_linears_
-from recipes.decode.__main__ import main
-from recipes.decode.capture import captured
-from recipes.decode.config import PRESETS, Row, llama_8b, rows, tiny
-from recipes.decode.decoder import Decoder
-from recipes.decode.fold_norms import fold_norms_
-from recipes.decode.measure import build, convert_, stored_bytes, trace
+from recipes.decode.__main__ import (
+    PRESETS,
+    Row,
+    build,
+    convert_,
+    llama_8b,
+    main,
+    rows,
+    stored_bytes,
+    tiny,
+    trace,
+)
+from recipes.decode.decoder import Decoder, captured, fold_norms_
 from recipes.decode.tinygemm import TinygemmLinear
 from recipes.llama import Llama
 from tests.inference.weight_ops import counted
@@ -41,7 +48,7 @@ def _fresh_dynamo():
 
 @pytest.fixture(scope="module")
 def plain() -> Llama:
-    """Weights large enough that attention is far from uniform and tokens differ."""
+    """A model with weights large enough that attention is far from uniform and tokens differ."""
     model = build(CONFIG, CPU)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -107,7 +114,7 @@ def test_norms_are_folded_into_plain_linears_or_not_at_all(plain: Llama) -> None
 
 
 @torch.no_grad()
-def test_what_a_decoder_has_no_room_for_is_refused(plain: Llama) -> None:
+def test_prompts_that_do_not_fit_are_refused(plain: Llama) -> None:
     model = folded(plain)
     for batch, positions in ((0, 20), (2, 0), (2, 65)):
         with pytest.raises(ValueError, match=f"the model's context; got {batch} and {positions}"):
@@ -143,7 +150,7 @@ def test_blocks_are_compiled_once_and_whole(plain: Llama, name: str) -> None:
 
 
 def test_a_step_calls_four_kernels_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the residual in those that end in it."""
+    """Two of them add the residual."""
     ops = counted(monkeypatch)
     config = dataclasses.replace(CONFIG, dtype=torch.bfloat16)
     model = build(config, CPU)
@@ -152,12 +159,12 @@ def test_a_step_calls_four_kernels_a_block(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         decoder.step()
     block = [
-        ("int4_linear", 3, 128, 64, 32, ""),
-        ("int4_linear", 3, 64, 64, 32, "residual"),
-        ("int4_linear", 3, 320, 64, 32, ""),
-        ("int4_linear", 3, 64, 160, 32, "residual"),
+        ("int4", 3, 128, 64, 32, ""),
+        ("int4", 3, 64, 64, 32, "residual"),
+        ("int4", 3, 320, 64, 32, ""),
+        ("int4", 3, 64, 160, 32, "residual"),
     ]
-    assert ops.calls == [*block * 3, ("int8_linear", 3, 256, 64, 64, "")]
+    assert ops.calls == [*block * 3, ("int8", 3, 256, 64, 64, "")]
     assert decoder.position.item() == 1
 
 
@@ -237,13 +244,14 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_shapes_for_the_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "shapes.json"
     assert main(["--preset", "tiny", "--rows", "int4", "--shapes", str(path)]) == 0
-    linears = json.loads(path.read_text())["linears"]
-    assert len(linears) == 3 * 4 + 1
-    assert linears[0] == {
-        **{"name": "blocks.0.attention.query", "m": 1, "n": 128, "k": 64, "scheme": "int4-g32"},
-        **{"implementation": "plain_linear", "calls": 1},
+    products = json.loads(path.read_text())["products"]
+    assert len(products) == 3 * 4 + 1
+    assert products[0] == {
+        **{"layer": "blocks.0.attention.query", "product": "output", "m": 1, "n": 128, "k": 64},
+        **{"weight": "int4-g32", "ran_in": "float32", "implementation": "cpu_linear"},
+        **{"calls": 1, "why": "its scheme quantizes the weight only"},
     }
-    assert trace(CONFIG, ROWS["bf16"], 3, CPU).linears[0].m == 3
+    assert trace(CONFIG, ROWS["bf16"], 3, CPU).products[0].m == 3
 
 
 @pytest.mark.parametrize(
@@ -257,7 +265,7 @@ def test_the_shapes_for_the_benchmark(tmp_path: Path) -> None:
     ],
     ids=["row", "shapes", "folder", "folder-for-shapes", "no-folder"],
 )
-def test_what_is_to_be_put_right(arguments, said, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(arguments, said, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "tiny", *arguments]) == 2
     assert said in capsys.readouterr().err
 
@@ -271,7 +279,7 @@ def test_what_is_to_be_put_right(arguments, said, capsys: pytest.CaptureFixture[
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(change: dict[str, int], match: str) -> None:
+def test_invalid_settings(change: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(CONFIG, **change)
 

@@ -1,4 +1,4 @@
-"""The recipes' model: causal, its cache exact, its attention and rotary embedding what the papers say."""
+"""The recipes' model: causal masks, an exact cache, attention and rotary embedding as in the papers."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_attention_equals_its_formula(config: LlamaConfig) -> None:
     cos, sin = (t[:11] for t in rotary_angles(config))
     width, shared = config.head_dim, config.heads // config.kv_heads
 
-    def heads(weight: torch.Tensor, turn: bool) -> torch.Tensor:
+    def heads(weight: torch.Tensor, rotated: bool) -> torch.Tensor:
         out = (x.double() @ weight.double().t()).unflatten(-1, (-1, width)).transpose(1, 2)
-        return rotate(out, cos, sin) if turn else out
+        return rotate(out, cos, sin) if rotated else out
 
     query = heads(attention.query.weight, True)
     key = heads(attention.key.weight, True).repeat_interleave(shared, dim=1)
@@ -84,13 +84,13 @@ def test_rotation_keeps_norms_and_depends_on_distance_only() -> None:
     config = dataclasses.replace(CONFIG, context=64)
     cos, sin = (t.double() for t in rotary_angles(config))
     q, k = torch.randn(2, config.head_dim, dtype=torch.float64)
-    turned_q, turned_k = (rotate(v.expand(1, 1, 64, -1), cos, sin)[0, 0] for v in (q, k))
-    assert torch.allclose(turned_q.norm(dim=-1), q.norm().expand(64))
-    products = turned_q @ turned_k.t()
+    rotated_q, rotated_k = (rotate(v.expand(1, 1, 64, -1), cos, sin)[0, 0] for v in (q, k))
+    assert torch.allclose(rotated_q.norm(dim=-1), q.norm().expand(64))
+    products = rotated_q @ rotated_k.t()
     for distance in (0, 1, 7, 31):
         along = products.diagonal(distance)
         assert torch.allclose(along, along[:1].expand_as(along), atol=1e-6)
-    assert torch.equal(turned_q[0], q)
+    assert torch.equal(rotated_q[0], q)
 
 
 def test_rotary_angle_of_each_pair() -> None:
@@ -143,7 +143,7 @@ def test_top_one_is_greedy() -> None:
     ],
     ids=str,
 )
-def test_sizes_that_cannot_be(change: dict[str, float], named: str) -> None:
+def test_invalid_sizes(change: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         dataclasses.replace(CONFIG, **change)
 

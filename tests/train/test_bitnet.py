@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import BitNet, BitNetTensor, TernaryTensor, train
 from lowbit.tensor.ternary import pack_ternary, unpack_ternary
-from lowbit_kernels.scaled_mm import calls
+from tests.scaled_products import scaled_products
+from tests.traced import low_bit
 from tests.train.problems import linear, outcome, prepared, relative, values
 
 SCHEMES = {"plain": BitNet(), "int8": BitNet(grad_input=True, grad_weight=True)}
@@ -133,14 +134,14 @@ def test_no_rows():
 
 
 @every_scheme
-def test_products_are_counted_and_explained(scheme):
+def test_products_are_counted_and_traced(scheme):
     model, x = prepared(linear(48, 96), scheme), values(16, 96)
-    before = calls["int8_scaled_mm"]
-    outcome(model, x)
+    with scaled_products() as calls:
+        outcome(model, x)
     backward = 2 if scheme == SCHEMES["int8"] else 0
-    assert calls["int8_scaled_mm"] == before + 1 + backward
-    (layer,) = train.explain(model, x).layers.values()
-    assert layer.low_bit == (["output", "grad_weight"] if backward else ["output"])
+    assert calls["int8"] == 1 + backward
+    found = lowbit.trace(model, x)
+    assert low_bit(found) == (["output", "grad_weight"] if backward else ["output"])
 
 
 @every_scheme
@@ -149,7 +150,6 @@ def test_compiled_and_checkpointed(scheme, how):
     torch._dynamo.reset()
     model, x = prepared(linear(48, 96), scheme), values(2, 16, 96, seed=4)
     expected = outcome(model, x)
-    before = calls["int8_scaled_mm"]
     run = {
         "reentrant": lambda x: checkpoint(model, x, use_reentrant=True),
         "checkpointed": lambda x: checkpoint(model, x, use_reentrant=False),
@@ -157,9 +157,10 @@ def test_compiled_and_checkpointed(scheme, how):
     }[how]
     model.zero_grad()
     y = x.clone().requires_grad_()
-    out = run(y)
-    out.backward(values(*out.shape, seed=3))
-    assert calls["int8_scaled_mm"] > before
+    with scaled_products() as calls:
+        out = run(y)
+        out.backward(values(*out.shape, seed=3))
+    assert calls["int8"] > 0
     found = {"output": out, "input": y.grad, "weight": model.weight.grad, "bias": model.bias.grad}
     for name, value in expected.items():
         assert relative(found[name].detach(), value) < 1e-5, name
@@ -223,9 +224,9 @@ def test_converted_it_computes_the_same_to_the_bit(dtype, tmp_path):
 
 def test_the_ternary_product_is_chosen_and_passes_gradients_to_its_input():
     weight, x = TernaryTensor(values(24, 96)), values(2, 5, 96).requires_grad_()
-    before = calls["int8_scaled_mm"]
-    y = F.linear(x, weight)
-    assert calls["int8_scaled_mm"] == before + 1
+    with scaled_products() as calls:
+        y = F.linear(x, weight)
+    assert calls["int8"] == 1
     y.sum().backward()
     assert relative(x.grad, weight.dequantize().double().sum(0).expand(2, 5, -1)) < 1e-6
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowbit import BitNet, BitNetTensor, Int8Weight, train
+from lowbit import BitNet, BitNetTensor, Int8Weight, trace, train
 from lowbit.tensor.bitnet import GatheredBitNet
 from lowbit.tensor.ternary import pack_ternary
-from lowbit_kernels.scaled_mm import calls
+from tests.scaled_products import scaled_products
+from tests.traced import low_bit, ran_in, reasons
 from tests.train.problems import SCHEMES, every_scheme, outcome, snr, values
 
 
@@ -56,8 +57,8 @@ def test_products(scheme, name):
     model = Experts(product, shape)
     low = prepared(model, scheme)
     x = values(3, 16, 64)
-    calls.clear()
-    found, expected = outcome(low, x), outcome(model, x)
+    with scaled_products() as calls:
+        found, expected = outcome(low, x), outcome(model, x)
     assert sum(calls.values()) == 3 * count
     for key, value in expected.items():
         assert found[key].shape == value.shape
@@ -80,27 +81,26 @@ def test_products_of_weights_in_low_bits(scheme, name):
     with torch.no_grad():
         exact.weight.copy_(low.weight.dequantize())
     x = values(3, 16, 64)
-    calls.clear()
-    found, expected = outcome(low, x), outcome(exact, x)
+    with scaled_products() as calls:
+        found, expected = outcome(low, x), outcome(exact, x)
     transposed = name.endswith("stored-transposed")  # where an int8 weight's scales are of columns
     ran = {"weight": 0, "weight-products": 0 if transposed else 3 * count, "bitnet": count}
-    assert calls["int8_scaled_mm"] == next(ran[key] for key in WEIGHTS if WEIGHTS[key] is scheme)
+    assert calls["int8"] == next(ran[key] for key in WEIGHTS if WEIGHTS[key] is scheme)
     for key, value in expected.items():
         assert found[key].shape == value.shape
         assert snr(found[key], value) > 30, key
 
 
 @pytest.mark.parametrize("name", ["bmm", "2d", "2d-stored-transposed"])
-def test_explained_with_all_products(name):
+def test_traced_with_all_products(name):
     product, shape, count = PRODUCTS[name]
     low = prepared(Experts(product, shape), INT8_WEIGHT)
-    layer = train.explain(low, values(3, 16, 64).requires_grad_()).layers[""]
+    found = trace(low, values(3, 16, 64).requires_grad_())
     if name.endswith("transposed"):
-        assert "scales belong to columns" in layer.why[0] and not layer.low_bit
+        assert "scales belong to columns" in reasons(found).pop() and not low_bit(found)
     else:
-        assert layer.ran == {
-            key: {"int8": count} for key in ("output", "grad_input", "grad_weight")
-        }
+        products = ("output", "grad_input", "grad_weight")
+        assert ran_in(found) == {key: {"int8": count} for key in products}
 
 
 @pytest.mark.parametrize("scheme", [*WEIGHTS.values(), SCHEMES["int8"]], ids=[*WEIGHTS, "int8"])
@@ -145,7 +145,7 @@ def test_grouped_products_of_weights_in_low_bits(scheme):
     found, expected = outcome(low, x), outcome(exact, x)
     for key, value in expected.items():
         assert snr(found[key], value) > 25, key
-    assert train.explain(low, x).layers[""].why == ["grouped products run in high precision"]
+    assert reasons(trace(low, x)) == {"grouped products run in high precision"}
 
 
 @pytest.mark.parametrize("name", ["int8", "weight-products", "bitnet"])
@@ -155,25 +155,25 @@ def test_compiled(name):
     compiled = copy.deepcopy(low)
     compiled.compile(fullgraph=True, backend="aot_eager")
     x = values(3, 16, 64)
-    calls.clear()
-    found = outcome(compiled, x)
-    assert calls == {"int8_scaled_mm": 3 if name == "bitnet" else 9}
+    with scaled_products() as calls:
+        found = outcome(compiled, x)
+    assert calls == {"int8": 3 if name == "bitnet" else 9}
     for key, value in outcome(low, x).items():
         assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-5), key
 
 
-def test_grouped_products_run_in_high_precision_and_explain_says_so():
+def test_grouped_products_run_in_high_precision_and_the_trace_says_so():
     offsets = torch.tensor([10, 16, 48], dtype=torch.int32)
     model = Experts(lambda x, w: torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)).bfloat16()
     low = prepared(model, SCHEMES["int8"])
     x = values(48, 64, dtype=torch.bfloat16)
-    calls.clear()
-    found, expected = outcome(low, x), outcome(model, x)
+    with scaled_products() as calls:
+        found, expected = outcome(low, x), outcome(model, x)
     assert not calls
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
-    layer = train.explain(low, x).layers[""]
-    assert layer.why == ["grouped products run in high precision"] and not layer.low_bit
+    found = trace(low, x)
+    assert reasons(found) == {"grouped products run in high precision"} and not low_bit(found)
 
 
 def test_other_products_are_refused():

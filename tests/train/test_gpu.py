@@ -11,7 +11,8 @@ from torch import nn
 import lowbit
 from lowbit import train
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
-from lowbit_kernels.scaled_mm import calls
+from tests.scaled_products import scaled_products
+from tests.traced import reasons
 from tests.train.problems import linear, outcome, prepared, snr, values
 
 pytestmark = pytest.mark.gpu
@@ -49,8 +50,8 @@ def test_as_float64(scheme, dtype):
     layer = linear(2064, 2032, dtype=dtype).cuda()
     x = values(3, 700, 2032, dtype=dtype).cuda()
     upstream = values(3, 700, 2064, seed=3, dtype=dtype).cuda()
-    calls.clear()
-    found = outcome(prepared(layer, scheme), x, upstream)
+    with scaled_products() as calls:
+        found = outcome(prepared(layer, scheme), x, upstream)
     assert sum(calls.values()) == 3
     expected = outcome(copy.deepcopy(layer).double(), x.double(), upstream.double())
     for name, value in expected.items():
@@ -60,9 +61,10 @@ def test_as_float64(scheme, dtype):
 def test_too_few_rows_run_in_high_precision():
     layer = linear(2048, 2048, dtype=torch.bfloat16).cuda()
     low, x = prepared(layer, Int8MixedPrecision()), values(16, 2048, dtype=torch.bfloat16).cuda()
-    calls.clear()
-    assert torch.equal(low(x), layer(x)) and not calls
-    assert "too few rows" in train.explain(low, x).layers[""].why[0]
+    with scaled_products() as calls:
+        found = low(x)
+    assert torch.equal(found, layer(x)) and not calls
+    assert "too few rows" in reasons(lowbit.trace(low, x)).pop()
 
 
 @every_scheme
@@ -74,8 +76,8 @@ def test_compiled(scheme):
     compiled = copy.deepcopy(low)
     compiled.compile(fullgraph=True)
     for _ in range(2):
-        calls.clear()
-        found = outcome(compiled, x, upstream)
+        with scaled_products() as calls:
+            found = outcome(compiled, x, upstream)
         assert sum(calls.values()) == 9
     expected = outcome(low, x, upstream)
     for name, value in expected.items():

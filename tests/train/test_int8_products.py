@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import Int8Weight, Int8WeightTensor, train
-from lowbit_kernels.scaled_mm import calls
+from tests.scaled_products import scaled_products
 from tests.train.problems import linear, outcome, prepared, relative, values
 from tests.train.test_int8_weight import PRODUCTS, Model, same, tokens, weight_of
 
@@ -38,16 +38,16 @@ def test_int8_products_run_and_are_counted():
     x = values(2, 16, 96, seed=4)
     expected = outcome(prepared(layer, Int8Weight()), x)
     model = prepared(layer, PRODUCTS)
-    before = calls["int8_scaled_mm"]
-    found = outcome(model, x)
-    assert calls["int8_scaled_mm"] == before + 3
+    with scaled_products() as calls:
+        found = outcome(model, x)
+    assert calls["int8"] == 3
     for name, value in expected.items():
         assert relative(found[name], value) < 0.03, name
     for name in ("output", "input", "weight"):
         assert not torch.equal(found[name], expected[name])
-    with torch.no_grad():
+    with torch.no_grad(), scaled_products() as calls:
         assert torch.equal(model(x), found["output"])
-    assert calls["int8_scaled_mm"] == before + 4
+    assert calls["int8"] == 1
 
 
 @pytest.mark.parametrize("scheme", [Int8Weight(), PRODUCTS], ids=["weight", "products"])
@@ -56,7 +56,6 @@ def test_compiled_and_checkpointed(scheme, how):
     torch._dynamo.reset()
     model, x = prepared(linear(48, 96), scheme), values(32, 96, seed=4)
     expected = outcome(model, x)
-    before = calls["int8_scaled_mm"]
     run = {
         "whole": lambda x: checkpoint(model, x, use_reentrant=True),
         "checkpointed": lambda x: checkpoint(model, x, use_reentrant=False),
@@ -64,9 +63,10 @@ def test_compiled_and_checkpointed(scheme, how):
     }[how]
     model.zero_grad()
     y = x.clone().requires_grad_()
-    out = run(y)
-    out.backward(values(*out.shape, seed=3))
-    assert (calls["int8_scaled_mm"] > before) == (scheme is PRODUCTS)
+    with scaled_products() as calls:
+        out = run(y)
+        out.backward(values(*out.shape, seed=3))
+    assert (calls["int8"] > 0) == (scheme is PRODUCTS)
     found = {"output": out, "input": y.grad, "weight": model.weight.grad, "bias": model.bias.grad}
     for name, value in expected.items():
         assert relative(found[name].detach(), value) < 1e-5, name

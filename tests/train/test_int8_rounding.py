@@ -12,7 +12,7 @@ from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor
 from lowbit.tensor.int8_weight import NEXT, first_index
-from lowbit_kernels import round_rows
+from lowbit_kernels.round_rows import round_rows
 from tests.train.problems import relative, values
 from tests.train.test_int8_weight import same, weight_of
 

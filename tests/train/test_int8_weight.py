@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import AffineTensor, Int8Weight, Int8WeightTensor, train
-from lowbit.optim import eager
+from lowbit.optim import job
 from tests.train.problems import linear, prepared, relative, values
 
 PRODUCTS = Int8Weight(True, True, True, always=True)
@@ -113,7 +113,7 @@ def test_how_a_step_is_cut_changes_no_bit(name, monkeypatch):
     cls, options = OPTIMIZERS[name]
     found = []
     for piece in (2**17, 1000):
-        monkeypatch.setattr(eager, "PIECE_CPU", piece)
+        monkeypatch.setattr(job, "PIECE_CPU", piece)
         weight = nn.Parameter(weight_of(70, 1030))
         optimizer = cls([nn.Parameter(torch.zeros(5)), weight], lr=1e-2, **options)
         for step in range(2):
@@ -327,9 +327,9 @@ def test_from_meta():
     assert same(other.up.weight.detach(), model.up.weight.detach())
 
 
-def test_explained():
+def test_traced():
     model = prepared(linear(48, 96), Int8Weight())
-    text = str(train.explain(model, values(4, 96)))
+    text = str(lowbit.trace(model, values(4, 96)))
     assert "int8 weight, dequantized" in text
 
 

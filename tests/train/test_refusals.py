@@ -22,7 +22,7 @@ def test_what_is_no_module_is_refused_by_name(model):
         lambda: train.prepare_(model, INT8),
         lambda: train.restore_(model),
         lambda: train.convert_(model),
-        lambda: train.explain(model, torch.zeros(2, 8)),
+        lambda: lowbit.trace(model, torch.zeros(2, 8)),
         lambda: train.locate_(model),
         lambda: train.precompute_bitnet_scale(model),
         lambda: lowbit.quantize_(model, lowbit.Int8WeightOnly()),

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import MixedPrecisionTensor, train
-from lowbit_kernels import quantize_rowcol
-from lowbit_kernels.scaled_mm import calls
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from tests.scaled_products import scaled_products
 from tests.train.problems import (
     SCHEMES,
     every_scheme,
@@ -124,8 +124,8 @@ def test_activation_checkpointing_changes_no_bit(scheme, reentrant):
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-    calls.clear()
-    found = outcome(Checkpointed(low), x)
+    with scaled_products() as calls:
+        found = outcome(Checkpointed(low), x)
     assert sum(calls.values()) == 12, "three products a layer, and the outputs once more"
     for name, value in expected.items():
         other = found[f"inner.{name}"] if name not in ("output", "input") else found[name]
@@ -168,8 +168,8 @@ def test_compiled_without_graph_breaks(name, backend):
     compiled = copy.deepcopy(low)
     compiled.compile(fullgraph=True, backend=backend)
     for _ in range(2):
-        calls.clear()
-        found = outcome(compiled, x)
+        with scaled_products() as calls:
+            found = outcome(compiled, x)
         assert sum(calls.values()) == 9
         for key, value in expected.items():
             assert relative(found[key], value) < 1e-5, key
@@ -251,7 +251,7 @@ def test_stochastic_rounding_is_the_same_on_every_replica_and_differs_by_gradien
     assert correlation < 0.9, "other draws"
 
 
-# ---- explain ------------------------------------------------------------------------------------------------
+# ---- penalties and precision --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", [INT8, train.Int8Weight(), train.BitNet()], ids=str)

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import lowbit
 from lowbit import BitNet, Int8Weight, train
 from lowbit.tensor import BitNetTensor, Int8WeightTensor
-from lowbit_kernels.scaled_mm import calls
 from tests.distributed.launch import launch
+from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
 
 INT8 = Int8Weight(True, True, True, always=True)
@@ -134,19 +134,19 @@ def check_gradients(rank, world_size):
         for other in range(world_size):
             (whole(batch(other)).square().mean() / world_size).backward()
         model = shard(model_of(scheme))
-        before = calls["int8_scaled_mm"]
-        model(batch(rank).requires_grad_()).square().mean().backward()
-        ran = calls["int8_scaled_mm"] - before
+        with scaled_products() as calls:
+            model(batch(rank).requires_grad_()).square().mean().backward()
+        ran = calls["int8"]
         assert ran == {Int8Weight(): 0, INT8: 6, BitNet(): 2, BitNet(True, True): 6}[scheme]
         for name, p in whole.named_parameters():
             assert relative(model.get_parameter(name).grad.full_tensor(), p.grad) < 1e-6, name
 
         whole, model = model_of(scheme), parallel(model_of(scheme))
         x, twin = (batch(0).requires_grad_() for _ in range(2))
-        before = calls["int8_scaled_mm"]
-        y = model(x)
-        y.square().mean().backward()
-        assert calls["int8_scaled_mm"] - before == ran
+        with scaled_products() as calls:
+            y = model(x)
+            y.square().mean().backward()
+        assert calls["int8"] == ran
         expected = whole(twin)
         expected.square().mean().backward()
         # an input, or a gradient, quantized in parts has scales of its own in each
@@ -168,9 +168,9 @@ def check_compiled(rank, world_size):
         model.up.compile(backend="aot_eager")
         model.down.compile(backend="aot_eager")
         for m in (expected, model):
-            before = calls["int8_scaled_mm"]
-            m(batch(rank)).square().mean().backward()
-            assert calls["int8_scaled_mm"] - before == (5 if scheme == INT8 else 2)
+            with scaled_products() as calls:
+                m(batch(rank)).square().mean().backward()
+            assert calls["int8"] == (5 if scheme == INT8 else 2)
         for name, p in expected.named_parameters():
             found = model.get_parameter(name).grad
             assert relative(found.full_tensor(), p.grad.full_tensor()) < 1e-5, (scheme, name)

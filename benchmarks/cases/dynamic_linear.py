@@ -1,0 +1,82 @@
+"""Calls of `dynamic_linear` in int8 and float8, small and at the shapes of real layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    format: str = "int8"
+    dtype: torch.dtype = torch.bfloat16
+    scale_dtype: torch.dtype = torch.float32
+    bias: bool = False
+    residual: bool = False
+    tensorwise: bool = False  # one scale for all of x
+    one_scale: bool = False  # one scale for the whole weight
+    leading: tuple[int, ...] = ()  # dimensions before M
+    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
+
+    def arguments(self, device: torch.device | str = "cpu") -> tuple:
+        """x, codes, scale, bias, residual, tensorwise."""
+
+        def floats(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(self.dtype)
+
+        codes = torch.randn(self.n, self.k, device=device) * (32 if self.format == "int8" else 112)
+        codes = (
+            codes.round().clamp(-128, 127).to(torch.int8)
+            if self.format == "int8"
+            else codes.clamp(-448, 448).to(E4M3)
+        )
+        rows = 1 if self.one_scale else self.n
+        return (
+            floats(*self.leading, self.m, self.k),
+            codes,
+            (torch.rand(rows, device=device) * 0.01 + 1e-4).to(self.scale_dtype),
+            floats(self.n) if self.bias else None,
+            floats(*self.leading, self.m, self.n) if self.residual else None,
+            self.tensorwise,
+        )
+
+
+SHAPES: list[tuple[str, int, int, int, dict]] = [
+    ("typical", 40, 64, 128, {"bias": True}),
+    ("one-token", 1, 48, 256, {"residual": True}),
+    ("few-tokens", 9, 33, 96, {"bias": True, "residual": True}),
+    ("fp32", 17, 24, 64, {"dtype": torch.float32, "bias": True}),
+    ("fp16", 17, 24, 64, {"dtype": torch.float16}),
+    ("bf16-scales", 20, 24, 64, {"scale_dtype": torch.bfloat16}),
+    ("prime-everything", 31, 37, 101, {"bias": True}),
+    ("one-element", 1, 1, 1, {}),
+    ("leading", 3, 24, 64, {"leading": (2, 2), "residual": True}),
+    ("no-tokens", 0, 32, 64, {"bias": True}),
+    ("no-rows", 4, 0, 64, {}),
+    ("no-k", 4, 6, 0, {"bias": True}),
+]
+TENSORWISE: list[tuple[str, int, int, int, dict]] = [
+    ("tensorwise", 40, 64, 128, {"one_scale": True, "bias": True}),
+    ("tensorwise-activation", 9, 33, 101, {}),
+    ("tensorwise-no-tokens", 0, 32, 64, {"one_scale": True}),
+]
+CASES = [
+    *(Case(name, m, n, k, **options) for name, m, n, k, options in SHAPES),
+    *(Case(f"e4m3-{name}", m, n, k, "e4m3", **options) for name, m, n, k, options in SHAPES),
+    *(Case(f"e4m3-{c}", m, n, k, "e4m3", tensorwise=True, **o) for c, m, n, k, o in TENSORWISE),
+    Case("e4m3-one-scale", 9, 33, 96, "e4m3", one_scale=True),
+    Case("8192-cubed", 8192, 8192, 8192, large=True),
+    Case("llama-8b-up", 8192, 14336, 4096, large=True),
+    Case("llama-8b-up-one-token", 1, 14336, 4096, large=True),
+    Case("e4m3-8192-cubed", 8192, 8192, 8192, "e4m3", large=True),
+]

@@ -1,0 +1,54 @@
+"""Cases of `lowbit_kernels.round_rows`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments."""
+
+    name: str
+    rows: int
+    columns: int
+    has_old: bool = True
+    has_largest: bool = False
+    stochastic: bool = True
+    start: int = 0
+    large: bool = False  # the shape of a real layer, for GPUs and benchmarks
+
+    def arguments(self, device: torch.device | str = "cpu") -> tuple:
+        """values, old, largest, first, start."""
+        values = torch.randn(self.rows, self.columns, device=device)
+        bad = (float("nan"), float("inf"), 0.0)
+        for row, value in zip(range(self.rows - 1), bad, strict=False):
+            values[row] = values[row] * 0 + value if value == 0 else values[row]
+            if value != 0 and self.columns:
+                values[row, self.columns // 2] = value
+        largest = values.abs().amax(1) * 1.5 if self.columns else values.new_zeros(self.rows)
+        old = largest / 1.5 / 127 * (torch.rand(self.rows, device=device) < 0.5)
+        first = torch.randint(-(2**63), 2**63 - 1, (self.rows,), device=device)
+        return (
+            values,
+            old if self.has_old else None,
+            largest if self.has_largest else None,
+            first if self.stochastic else None,
+            self.start,
+        )
+
+
+CASES = [
+    Case("typical", 8, 256),
+    Case("to-nearest", 8, 256, stochastic=False),
+    Case("no-scale-yet", 7, 101, has_old=False),
+    Case("a-part-of-rows", 5, 50, has_largest=True, start=50),
+    Case("several-blocks", 5, 5000),
+    Case("one-element", 1, 1),
+    Case("no-rows", 0, 16),
+    Case("no-columns", 4, 0, has_old=False),
+    Case("llama-8b-up", 14336, 4096, large=True),
+    Case("llama-8b-down", 4096, 14336, large=True),
+]

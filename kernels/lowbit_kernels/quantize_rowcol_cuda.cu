@@ -1,0 +1,441 @@
+// Quantizes a matrix along its rows and, transposed, along its columns, for sm_90.
+//
+// quantize_rowcol_cuda.py compiles this file once for each combination of
+//   INPUT              BF16, FP16 or FP32
+//   FORMAT             INT8, E4M3 or E5M2
+//   ROWS, COLUMNS      which copies are written
+//   TENSORWISE         one scale for the matrix
+//   STOCHASTIC         stochastic rounding
+//   ALIGNED            rows begin at multiples of 16 bytes
+//   STEPS              how many times 2048 elements of a row a block keeps (kernel `rows`; 0: `rows` is not compiled)
+// and puts ptx.cuh and random_bits.h before it.
+//
+// A scale depends on a whole row or column, so the matrix is read twice: once for the largest magnitudes, once to
+// quantize. `absmax` and `quantize` do so in two launches. The second runs backwards from the end, where the L2 cache
+// still holds data of the first. `rows` quantizes rows only: a block keeps its row in registers.
+//
+// A tile is 128 x 128. A warp has 16 of its rows, a lane four neighbouring columns of those rows. So a lane has 16
+// codes of a column, which are neighbours in the transposed copy. The codes pass through shared memory, so that a warp
+// writes 128 bytes to each of four rows of the transposed copy.
+
+enum { BF16, FP16, FP32 };
+enum { INT8, E4M3, E5M2 };
+
+static constexpr int TILE = 128, THREADS = 256, WARPS = THREADS / 32, HEIGHT = TILE / WARPS;
+static constexpr int SIZE = INPUT == FP32 ? 4 : 2;  // bytes of an element
+static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.0f : 57344.0f;
+static constexpr uint32 INFINITE = 0x7f800000;
+
+// The matrix x, m x k with rows `stride` elements apart, and the results. `row_max` and `column_max` hold the float32
+// bits of the largest magnitudes; they are zero before the first pass.
+struct Job {
+    const unsigned char *x;
+    long long stride;
+    unsigned char *codes;    // [m, k16]
+    float *scale;            // [m]
+    unsigned char *codes_t;  // [k, m16]
+    float *scale_t;          // [k]
+    uint32 *row_max, *column_max;
+    const long long *seed;
+    long long m, k;
+
+    MEMBER long long k16() const { return (k + 15) / 16 * 16; }
+    MEMBER long long m16() const { return (m + 15) / 16 * 16; }
+    MEMBER long long tiles_across() const { return (k16() + TILE - 1) / TILE; }
+};
+
+// ---- elements --------------------------------------------------------------------------------------------------------
+
+// N neighbouring elements, as in memory.
+template <int N>
+struct Raw {
+    static constexpr int WORDS = N * SIZE / 4;
+    uint32 word[WORDS];
+
+    MEMBER float operator[](int i) const {
+        if constexpr (INPUT == FP32) return bits_float(word[i]);
+        else if constexpr (INPUT == BF16) return bits_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
+        else return from_half(i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xffff);
+    }
+};
+
+template <int N>
+DEVICE void load_aligned(const unsigned char *from, Raw<N> &raw) {
+    if constexpr (Raw<N>::WORDS == 2) {
+        const uint2 v = __ldg((const uint2 *)from);
+        raw.word[0] = v.x, raw.word[1] = v.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < Raw<N>::WORDS; i += 4) {
+            const uint4 v = __ldg((const uint4 *)from + i / 4);
+            raw.word[i] = v.x, raw.word[i + 1] = v.y, raw.word[i + 2] = v.z, raw.word[i + 3] = v.w;
+        }
+    }
+}
+
+// Loads the elements from (row, column) on; zeros outside the matrix.
+template <int N>
+DEVICE void load(const Job &job, long long row, long long column, Raw<N> &raw) {
+    const unsigned char *from = job.x + (row * job.stride + column) * SIZE;
+    const long long left = row < job.m ? job.k - column : 0;
+    if (ALIGNED && left >= N) {
+        load_aligned(from, raw);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < Raw<N>::WORDS; ++i) raw.word[i] = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (i >= left) continue;
+        if constexpr (SIZE == 4) raw.word[i] = ((const uint32 *)from)[i];
+        else raw.word[i / 2] |= (uint32)((const unsigned short *)from)[i] << i % 2 * 16;
+    }
+}
+
+// Masks signs off. The bits of magnitudes are ordered like the magnitudes, with NaN last; a word has two of 16 bits.
+static constexpr uint32 MAGNITUDE = SIZE == 4 ? 0x7fffffff : 0x7fff7fff;
+
+DEVICE uint32 larger(uint32 a, uint32 b) { return SIZE == 4 ? max(a, b) : larger_halves(a, b); }
+
+// The larger magnitude of a word, and a magnitude as float32 bits.
+DEVICE uint32 largest_of(uint32 word) { return SIZE == 4 ? word : max(word & 0xffff, word >> 16); }
+DEVICE uint32 widened(uint32 magnitude) {
+    if constexpr (INPUT == FP32) return magnitude;
+    else if constexpr (INPUT == BF16) return magnitude << 16;
+    else return float_bits(from_half(magnitude)) & 0x7fffffff;
+}
+
+// ---- codes -----------------------------------------------------------------------------------------------------------
+
+struct Scale {
+    float negative, inverse;  // -scale and 1 / scale; inverse is 0 if a number is NaN or infinite, then codes are 0
+};
+
+DEVICE Scale scale_of(uint32 largest) {
+    if (largest == 0) return {-1.0f, 1.0f};
+    if (largest >= INFINITE) return {-1.0f, 0.0f};
+    const float value = fmaxf(divide_exactly(bits_float(largest), LARGEST), 0x1p-126f);
+    return {-value, divide_exactly(1.0f, value)};
+}
+DEVICE float shown(Scale scale) { return scale.inverse == 0.0f ? bits_float(0x7fc00000) : -scale.negative; }
+
+// x / scale, rounded to nearest even: the product with the inverse, corrected by its residual.
+DEVICE float quotient_of(float x, Scale scale) {
+    const float near = multiply_exactly(x, scale.inverse);
+    return fma_exactly(fma_exactly(near, scale.negative, x), scale.inverse, near);
+}
+
+// The draws for stochastic rounding, of which eight neighbouring elements of a row share one hash: see
+// quantize_rowcol.py.
+struct Draws {
+    uint32 keys[2];
+
+    MEMBER explicit Draws(const long long *seed) {
+        if constexpr (STOCHASTIC) keys[0] = mix(0x243f6a88u, *seed), keys[1] = mix(0x85a308d3u, *seed);
+    }
+    MEMBER uint32 octet(const Job &job, long long row, long long column) const {
+        return hash(keys, row * ((job.k + 7) >> 3) + (column >> 3));
+    }
+};
+
+// Rounds a quotient stochastically to a number of the float8 format.
+DEVICE float rounded_stochastically(float x, uint32 draw) {
+    constexpr int DROPPED = FORMAT == E4M3 ? 20 : 21;  // bits of a float32 that the format lacks
+    constexpr float NORMAL = FORMAT == E4M3 ? 0x1p-6f : 0x1p-14f;
+    const float magnitude = fabsf(x);
+    // Below NORMAL, the format's numbers are as far apart as between NORMAL and 2 * NORMAL.
+    const float shift = magnitude < NORMAL ? NORMAL : 0.0f;
+    const uint32 bits = float_bits(magnitude + shift) + (draw >> 32 - DROPPED);
+    return copysignf(bits_float(bits & ~0u << DROPPED) - shift, x);
+}
+
+// Four quotients to four codes in a word, the first in the lowest byte; `draws` only if STOCHASTIC.
+DEVICE uint32 encode(const float *x, const uint32 *draws) {
+    if constexpr (FORMAT == INT8) {
+        uint32 code[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            // Adding 1.5 * 2**23, whose unit in the last place is 1, puts the integer in the lowest bits.
+            if constexpr (STOCHASTIC)
+                code[i] = (uint32)((int)(float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) - 0x4b400000u +
+                                         (draws[i] >> 17)) >>
+                                   15);
+            else code[i] = float_bits(x[i] + 12582912.0f);
+        }
+        return permute(permute(code[0], code[1], 0x0040), permute(code[2], code[3], 0x0040), 0x5410);
+    } else {
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = STOCHASTIC ? rounded_stochastically(x[i], draws[i]) : x[i];
+        if constexpr (FORMAT == E4M3) return to_e4m3x2(y[0], y[1]) | to_e4m3x2(y[2], y[3]) << 16;
+        else return to_e5m2x2(y[0], y[1]) | to_e5m2x2(y[2], y[3]) << 16;
+    }
+}
+
+// ---- tiles -----------------------------------------------------------------------------------------------------------
+
+// A lane's part of a tile: four columns of 16 rows.
+struct Part {
+    Raw<4> row[HEIGHT];
+};
+
+struct Shared {
+    union {
+        uint4 transposed[TILE][WARPS];  // for each column, 16 codes a warp
+        uint32 column_max[WARPS][TILE];
+    };
+    Scale row[TILE], column[TILE];
+};
+
+struct Position {
+    long long row, column;  // of a tile's first element
+
+    MEMBER Position(const Job &job, long long tile)
+        : row(tile / job.tiles_across() * TILE), column(tile % job.tiles_across() * TILE) {}
+};
+
+DEVICE void fetch(const Job &job, long long tile, Part &part) {
+    const Position at(job, tile);
+    const long long row = at.row + threadIdx.x / 32 * HEIGHT, column = at.column + threadIdx.x % 32 * 4;
+    if (ALIGNED && at.row + TILE <= job.m && at.column + TILE <= job.k) {
+        const unsigned char *from = job.x + (row * job.stride + column) * SIZE;
+        const long long step = job.stride * SIZE;
+#pragma unroll
+        for (int i = 0; i < HEIGHT; ++i) load_aligned(from + i * step, part.row[i]);
+    } else {
+        for (int i = 0; i < HEIGHT; ++i) load(job, row + i, column, part.row[i]);
+    }
+}
+
+// The first pass over a tile: the largest magnitudes.
+DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
+    constexpr int WORDS = Raw<4>::WORDS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Position at(job, tile);
+    uint32 columns[WORDS] = {}, row = 0;
+#pragma unroll
+    for (int i = 0; i < HEIGHT; ++i) {
+        uint32 all = 0;
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) {
+            const uint32 magnitude = part.row[i].word[j] & MAGNITUDE;
+            columns[j] = larger(columns[j], magnitude);
+            all = larger(all, magnitude);
+        }
+        if constexpr (TENSORWISE) {
+            row = larger(row, all);
+        } else if constexpr (ROWS) {
+            all = warp_max(largest_of(all));
+            if (lane == i) row = all;
+        }
+    }
+    if constexpr (TENSORWISE) {
+        row = warp_max(largest_of(row));
+        if (lane == 0 && row != 0) atomicMax(job.row_max, widened(row));
+        return;
+    }
+    if constexpr (ROWS) {
+        const long long to = at.row + warp * HEIGHT + lane;
+        if (lane < HEIGHT && to < job.m && row != 0) atomicMax(job.row_max + to, widened(row));
+    }
+    if constexpr (COLUMNS) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            shared.column_max[warp][lane * 4 + j] =
+                widened(SIZE == 4 ? columns[j] : j % 2 ? columns[j / 2] >> 16 : columns[j / 2] & 0xffff);
+        __syncthreads();
+        if (threadIdx.x < TILE) {
+            uint32 largest = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) largest = max(largest, shared.column_max[i][threadIdx.x]);
+            const long long to = at.column + threadIdx.x;
+            if (to < job.k && largest != 0) atomicMax(job.column_max + to, largest);
+        }
+    }
+}
+
+// Computes the scales of a tile into shared memory; tiles of the first column and row also write them to the results.
+// Returns whether the tile's rows or columns hold a NaN or an infinity.
+DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
+    const int i = threadIdx.x % TILE;
+    const bool for_rows = threadIdx.x < TILE;
+    const long long index = for_rows ? at.row + i : at.column + i;
+    const bool wanted = for_rows ? ROWS : COLUMNS, inside = index < (for_rows ? job.m : job.k);
+    uint32 largest = 0;
+    if (TENSORWISE) largest = __ldcg(job.row_max);
+    else if (wanted && inside) largest = __ldcg(for_rows ? job.row_max + index : job.column_max + index);
+    const Scale scale = scale_of(largest);
+    (for_rows ? shared.row : shared.column)[i] = scale;
+    if (wanted && inside && (for_rows ? at.column : at.row) == 0 && (!TENSORWISE || index == 0))
+        (for_rows ? job.scale : job.scale_t)[index] = shown(scale);
+    return __syncthreads_or(scale.inverse == 0.0f);
+}
+
+// Replaces NaN and infinities by zeros.
+DEVICE Raw<4> finite(Raw<4> raw) {
+#pragma unroll
+    for (int j = 0; j < Raw<4>::WORDS; ++j) {
+        constexpr uint32 EXPONENT = INPUT == FP32 ? INFINITE : INPUT == BF16 ? 0x7f80 : 0x7c00;
+        if constexpr (SIZE == 4) {
+            if ((raw.word[j] & EXPONENT) == EXPONENT) raw.word[j] = 0;
+        } else {
+            if ((raw.word[j] & EXPONENT) == EXPONENT) raw.word[j] &= 0xffff0000u;
+            if ((raw.word[j] >> 16 & EXPONENT) == EXPONENT) raw.word[j] &= 0xffffu;
+        }
+    }
+    return raw;
+}
+
+// Chunk w of a column lies at w ^ (column / 4 % 8). So neither writes by lanes four columns apart nor reads of whole
+// columns have bank conflicts.
+DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at, const uint32 (&codes_t)[4][HEIGHT / 4]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+        shared.transposed[lane * 4 + c][warp ^ lane % 8] =
+            make_uint4(codes_t[c][0], codes_t[c][1], codes_t[c][2], codes_t[c][3]);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TILE * WARPS / THREADS; ++i) {
+        const int chunk = threadIdx.x % WARPS, own = threadIdx.x / WARPS + i * (THREADS / WARPS);
+        const long long column = at.column + own, row = at.row + chunk * HEIGHT;
+        const uint4 codes = shared.transposed[own][chunk ^ own / 4 % 8];
+        if (column < job.k && row < job.m16()) stream_store((uint4 *)(job.codes_t + column * job.m16() + row), codes);
+    }
+}
+
+// The second pass over a tile: the codes.
+DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Position at(job, tile);
+    if (find_scales(job, shared, at)) {  // they get code 0 too
+#pragma unroll
+        for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
+    }
+    const long long row = at.row + warp * HEIGHT, column = at.column + lane * 4, k16 = job.k16();
+    const int rows = column < k16 ? (int)min((long long)HEIGHT, job.m - row) : 0;  // to write
+    unsigned char *codes = job.codes + row * k16 + column;
+    uint32 codes_t[4][HEIGHT / 4];
+#pragma unroll
+    for (int i = 0; i < HEIGHT; i += 4) {
+        float x[4][4], y[4];
+        uint32 drawn[4][4] = {}, own[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[r][c] = part.row[i + r][c];
+            if constexpr (STOCHASTIC) {
+                const uint32 h = draws.octet(job, row + i + r, column);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) drawn[r][c] = h * (lane % 2 ? multiplier(c + 4) : multiplier(c));
+            }
+        }
+        if constexpr (ROWS) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const Scale scale = shared.row[warp * HEIGHT + i + r];
+#pragma unroll
+                for (int c = 0; c < 4; ++c) y[c] = quotient_of(x[r][c], scale);
+                if (i + r < rows) stream_store((uint32 *)codes, encode(y, drawn[r]));
+                codes += k16;
+            }
+        }
+        if constexpr (COLUMNS) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const Scale scale = shared.column[lane * 4 + c];
+#pragma unroll
+                for (int r = 0; r < 4; ++r) y[r] = quotient_of(x[r][c], scale), own[r] = drawn[r][c];
+                codes_t[c][i / 4] = encode(y, own);
+            }
+        }
+    }
+    if constexpr (COLUMNS) store_transposed(job, shared, at, codes_t);
+}
+
+// ---- kernels -----------------------------------------------------------------------------------------------------------
+
+DYNAMIC_SHARED(memory);
+
+#define PARAMETERS                                                                                                     \
+    const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,              \
+        float *scale_t, uint32 *row_max, uint32 *column_max, const long long *seed, long long m, long long k
+#define JOB                                                                                                            \
+    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, m, k }
+
+#if STEPS == 0
+// One block per tile.
+extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS) {
+    JOB;
+    Part part;
+    fetch(job, blockIdx.x, part);
+    find_largest(job, *(Shared *)memory, blockIdx.x, part);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(PARAMETERS) {
+    JOB;
+    const long long tile = gridDim.x - 1 - blockIdx.x;
+    Part part;
+    fetch(job, tile, part);
+    quantize_tile(job, *(Shared *)memory, Draws(job.seed), tile, part);
+}
+#endif
+
+#if STEPS > 0
+DEVICE void store_row(const Job &job, long long row, long long column, const Raw<8> &raw, Scale scale,
+                      const Draws &draws) {
+    if (column >= job.k16()) return;
+    uint32 word[2], octet = 0;
+    if constexpr (STOCHASTIC) octet = draws.octet(job, row, column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float y[4];
+        uint32 drawn[4] = {};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) y[c] = quotient_of(raw[i * 4 + c], scale);
+        if constexpr (STOCHASTIC) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) drawn[c] = octet * multiplier(i * 4 + c);
+        }
+        word[i] = scale.inverse == 0.0f ? 0 : encode(y, drawn);
+    }
+    stream_store((uint2 *)(job.codes + row * job.k16() + column), make_uint2(word[0], word[1]));
+}
+
+// One block per row.
+extern "C" __global__ void __launch_bounds__(THREADS) rows(PARAMETERS) {
+    JOB;
+    constexpr int WORDS = Raw<8>::WORDS, STEP = THREADS * 8;
+    __shared__ uint32 found[WARPS];
+    const long long row = blockIdx.x, first = threadIdx.x * 8;
+    Raw<8> raw[STEPS], more;
+    uint32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) load(job, row, first + i * STEP, raw[i]);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) largest = larger(largest, raw[i].word[j] & MAGNITUDE);
+    }
+    for (long long at = first + STEPS * STEP; at < job.k; at += STEP) {
+        load(job, row, at, more);
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) largest = larger(largest, more.word[j] & MAGNITUDE);
+    }
+    largest = warp_max(largest_of(largest));
+    if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) largest = max(largest, found[i]);
+    const Scale own = scale_of(widened(largest));
+    if (threadIdx.x == 0) job.scale[row] = shown(own);
+
+    const Draws draws(job.seed);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) store_row(job, row, first + i * STEP, raw[i], own, draws);
+    for (long long at = first + STEPS * STEP; at < job.k16(); at += STEP) {
+        load(job, row, at, more);
+        store_row(job, row, at, more, own, draws);
+    }
+}
+#endif

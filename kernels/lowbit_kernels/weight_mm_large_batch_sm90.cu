@@ -1,0 +1,776 @@
+// The large-batch kernel: many tokens times a weight of 4 or 8 bits, integers or float8, on sm_90a.
+//   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero[n, k / GROUP]) * scale[n, k / GROUP]
+//               + bias[n] + residual[m, n]
+//
+// weight_mm_large_batch_sm90.py puts ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, before this source and
+// compiles it for each combination of
+//   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
+//   CODES              INT4 (nibble = code + 8, even k in the low one), INT8, or E4M3. E4M3 needs DTYPE FP16, which
+//                      holds it exactly, GROUP 0 and ZERO 0
+//   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
+//   SCALE              BF16, FP16 or FP32
+//   ZERO               1: there are zero points
+//   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE);
+//                      0: the scale is multiplied into the sums of a group, in float32
+//   TOKENS             of a tile: a multiple of 16, at most 256
+//   ROWS               of the weight in a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1 and at
+//                      most 32 TOKENS
+//   GROUPS             warp groups that multiply: 2 or 4
+//   BESIDE             1 or 2 blocks of a cluster, on adjacent rows; each loads half of the tokens for both
+//   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
+//   CHUNK              K of a pipeline stage: 128 or 256; 256 with groups of 128 needs an even number of them in a row
+//   STAGES             pipeline stages, in a ring
+//
+// A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
+// in registers. Tokens are the second, which the TMA copies to shared memory. For the 16 K of an instruction a thread
+// holds four of a row, as two adjacent pairs: one byte of each eight codes (two bytes at 8 bits). So the four threads
+// of a row read the same words.
+//
+// Small products are limited by the time to unpack, to multiply, and to wait for both. So warp groups of a block may
+// take turns at chunks of the same rows, and blocks of a cluster may split a tile's K. At the end of a tile they
+// exchange their sums through shared memory, and each block adds and finishes an equal share. Large products whose
+// tiles don't divide evenly among clusters end with tiles that two blocks share, where otherwise each block has its
+// own.
+
+enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
+
+static constexpr int BITS = CODES == INT4 ? 4 : 8;
+static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
+static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, in a warp group
+// With 28,672 rows, 112 tiles of 256 leave 20 of 132 multiprocessors idle; 128 tiles of 224 leave only 4. Two adjacent
+// blocks then hold 256 rows each of 448. Both hold the middle 64 rows, and each multiplies every other chunk of them.
+static constexpr bool OVERLAP = ROWS == 224;
+static constexpr int HELD = OVERLAP ? 256 : ROWS;             // rows of a stage
+static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warp groups that take turns at a tile's chunks
+static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1 && TOKENS <= 32), "");
+// A turn belongs to a slot of the ring, so a warp group sees all phases of a slot's barrier or none. Otherwise it could
+// mistake a phase that is over for the next one.
+static constexpr int TURNS = OVERLAP ? 2 : LANES;
+static_assert(STAGES % TURNS == 0, "");
+static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
+static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
+static constexpr int WARPS = 4 * GROUPS;                      // that multiply
+static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps and the producer's warp group
+static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
+static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
+static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
+static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
+static constexpr int FETCHED = 32 * 1024;                    // most bytes of scales that are prefetched
+static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
+static_assert(STAGES > TURNS, "a warpgroup leaves a chunk's stage when it has begun with its next one");
+static constexpr int SUMS = TOKENS / 2;  // of a thread in a subtile
+static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // a group's sums are scaled and added to the totals
+static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // adjacent K in one group
+static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
+static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk with separate sums
+// Instructions of a piece, with 16 K each. Pieces are short, so that unpacking interleaves with the products.
+static constexpr int STEPS = BITS == 4 && GROUPS == 2 && TOKENS < 128 && RUN > 32 ? 4 : 2;
+static constexpr int VECTORS = STEPS * BITS / 8;  // loads of 16 bytes for a piece's codes of a row
+static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
+// Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
+static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
+static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // factor of the weights in the products
+// The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
+static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
+                                 : BITS == 4   ? 0x7d007f00
+                                               : 0x7f007f00;
+static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
+                                 : BITS == 4   ? 0xbe00be00
+                                               : 0xc000c000;
+static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
+static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
+static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
+static constexpr int BOX_PITCH = 48;                            // bytes between tokens; avoids bank conflicts
+
+// Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
+static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
+
+struct Shared {
+    unsigned char stage[STAGES][STAGE_BYTES];
+    float4 part[SOURCES > 1 ? OWN : MERGED][SOURCES][2][32];  // sums of the block's squares
+    unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
+    uint64 full[STAGES], empty[STAGES], come, gone;  // sums have arrived; they have been read
+};
+
+// The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
+// time, so that the L2 cache serves them.
+struct Shape {
+    int m, n, chunks, groups, rows, columns, band;
+};
+
+// The factors of the sums, the addends, and the result.
+struct Epilogue {
+    const void *scale, *bias, *residual;
+    const float *token_scale;
+    unsigned short *out;
+    int wide;  // all rows begin at multiples of 16 bytes
+};
+
+// Iterates over a block's tiles; its chunks of a tile are first..last - 1.
+struct Schedule {
+    const Shape shape;
+    const uint32 rank;
+    int first, last, tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
+    bool divided = false;  // whether each of the two adjacent blocks has half of the tile's K
+
+    MEMBER Schedule(const Shape &shape, uint32 rank)
+        : shape(shape),
+          rank(rank),
+          first(shape.chunks * (rank / BESIDE) / SPLIT),
+          last(shape.chunks * (rank / BESIDE + 1) / SPLIT) {}
+
+    MEMBER bool take() {
+        const int clusters = gridDim.x / CLUSTER, tiles = shape.rows * shape.columns;
+        tile += clusters;
+        int own = tile, beside = rank % BESIDE;
+        if constexpr (TAIL) {
+            const int left = tiles % clusters, more = tile - (tiles - left);
+            divided = left * 2 <= clusters && more >= 0;
+            if (divided) {
+                own = tiles - left + more / 2, beside = more % 2;
+                first = shape.chunks * rank / 2, last = shape.chunks * (rank + 1) / 2;
+            }
+        }
+        if (own >= tiles) return false;
+        const int above = own / (shape.band * shape.rows) * shape.band;
+        const int within = own - above * shape.rows, width = min(shape.band, shape.columns - above);
+        row = (within / width * BESIDE + beside) * ROWS - (OVERLAP ? beside * 32 : 0);
+        token = (above + within % width) * TOKENS;
+        return true;
+    }
+
+    MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
+
+    // Whether the other block multiplies the 64 rows from `below` on of the chunk in this slot.
+    MEMBER bool leaves(int below, int slot) const {
+        return OVERLAP && below == (rank ? 0 : 192) && slot % 2 != rank;
+    }
+};
+
+struct Ring {
+    int slot = 0;
+    uint32 parity = 0;
+    MEMBER void advance(int stages = 1) {  // at most STAGES
+        slot += stages;
+        if (slot >= STAGES) slot -= STAGES, parity ^= 1;
+    }
+    MEMBER Ring after(int stages) const { return {(slot + stages) % STAGES, parity ^ (slot + stages) / STAGES % 2}; }
+};
+
+// ---- the producer
+// ----------------------------------------------------------------------------------------------------
+
+// Prefetches a block's first codes and its scales into the L2 cache while the previous kernel is still running. The L2
+// cache is coherent, so later loads see what that kernel writes.
+DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape &shape, uint32 rank) {
+    Schedule schedule(shape, rank);
+    if (!schedule.take()) return;
+#pragma unroll
+    for (int i = 0; i < HELD; i += BOX_ROWS)
+        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
+    const long long row = shape.groups * (SCALE == FP32 ? 4ll : 2ll);
+    const char *from = (const char *)epilogue.scale + schedule.row * row;
+    const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
+    if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
+}
+
+DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const Shape &shape, uint32 rank) {
+    const int share = rank % BESIDE * (TOKENS / BESIDE);
+    const unsigned short all = ((1 << BESIDE) - 1) << rank / BESIDE * BESIDE;
+    Ring ring;
+    for (Schedule schedule(shape, rank); schedule.take();) {
+        for (int chunk = schedule.first; chunk < schedule.last; ++chunk, ring.advance()) {
+            const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
+            barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+            const bool less = OVERLAP && ring.slot % 2 != rank;
+            barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0));
+            if (less)  // for the four warps of these rows, at both blocks
+                for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
+#pragma unroll
+            for (int i = 0; i < HELD; i += BOX_ROWS)
+                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row + i, to + i * PITCH, full);
+#pragma unroll
+            for (int box = 0; box < BOXES; ++box) {
+                const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
+                const int k = chunk * CHUNK + box * 64;
+                if (BESIDE == 1 || schedule.divided) {
+                    const uint32 begin = there - share * 128;
+                    for (int i = 0; i < TOKENS; i += TOKENS / BESIDE)
+                        load_box(x, k, schedule.token + i, begin + i * 128, full);
+                } else {
+                    load_box(x, k, schedule.token + share, there, full, all);
+                }
+            }
+        }
+    }
+}
+
+// ---- unpacking
+// -------------------------------------------------------------------------------------------------------
+
+template <int TO>
+DEVICE uint32 packed(float low, float high) {
+    if constexpr (TO == FP16) return to_half2(low, high);
+    else return to_bf16x2(low, high);
+}
+
+// An element of the bias or the residual, from its low 16 bits.
+DEVICE float unpacked(uint32 bits) {
+    if constexpr (OUT == FP16) return from_half(bits & 0xffff);
+    else return bits_float(bits << 16);
+}
+
+DEVICE float number_at(const void *p, long long i, int type) {
+    if (type == FP32) return ((const float *)p)[i];
+    const uint32 bits = ((const unsigned short *)p)[i];
+    return type == FP16 ? from_half(bits) : bits_float(bits << 16);
+}
+
+// a * b + c for two adjacent numbers, rounded once
+DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
+    if constexpr (DTYPE == FP16) return fma_half2(a, b, c);
+    else return fma_bf16x2(a, b, c);
+}
+
+// Whether the scales of a chunk's two groups are read together.
+static constexpr bool TWO_SCALES = CHUNK == 256 && GROUP == 128 && SCALE != FP32;
+
+// A group's scale and zero point as stored in memory, loaded while the previous ones are in use.
+struct Fetched {
+    uint32 scale;  // with TWO_SCALES, of both groups
+    int zero;
+};
+
+// A group's scale, and the offset that unpacking adds to two adjacent codes.
+struct Group {
+    float scale;
+    uint32 offset;
+};
+
+DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
+
+// Loads the group of a chunk's run for the row whose groups begin at `row`.
+DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &shape, uint32 row, int chunk, int run) {
+    const int group = TWO_SCALES ? chunk * 2 : group_of(chunk * RUNS + run);
+    const uint32 at = row + min(group, shape.groups - (TWO_SCALES ? 2 : 1));
+    Fetched result;
+    if constexpr (SCALE == FP32) result.scale = ((const uint32 *)scale)[at];
+    else if constexpr (TWO_SCALES) result.scale = *(const uint32 *)((const unsigned short *)scale + at);
+    else result.scale = ((const unsigned short *)scale)[at];
+    result.zero = ZERO ? zero[TWO_SCALES ? at + run : at] : 0;
+    return result;
+}
+
+// Beyond the last group x is 0 and codes are arbitrary; the scale becomes 0, too.
+DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int run) {
+    Group group;
+    const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
+    group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
+    if (GROUP % CHUNK != 0 && !TWO_SCALES && group_of(chunk * RUNS + run) >= shape.groups) group.scale = 0.0f;
+    if constexpr (!ZERO) {
+        group.offset = OFFSET;
+    } else {
+        const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + (1 << BITS - 1);
+        const float lower = DTYPE == FP16 && BITS == 4 ? upper + 960.0f : upper;
+        group.offset = packed<DTYPE>(-UNIT * lower, -UNIT * upper);
+    }
+    return group;
+}
+
+// The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
+// differs for an upper nibble, which is 16 times as large.
+struct Place {
+    uint32 selector, factor;
+    MEMBER Place(int t, const Shape &shape) {
+        selector = CODES == INT4 ? t * 0x0101 : CODES == INT8 ? t * 0x0202 + 0x0100 : t * 0x0022 + 0x0010;
+        // hidden from the compiler: it would move known constants to a register at each use
+        factor = shape.m > 0 ? FACTOR : 0;
+        in_use(selector);
+    }
+};
+
+// Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
+// t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
+// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already.
+DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
+    uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
+    if constexpr (CODES == E4M3) return from_e4m3x2(x & 0xffff);
+    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
+    else x = masked_xor(x, 0x00ff00ff, DTYPE == FP16 ? 0x64806480 : 0x00800080);
+    x = fused(x, place.factor, group.offset);
+    if constexpr (ROUNDED) x = DTYPE == FP16 ? multiply_half2(x, scale) : multiply_bf16x2(x, scale);
+    return x;
+}
+
+// Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + 8 of a warp's 16. The four
+// threads of a row read the same 16 bytes. `at` is the address of the upper row, whose units of 16 bytes the TMA has
+// swizzled.
+DEVICE void load_codes(uint4 (&codes)[VECTORS][2], uint32 at, int first) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const uint32 from = at ^ (first * BITS / 8 + i) * 16;
+        codes[i][0] = shared_vector(from), codes[i][1] = shared_vector(from + 8 * PITCH);
+    }
+}
+
+// Unpacks the first operand of the piece's products: k = 2 t and 2 t + 1 of each eight.
+DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int first, const Place &place,
+                   const Group (&upper)[RUNS], const Group (&lower)[RUNS]) {
+#pragma unroll
+    for (int i = 0; i < VECTORS * 2; ++i) {
+        const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
+        const Group &group = i % 2 ? lower[run] : upper[run];
+        const uint32 scale = ROUNDED ? packed<DTYPE>(group.scale, group.scale) : 0;
+        const uint4 x = codes[i / 2][i % 2];
+        uint32 *to = a + i / 2 * (32 / BITS) + i % 2;
+        if constexpr (BITS == 4) {
+            to[0] = two_of(x.x, 0, place, group, scale), to[2] = two_of(x.y, 0, place, group, scale);
+            to[4] = two_of(x.z, 0, place, group, scale), to[6] = two_of(x.w, 0, place, group, scale);
+        } else {
+            to[0] = two_of(x.x, x.y, place, group, scale), to[2] = two_of(x.z, x.w, place, group, scale);
+        }
+    }
+}
+
+// ---- the consumers
+// ---------------------------------------------------------------------------------------------------
+
+template <typename T, int COUNT>
+DEVICE void keep(T (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) in_use(x[i]);
+}
+
+// Whether the other block holds the rows of the thread's warp group, too.
+DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ? 0 : 3); }
+
+// Signals that a warp has read a slot, to every block that writes to it. For a divided tile it signals its own block
+// twice.
+DEVICE void release(uint32 empty, uint32 rank, bool divided) {
+    const uint32 lane = threadIdx.x % 32;
+    if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
+}
+
+// Adds the scaled sums of a group to the totals.
+DEVICE void flush(float (&totals)[SUMS], float (&sums)[SUMS], const float (&scale)[2]) {
+    keep(sums);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) totals[i] = fmaf(sums[i], scale[i / 2 % 2], totals[i]);
+}
+
+// A thread's share of the products: the sums of rows lane / 4 and lane / 4 + 8 of its warp's 16, in each subtile.
+struct Consumer {
+    Shared &shared;
+    const void *scale;
+    const signed char *zero;
+    const Shape &shape;
+    const uint32 rank;
+    Ring ring;
+    uint32 base, a[2][STEPS * 4];
+    uint4 loaded[VECTORS][2];         // codes of the next piece
+    uint32 rows[SUBTILES][2];         // index of the rows' first group
+    Group group[SUBTILES][2][RUNS];   // of the present chunk
+    Fetched next[SUBTILES][2][RUNS];  // of the next chunk
+
+    MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
+        : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)) {
+        in_use(base);  // else the compiler recomputes it at each use
+#pragma unroll
+        for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
+    }
+
+    MEMBER uint32 address(const void *p) const { return base + (uint32)((const char *)p - (const char *)&shared); }
+
+    MEMBER void begin(int row) {
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2; ++i)
+            rows[i / 2][i % 2] = (uint32)min(row + i / 2 * 64 + i % 2 * 8, shape.n - 1) * shape.groups;
+    }
+
+    MEMBER void fetch(int chunk) {
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
+            const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
+            next[subtile][below][run] = fetched(scale, zero, shape, rows[subtile][below], chunk, run);
+        }
+    }
+
+    MEMBER void take_fetched(int chunk) {
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
+            const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
+            group[subtile][below][run] = group_from(next[subtile][below][run], shape, chunk, run);
+        }
+    }
+
+    // The first step of a chunk's piece. Within a part, the pieces of one subtile precede those of the next.
+    static MEMBER int step_of(int piece) {
+        return piece / (HALVES * SUBTILES) * (CHUNK / 16 / SUMMED) + piece % HALVES * STEPS;
+    }
+
+    MEMBER void load_piece(uint32 at, int piece) {
+        load_codes(loaded, at + piece / HALVES % SUBTILES * 64 * PITCH, step_of(piece));
+    }
+
+    // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
+    // as 0. A piece has two or four products. While the tensor cores work on a piece, the next is unpacked in other
+    // registers.
+    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
+                    bool divided) {
+        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
+        const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
+        const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES);
+        const int turns = shares(rank) ? 2 : LANES, turn = shares(rank) ? rank : threadIdx.x / 128 / (GROUPS / LANES);
+        const int others = (turn - ring.slot) & (turns - 1);  // chunks before its first one
+        uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
+        const Place place(lane % 4, shape);
+        float pending[SUBTILES][2] = {};
+        uint32 end = last;
+        uint32 operands = operand(base + CODE_BYTES);
+        in_use(codes), in_use(end), in_use(operands);
+        begin(row);
+        fetch(first + others);
+        if constexpr (GROUP == 0) take_fetched(0);
+        int before = -1;
+        const Ring after = ring.after(last - first);
+        ring = ring.after(others);
+        for (int chunk = first + others; chunk < (int)end; chunk += turns, ring.advance(turns)) {
+            if constexpr (GROUP > 0) {
+                take_fetched(chunk);
+                fetch(chunk + turns);
+            }
+            barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
+            const uint32 stage = base + ring.slot * STAGE_BYTES;
+            // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
+            // Otherwise each half is moved at each use.
+            const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
+            const uint64 tokens = (uint64)OPERAND_HIGH << 32 | low;
+            if constexpr (EARLY) load_piece(stage + codes, 0);
+#pragma unroll
+            for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
+                const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
+                uint32(&own)[STEPS * 4] = a[piece % 2];
+                // Waits until the products of the piece before the last one are done with these registers. Where the
+                // last piece ended a group, it waits for that one, too: the compiler can't tell whose sums are read,
+                // and would serialise the products.
+                if (FLUSH && SUBTILES > 1 && HALVES == 1 && piece % 2 == 0) product_wait<0>();
+                else product_wait<1>();
+                keep(own);
+                if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
+                if constexpr (!EARLY) load_piece(stage + codes, piece);
+                unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1]);
+                if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
+                if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
+                    product_wait<0>();
+                    flush_all(totals, sums, pending, part);
+                }
+                product_fence();
+#pragma unroll
+                for (int i = 0; i < STEPS; ++i) {
+                    const int k = step_of(piece) + i;
+                    const uint64 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
+                    multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
+                }
+                product_commit();
+            }
+            before = ring.slot;
+        }
+        product_wait<0>();
+        keep(a[0]), keep(a[1]);
+        if (before >= 0) release(address(shared.empty) + before * 8, rank, divided);
+        ring = after;
+        if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
+        else keep(sums[0]), keep(sums[SUBTILES - 1]);
+    }
+
+    // Adds the scaled sums of the group before a chunk's part to the totals, and keeps this part's scales for the next
+    // call.
+    MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2],
+                          int part) {
+#pragma unroll
+        for (int i = 0; i < SUBTILES; ++i) {
+            flush(totals[i], sums[i], scale[i]);
+            scale[i][0] = group[i][0][part].scale, scale[i][1] = group[i][1][part].scale;
+        }
+    }
+};
+
+// ---- results
+// ---------------------------------------------------------------------------------------------------------
+
+// Copies eight results of a token, or `count` if fewer, between global memory and 16 bytes of shared memory.
+DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int count, bool wide) {
+    if (wide && count >= 8) {
+        *(uint4 *)to = *(const uint4 *)from;
+    } else {
+        for (int i = 0; i < min(count, 8); ++i) to[i] = from[i];
+    }
+}
+
+// Scale and bias of a thread's two rows, lane / 4 and lane / 4 + 8 of the 16 from `row` on.
+struct Rows {
+    float scale[2], bias[2];
+
+    MEMBER Rows(const Epilogue &epilogue, const Shape &shape, int row) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int own = min(row + (int)threadIdx.x % 32 / 4 + i * 8, shape.n - 1);
+            scale[i] = (GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE)) / UNIT;
+            bias[i] = epilogue.bias ? number_at(epilogue.bias, own, OUT) : 0.0f;
+        }
+    }
+};
+
+// Turns a warp's sums of 16 rows by 16 tokens into results, transposed through shared memory.
+DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
+                   const float (&sums)[8], int row, int token) {
+    const int lane = threadIdx.x % 32;
+    // The order of the 8 x 8 matrices: rows 0..7 and 8..15 of eight tokens, then those of the next eight.
+    const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
+    unsigned short *mine = (unsigned short *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
+    const int column = row + lane % 2 * 8, own = token + lane / 2, count = own < shape.m ? shape.n - column : 0;
+    const long long at = (long long)own * shape.n + column;
+    uint32 residual[4] = {};
+    if (epilogue.residual) {
+        copy_eight(mine, (const unsigned short *)epilogue.residual + at, count, epilogue.wide);
+        __syncwarp();
+        load_matrices_turned(matrix, residual);
+        __syncwarp();
+    }
+    uint32 result[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int first = token + i / 2 * 8 + lane % 4 * 2;
+        float2 x = {sums[i * 2] * rows.scale[i % 2], sums[i * 2 + 1] * rows.scale[i % 2]};
+        if (epilogue.token_scale) {
+            x.x *= epilogue.token_scale[min(first, shape.m - 1)];
+            x.y *= epilogue.token_scale[min(first + 1, shape.m - 1)];
+        }
+        x.x += rows.bias[i % 2], x.y += rows.bias[i % 2];
+        if (epilogue.residual) x.x += unpacked(residual[i] & 0xffff), x.y += unpacked(residual[i] >> 16);
+        result[i] = packed<OUT>(x.x, x.y);
+    }
+    store_matrices_turned(matrix, result);
+    __syncwarp();
+    copy_eight(epilogue.out + at, mine, count, epilogue.wide);
+    __syncwarp();
+}
+
+// The same for all squares of a warp, where only a bias is added and all rows are aligned. It has few instructions,
+// since each runs only once a tile and has to be fetched.
+DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
+                         const float (&sums)[SUMS], int row, int token) {
+    const int lane = threadIdx.x % 32;
+    const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
+    const uint4 *mine = (const uint4 *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
+    unsigned short *to = epilogue.out + (long long)(token + lane / 2) * shape.n + row + lane % 2 * 8;
+    const int left = shape.m - token - lane / 2;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 16; ++j, to += 16ll * shape.n) {
+        uint32 result[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float *two = &sums[j * 8 + i * 2];
+            const float scale = rows.scale[i % 2], bias = rows.bias[i % 2];
+            result[i] = packed<OUT>(fmaf(two[0], scale, bias), fmaf(two[1], scale, bias));
+        }
+        store_matrices_turned(matrix, result);
+        __syncwarp();
+        if (left > j * 16) *(uint4 *)to = *mine;
+        __syncwarp();
+    }
+}
+
+// Finishes a tile whose sums this block has alone.
+DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape,
+                       const float (&sums)[SUBTILES][SUMS], int row, int token) {
+    const bool plain = epilogue.wide && !epilogue.residual && !epilogue.token_scale;
+#pragma unroll
+    for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
+        const Rows rows(epilogue, shape, row);
+        if (plain && row + 16 <= shape.n) {
+            finish_plain(box, epilogue, shape, rows, sums[subtile], row, token);
+            continue;
+        }
+#pragma unroll 1
+        for (int j = 0; j < TOKENS / 16 && token + j * 16 < shape.m; ++j) {
+            float square[8];
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i)
+                if (i / 8 == j) square[i % 8] = sums[subtile][i];
+            finish(box, epilogue, shape, rows, square, row, token + j * 16);
+        }
+    }
+}
+
+// ---- sums that blocks of a cluster or warp groups of a block share
+// -------------------------------------------------------
+
+// PARTS blocks share a tile's sums, for each of BESIDES tiles of the cluster. A block's index among them is `part`. It
+// finishes the squares of 16 rows by 16 tokens whose unit of rows is `part` modulo PARTS.
+template <int PARTS, int BESIDES>
+struct Exchange {
+    static constexpr int OWN = TOKENS / 16 * UNITS / PARTS, SOURCES = PARTS * LANES;
+    typedef float4 Part[SOURCES][2][32];  // sums of a square
+    Shared &shared;
+    Part *parts;
+    const uint32 rank, part = rank / BESIDES;
+
+    MEMBER Exchange(Shared &shared, void *parts, uint32 rank) : shared(shared), parts((Part *)parts), rank(rank) {}
+
+    // Arrives at the barrier `gone` of all blocks that exchange; lane i of each warp arrives at that of the i-th block.
+    MEMBER void leave() const {
+        __syncwarp();
+        const int lane = threadIdx.x % 32;
+        if (lane < PARTS) barrier_arrive(shared_address(&shared.gone), lane * BESIDES + rank % BESIDES);
+    }
+
+    // Each warp sends its sums to the blocks that finish them, whose barrier `come` counts them; or stores them here.
+    MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
+        if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(shared_address(&shared.come), OWN * sizeof(Part));
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
+#pragma unroll
+        for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+            const int unit = (warp % (WARPS / LANES) / 4 * SUBTILES + subtile) * 4 + warp % 4;
+            const uint32 block = unit % PARTS * BESIDES + rank % BESIDES;
+#pragma unroll
+            for (int j = 0; j < TOKENS / 16; ++j) {
+                float4 *to = parts[j * (UNITS / PARTS) + unit / PARTS][part * LANES + turn][0] + lane;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float *from = &sums[subtile][j * 8 + i * 4];
+                    const float4 four = make_float4(from[0], from[1], from[2], from[3]);
+                    if constexpr (CLUSTER == 1) to[i * 32] = four;
+                    else ::send(shared_address(to + i * 32), block, four, shared_address(&shared.come));
+                }
+            }
+        }
+    }
+
+    // Adds the sums that all blocks sent, in the order of K, and finishes the block's squares.
+    MEMBER void finish_own(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        for (int own = warp; own < OWN; own += WARPS) {
+            const int row = schedule.row + (own % (UNITS / PARTS) * PARTS + part) * 16;
+            const int token = schedule.token + own / (UNITS / PARTS) * 16;
+            if (row >= shape.n || token >= shape.m) continue;
+            float square[8] = {};
+#pragma unroll
+            for (int source = 0; source < SOURCES; ++source) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float4 more = parts[own][source][i][lane];
+                    square[i * 4] += more.x, square[i * 4 + 1] += more.y;
+                    square[i * 4 + 2] += more.z, square[i * 4 + 3] += more.w;
+                }
+            }
+            __syncwarp();
+            unsigned char *box = (unsigned char *)parts[own][0];  // its sums are no longer needed
+            finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
+        }
+        if (CLUSTER > 1 && schedule.more()) leave();  // else nobody waits, and other blocks may have exited
+    }
+};
+
+// Of the 64 rows that both blocks hold, each block finishes those of two warps. It sends the sums of the other two
+// warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
+DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const uint32 come = shared_address(&shared.come), gone = shared_address(&shared.gone);
+    float4(*other)[1][2][32] = (float4(*)[1][2][32])shared.part[warp % 2 * (TOKENS / 16)];
+    if (warp / 2 != rank) {
+        barrier_wait(gone, parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; ++i) {
+            const float4 four = make_float4(sums[i * 4], sums[i * 4 + 1], sums[i * 4 + 2], sums[i * 4 + 3]);
+            send(shared_address(&other[i / 2][0][i % 2][lane]), rank ^ 1, four, come);
+        }
+        return false;
+    }
+    if (lane == 0) barrier_expect(come, SUMS * 128);
+    barrier_wait_after(come, parity);
+#pragma unroll
+    for (int i = 0; i < SUMS / 4; ++i) {
+        const float4 four = other[i / 2][0][i % 2][lane];
+        sums[i * 4] += four.x, sums[i * 4 + 1] += four.y, sums[i * 4 + 2] += four.z, sums[i * 4 + 3] += four.w;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(gone, rank ^ 1);
+    return true;
+}
+
+DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
+                    uint32 rank) {
+    const int warp = threadIdx.x / 32, below = warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16;
+    Consumer consumer(shared, epilogue.scale, zero, shape, rank);
+    uint32 parity = 0;
+    for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
+        float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
+        const int row = schedule.row + below;
+        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided);
+        float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
+        if constexpr (SOURCES > 1) {
+            const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
+            if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
+            else barrier_wait(shared_address(&shared.gone), parity ^ 1);
+            exchange.send(result);
+            if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
+            else barrier_wait_after(shared_address(&shared.come), parity);
+            exchange.finish_own(epilogue, shape, schedule);
+        } else if (TAIL && schedule.divided) {  // the last tile: once all are here, nobody reads the ring
+            const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
+            exchange.leave();
+            barrier_wait(shared_address(&shared.gone), 0);
+            exchange.send(result);
+            barrier_wait_after(shared_address(&shared.come), 0);
+            exchange.finish_own(epilogue, shape, schedule);
+        } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
+            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
+        }
+    }
+}
+
+// Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
+// over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements. scale and zero [n, groups].
+// bias [n], residual [m, n] and token_scale [m] may be null.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
+              const signed char *zero, const void *bias, const void *residual, const float *token_scale,
+              unsigned short *out, int m, int n, int chunks, int groups, int rows, int columns, int band, int wide) {
+    DYNAMIC_SHARED(memory);
+    Shared &shared = *(Shared *)memory;
+    const Shape shape = {m, n, chunks, groups, rows, columns, band};
+    const Epilogue epilogue = {scale, bias, residual, token_scale, out, wide};
+    const uint32 rank = CLUSTER == 1 ? 0 : cluster_rank();
+    if (threadIdx.x == 0) {
+        if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle depends on the address
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&shared.full[i]), 1);
+            barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
+        }
+        barrier_init(shared_address(&shared.come), OVERLAP ? 2 : 1);
+        barrier_init(shared_address(&shared.gone), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
+        barrier_init_fence();
+        prefetch(codes), prefetch(x);
+    }
+    if (threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
+    __syncwarp();
+    cluster_come();
+    cluster_await();  // all barriers are initialised
+    wait_for_previous();
+
+    if (threadIdx.x >= GROUPS * 128) {
+        give_registers<GROUPS == 2 ? 40 : 32>();
+        if (threadIdx.x == GROUPS * 128) {
+            produce(shared, codes, x, shape, rank);
+            let_next_start();  // not earlier, since its copies would delay these
+        }
+    } else {
+        take_registers<GROUPS == 2 ? 232 : 112>();
+        consume(shared, epilogue, zero, shape, rank);
+    }
+    __syncwarp();
+    // Other blocks of the cluster may still have to arrive at this block's barriers. It has already awaited their sums.
+    if constexpr (BESIDE > 1) cluster_meet();
+}

@@ -1,0 +1,75 @@
+"""The command lines of the recipes: mistakes in one line, exit statuses, and `--set NAME=VALUE`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """A mistake that the user can correct. The program prints it as one line and exits with status 2."""
+
+
+def exit_status(program: Callable[[], None]) -> int:
+    """Run `program`: 0 when it returns, 2 after an error that the user can correct, 130 after Ctrl-C."""
+    try:
+        program()
+    except KeyboardInterrupt as stop:
+        print(f"interrupted: {stop}" if str(stop) else "interrupted")
+        return EXIT_INTERRUPTED
+    except (UserError, OSError) as error:  # OSError: a full disk, a read-only folder
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def override(config: Any, assignments: list[str]) -> Any:
+    """A copy of a dataclass with `name=value` texts applied; `model.name=value` changes its field `model`.
+
+    UserError names a field that does not exist, or a value that the field does not accept.
+    """
+    changes: dict[str, Any] = {}
+    model_changes: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        inside = name.startswith("model.")
+        kinds = typing.get_type_hints(type(config.model if inside else config))
+        known = {("model." if inside else "") + n: kind for n, kind in kinds.items()}
+        known = {n: kind for n, kind in known.items() if n not in ("model", "preset")}
+        if not equals or name not in known:
+            names = ", ".join(known) + ("" if inside else ", or model.NAME")
+            raise UserError(f"--set {assignment}: expected NAME=VALUE with NAME one of {names}")
+        target = model_changes if inside else changes
+        target[name.removeprefix("model.")] = parse_value(assignment, text, known[name])
+    try:
+        if model_changes:
+            changes["model"] = dataclasses.replace(config.model, **model_changes)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return dataclasses.replace(config, **changes)
+
+
+def parse_value(assignment: str, text: str, kind: Any) -> Any:
+    """`text` as a value of the type hint `kind`."""
+    if kind is str:
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    types = {float: (float, int), tuple[int, ...]: (tuple,), int | None: (int, NoneType)}
+    accepted = types.get(kind, (kind,))
+    if accepted == (tuple,) and isinstance(value, int):
+        value = (value,)
+    if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+        names = " or ".join(t.__name__ for t in accepted)
+        raise UserError(f"--set {assignment}: the value is {text!r}; accepted: {names}")
+    return value

@@ -1,0 +1,204 @@
+"""A weight remembers which implementation runs its products: nothing that decides this may be overlooked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit import products, tracer
+from lowbit.inference import linear
+from lowbit.products import BUILT_IN, Row, choose_linear, plain_linear
+from tests.schemes import relative_error
+
+CASES = {
+    "weight_linear": (lb.Int4WeightOnly(32), torch.bfloat16),
+    "int8_dynamic_linear": (lb.Int8DynamicActivationInt8Weight(), torch.bfloat16),
+    "cpu_linear": (lb.Int4WeightOnly(32), torch.float32),
+    "plain_linear": (lb.Int4WeightOnly(8), torch.bfloat16),
+}
+"""By the name of the row that serves it on a CPU: a scheme and the dtype of weight and activation."""
+
+every_row = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the rows that were chosen, one for each time that a decision was made."""
+    names: list[str] = []
+
+    def choose(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None = None) -> Row:
+        row = choose_linear(x, weight, bias)
+        names.append(row.name)
+        return row
+
+    monkeypatch.setattr(products, "choose_linear", choose)
+    return names
+
+
+def layer(name: str, k: int = 64, n: int = 48) -> tuple[nn.Linear, Tensor]:
+    """A quantized layer that the row `name` serves, and an input for it."""
+    scheme, dtype = CASES[name]
+    model = nn.Linear(k, n, dtype=dtype)
+    lb.quantize_(model, scheme)
+    return model, torch.randn(3, k, dtype=dtype)
+
+
+@pytest.fixture
+def more() -> Iterator[Callable[[Tensor, lb.LowbitTensor, Tensor | None], Tensor]]:
+    """A registered implementation that adds 1 to the plain product."""
+
+    def more(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None) -> Tensor:
+        return plain_linear(x, weight, bias) + 1
+
+    lb.register_linear(lambda x, weight, bias: True, more)
+    yield more
+    if any(row.implementation is more for row in products._rows):
+        lb.unregister_linear(more)
+
+
+def test_the_list_is_complete() -> None:
+    names = [row.name for row in BUILT_IN]
+    assert [row.implementation.__name__ for row in BUILT_IN] == names
+    assert names[-1] == "plain_linear" and set(CASES) <= set(names)
+
+
+@every_row
+@torch.no_grad()
+def test_equal_products_are_decided_once(name: str, asked: list[str]) -> None:
+    model, x = layer(name)
+    first = model(x)
+    for _ in range(3):
+        assert torch.equal(model(x), first)
+    model(torch.randn_like(x))
+    assert asked == [name]
+
+
+@every_row
+@torch.no_grad()
+def test_what_decides_is_compared(name: str, asked: list[str]) -> None:
+    model, x = layer(name)
+    residual = torch.zeros(3, 48, dtype=x.dtype)
+    calls = [
+        lambda: model(x),
+        lambda: model(x[:2]),
+        lambda: model(x[None]),
+        lambda: F.linear(x, model.weight),
+        lambda: linear(x, model.weight, residual=residual),
+        lambda: linear(x, model.weight, model.bias, residual),
+        lambda: linear(x, model.weight, residual=residual.double()),
+    ]
+    for count, call in enumerate(calls, 1):
+        first = call()
+        assert torch.equal(call(), first)
+        assert len(asked) == count
+
+
+@every_row
+@torch.no_grad()
+def test_other_arguments_are_still_refused(name: str) -> None:
+    model, x = layer(name)
+    weight, residual = model.weight, torch.zeros(3, 48, dtype=x.dtype)
+    linear(x, weight, model.bias, residual)
+    linear(x, weight, model.bias, residual)
+    for match, call in {
+        "K differs": lambda: linear(x[:, :63], weight, model.bias, residual),
+        "float64 input": lambda: linear(x.double(), weight, model.bias, residual),
+        r"bias of shape \(48,\), got": lambda: linear(x, weight, torch.zeros(47), residual),
+        "float64: convert it": lambda: linear(x, weight, model.bias.double(), residual),
+        r"residual of shape \(3, 48\), got": lambda: linear(x, weight, model.bias, residual[:2]),
+        "residual on meta": lambda: linear(x, weight, model.bias, residual.to("meta")),
+        "input on meta": lambda: linear(x.to("meta"), weight, model.bias, residual),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(model)(x[None])
+
+
+@every_row
+@torch.no_grad()
+def test_registrations(name: str, more: Callable[..., Tensor]) -> None:
+    lb.unregister_linear(more)
+    model, x = layer(name)
+    y = model(x)
+    assert torch.equal(model(x), y)
+    lb.register_linear(lambda x, weight, bias: True, more)
+    assert torch.equal(model(x), plain_linear(x, model.weight, model.bias) + 1)
+    assert torch.equal(model(x), plain_linear(x, model.weight, model.bias) + 1)
+    lb.unregister_linear(more)
+    assert torch.equal(model(x), y)
+
+
+@every_row
+def test_gradients_autocast_and_tracers_come_and_go(name: str) -> None:
+    model, x = layer(name)
+    with torch.no_grad():
+        y = model(x)
+        assert torch.equal(model(x), y)
+    leaf = x.clone().requires_grad_()
+    for _ in range(2):
+        leaf.grad = None
+        found = model(leaf)
+        assert found.requires_grad and torch.equal(found, y)
+        found.sum().backward()
+        values = model.weight.dequantize().double().sum(0)
+        assert relative_error(leaf.grad, values.expand(3, 64)) < 1e-2
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            assert model(x).dtype is torch.bfloat16
+    assert torch.equal(model(x), y)
+    with tracer.watched(model) as watch:
+        model(x)
+        model(leaf).sum().backward()
+    model(x)
+    assert [note.ran["output"].implementation for note in watch.notes] == [name] * 2
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err"])
+@torch.no_grad()
+def test_metadata_that_changes_in_place(mapping: str) -> None:
+    """Copying a weight of the other symmetric mapping changes the spec; so may the user."""
+    model, x = layer("weight_linear")
+    other = nn.Linear(64, 48, dtype=torch.bfloat16)
+    lb.quantize_(other, lb.Int4WeightOnly(32, mapping))
+    model(x)
+    model.weight.copy_(other.weight)
+    expected = F.linear(x.double(), other.weight.dequantize().double(), model.bias.double())
+    assert relative_error(model(x), expected) < 4e-3
+    rounded = lb.Int8DynamicActivationInt8Weight().activation
+    model.weight.activation = rounded
+    seen = F.linear(rounded.fake_quantize(x).double(), other.weight.dequantize().double())
+    assert relative_error(F.linear(x, model.weight), seen) < 4e-3
+
+
+@every_row
+@torch.no_grad()
+def test_weights_that_move_are_copied_or_viewed(name: str, asked: list[str]) -> None:
+    model, x = layer(name)
+    y = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), y) and copied.weight._known_product.rows is products._rows
+    assert torch.equal(F.linear(x, model.weight[:32], model.bias[:32]), y[:, :32])
+    copied.to(torch.float64)
+    assert copied(x.double()).dtype is torch.float64
+    copied.to("meta")
+    assert copied(x.double().to("meta")).is_meta
+    with pytest.raises(ValueError, match="input on cpu with a weight on meta"):
+        copied(x.double())
+
+
+@every_row
+@torch.no_grad()
+def test_parts_that_no_longer_fit_are_refused(name: str) -> None:
+    """They are refused, rather than read beyond their end."""
+    model, x = layer(name)
+    model(x)
+    model.weight.codes = model.weight.codes[:4].clone()
+    with pytest.raises((ValueError, RuntimeError)):
+        model(x)

@@ -1,0 +1,243 @@
+"""dequantize: the reference against the formula, every implementation against the reference, to the bit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cases.dequantize import CASES, Case
+from lowbit_kernels.dequantize import dequantize, reference
+from tests.kernels.interpreted import in_new_process, interpreted
+
+SMALL = [case for case in CASES if not case.large]
+OP = torch.ops.lowbit.dequantize
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same dtype, shape and bits. NaNs must be in the same places; their payload may differ."""
+    if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+        return False
+    return torch.equal(bits(a)[~a.isnan()], bits(b)[~b.isnan()])
+
+
+def formula(codes, scale, zero_point, group_size, size, dtype) -> torch.Tensor:
+    """Element by element, in numpy's float32."""
+    rows, is_packed = codes.shape[0], codes.dtype == torch.uint8
+    x = np.zeros((rows, size), dtype=np.float32)
+    codes = codes.numpy()
+    scale = scale.float().numpy()
+    for n in range(rows):
+        for k in range(size):
+            byte = int(codes[n, k // 2 if is_packed else k])
+            code = (byte >> (4 * (k % 2))) % 16 - 8 if is_packed else byte
+            zero = 0 if zero_point is None else int(zero_point[n, k // group_size])
+            with np.errstate(all="ignore"):
+                x[n, k] = np.float32(code - zero) * scale[n, k // group_size]
+    return torch.from_numpy(x).to(dtype)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_reference_is_the_formula(case: Case) -> None:
+    arguments = case.arguments()
+    assert equal_bits(reference(*arguments), formula(*arguments))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_cpu(case: Case) -> None:
+    codes, scale, zero_point, group_size, size, dtype = arguments = case.arguments()
+    out = dequantize(codes, scale, zero_point, group_size=group_size, size=size, dtype=dtype)
+    assert out.is_contiguous() and equal_bits(out, reference(*arguments))
+
+
+INTERPRETED = """
+import json, torch
+from lowbit_kernels.launches import counted
+from tests.kernels.test_dequantize import OP, SMALL, equal_bits, reference
+
+torch.manual_seed(0)
+results = {}
+for case in SMALL:
+    arguments = case.arguments()
+    with counted() as calls:
+        results[case.name] = equal_bits(OP(*arguments), reference(*arguments))
+    results[case.name] &= calls == {("dequantize", f"int{case.bits} triton"): 1}
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def under_triton() -> dict[str, bool]:
+    return interpreted(INTERPRETED)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_interpreted_kernel(under_triton: dict[str, bool], case: Case) -> None:
+    assert under_triton[case.name]
+
+
+def test_without_triton() -> None:
+    code = """
+import json, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton":
+            raise ImportError("no triton here")
+sys.meta_path.insert(0, Refuse())
+import torch, lowbit_kernels
+out = lowbit_kernels.dequantize.dequantize(
+    torch.tensor([[0x80, 0xF7]], dtype=torch.uint8), torch.tensor([[0.5]]),
+    group_size=4, size=3, dtype=torch.float32)
+print(json.dumps([out.tolist(), "triton" in sys.modules]))
+"""
+    assert in_new_process(code) == [[[-4.0, 0.0, -0.5]], False]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_operator_is_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments())
+
+
+def test_compiles_for_any_shape() -> None:
+    @torch.compile(fullgraph=True, dynamic=True)
+    def half(packed: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
+        x = dequantize(packed, scale, group_size=16, size=size, dtype=torch.float32)
+        return x / 2
+
+    for rows, size in ((3, 32), (5, 48), (8, 47)):
+        packed, scale, zero_point, *_ = Case("", rows, size, 16).arguments()
+        expected = reference(packed, scale, zero_point, 16, size, torch.float32) / 2
+        assert torch.equal(half(packed, scale, size), expected)
+
+
+EXTREME_SCALES = [0.0, -0.0, 1e-45, 1e-38, -1e-3, 1e4, 3e38, math.inf, -math.inf, math.nan]
+
+
+def extreme(bits: int, dtype: torch.dtype) -> tuple:
+    scale = torch.tensor(EXTREME_SCALES)[:, None].repeat(1, 4)
+    rows = len(EXTREME_SCALES)
+    if bits == 8:
+        codes = torch.randint(-128, 128, (rows, 64), dtype=torch.int8)
+    else:
+        codes = torch.randint(0, 256, (rows, 32), dtype=torch.uint8)
+        codes[:, :8] = torch.arange(8, dtype=torch.uint8) * 0x22 + 0x10  # all 16
+    return codes, scale, None, 16, 64, dtype
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_extreme_scales(dtype: torch.dtype, bits: int) -> None:
+    arguments = extreme(bits, dtype)
+    assert equal_bits(OP(*arguments), formula(*arguments))
+
+
+def test_zero_points_span_int8() -> None:
+    packed = torch.tensor([[0xF0]], dtype=torch.uint8)
+    for zero in (-128, -8, 0, 7, 127):
+        zero_point = torch.tensor([[zero]], dtype=torch.int8)
+        for codes, ends in ((packed, (-8, 7)), (torch.tensor([[-128, 127]]).char(), (-128, 127))):
+            out = dequantize(
+                codes, torch.ones(1, 1), zero_point, group_size=2, size=2, dtype=torch.float32
+            )
+            assert out.tolist() == [[end - zero for end in ends]]
+
+
+WRONG = [
+    ({"codes": torch.zeros(2, 4)}, TypeError, r"or torch\.int8 .*, got torch\.float32"),
+    ({"scale": torch.ones(2, 2, dtype=torch.float64)}, TypeError, r"got torch\.float64"),
+    ({"dtype": torch.int32}, TypeError, r"a result of .*; got torch\.int32"),
+    ({"zero_point": torch.zeros(2, 2)}, TypeError, r"int8 or None, got torch\.float32"),
+    ({"zero_point": torch.zeros(2, 1, dtype=torch.int8)}, ValueError, r"\(2, 2\); got \(2, 1\)"),
+    ({"group_size": 0}, ValueError, "1 or more elements, got 0"),
+    ({"size": 9}, ValueError, r"0\.\.8, .*; got 9"),
+    ({"size": -1}, ValueError, "got -1"),
+    ({"codes": torch.zeros(1, 2, 4, dtype=torch.uint8)}, ValueError, "flatten leading"),
+]
+WRONG_SIZES = {
+    torch.uint8: [
+        (
+            {"group_size": 5},
+            ValueError,
+            r"takes torch\.uint8 codes of shape \(2, 5\), got \(2, 4\)",
+        ),
+        ({"scale": torch.ones(3, 2)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
+    ],
+    torch.int8: [
+        (
+            {"group_size": 5},
+            ValueError,
+            r"takes torch\.int8 codes of shape \(2, 10\), got \(2, 8\)",
+        ),
+        ({"scale": torch.ones(3, 2)}, ValueError, r"shape \(3, 8\), got \(2, 8\)"),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", WRONG_SIZES, ids=str)
+def test_wrong_arguments(dtype: torch.dtype) -> None:
+    arguments = {
+        "codes": torch.zeros(2, 4 if dtype == torch.uint8 else 8, dtype=dtype),
+        "scale": torch.ones(2, 2),
+        "zero_point": None,
+        "group_size": 4,
+        "size": 8,
+        "dtype": torch.float32,
+    }
+    assert dequantize(**arguments).shape == (2, 8)
+    for change, error, message in WRONG + WRONG_SIZES[dtype]:
+        with pytest.raises(error, match=message):
+            dequantize(**{**arguments, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_cuda(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    out = OP(*arguments)
+    assert out.is_contiguous() and equal_bits(out, reference(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL[:6], ids=lambda c: c.name)
+def test_cuda_operator_is_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_cuda_extreme_scales(dtype: torch.dtype, bits: int) -> None:
+    codes, scale, *rest = extreme(bits, dtype)
+    out = OP(codes.cuda(), scale.cuda(), *rest).cpu()
+    assert equal_bits(out, formula(codes, scale, *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("bits", "padding"), [(4, 0), (4, 1), (8, 0)], ids=["int4-one-long-row", "int4-rows", "int8"]
+)
+def test_cuda_offsets_of_64_bits(bits: int, padding: int) -> None:
+    case = Case("", 70_001, 32_768 - padding, 128, torch.bfloat16, bits=bits)
+    codes, scale, *rest = case.arguments("cuda")
+    out = OP(codes, scale, *rest)
+    assert out.numel() > 2**31
+    for rows in (slice(0, 3), slice(65_530, 65_540), slice(-3, None)):
+        assert equal_bits(out[rows], reference(codes[rows], scale[rows], *rest))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    arguments = Case("", 256, 1024, 128, has_zero_point=True).arguments("cuda")
+    OP(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OP(*arguments)
+    arguments[0].bitwise_not_()
+    graph.replay()
+    assert equal_bits(out, reference(*arguments))

@@ -1,0 +1,141 @@
+"""The decode kernel on a CPU: ``decode_emulator`` runs its source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_kernels.weight_mm_decode_sm90 import neighbours, plan
+from tests.kernels import decode_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.test_weight_mm_decode_sm90_gpu import (
+    BOUND,
+    exact,
+    float8_operands,
+    operands,
+    run_planned,
+)
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
+
+
+def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1, **changed: int) -> Tensor:
+    bits, group, scale = case["bits"], case["group_size"], case["scale"]
+    m, (n, row) = case["x"].shape[0], case["codes"].shape
+    chosen = plan(
+        *(m, n, row * 8 // bits, bits, blocks),
+        scale_bytes=scale.shape[1] * (scale.element_size() + (case["zero_point"] is not None)),
+        vector=neighbours(bits, 0 if scale.shape[1] == 1 else group),
+        splits=(split,),
+        heights=(height,),
+    )
+    assert chosen is not None and chosen.split == split
+    chosen = replace(chosen, **changed)
+    with decode_emulator.emulated():
+        return run_planned(case, chosen)
+
+
+def check(case: dict, **divided: int) -> None:
+    out, expected = run(case, **divided), exact(**case)
+    assert (out.double() - expected).norm() <= BOUND[out.dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 7])
+def test_tokens_whose_x_shares_registers_and_k_in_parts(m: int) -> None:
+    """One and a half chunks a warp and part, more tiles than stages, and a k that ends within a chunk."""
+    check(operands(m, 60, 2 * 3072 + 32, 4, 32, device="cpu"), blocks=1)
+
+
+@pytest.mark.parametrize("m", [2, 3])
+def test_x_of_several_tokens_in_many_parts(m: int) -> None:
+    check(operands(m, 40, 9216 + 128, device="cpu"), blocks=1)
+
+
+@pytest.mark.parametrize("group", [64, 96, 128, 0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups(bits: int, group: int) -> None:
+    dtype = torch.float16 if group == 96 else torch.bfloat16
+    check(operands(3, 160, 1440, bits, group, dtype, zero=True, extras=True, device="cpu"))
+
+
+@pytest.mark.parametrize(("split", "height", "m"), [(2, 1, 8), (4, 2, 9), (1, 2, 16)])
+def test_divisions(split: int, height: int, m: int) -> None:
+    case = operands(m, 150, 2560, 4, 128, extras=True, device="cpu")
+    check(case, blocks=2 * split, split=split, height=height)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "split"), [(8, 4096, 2), (5, 1440, 1), (16, 2560, 2), (16, 8192, 2)]
+)
+def test_x_in_boxes(m: int, k: int, split: int) -> None:
+    """Also with fewer tokens and less k than a box holds, and where stages reuse the memory of boxes. Where the TMA
+    can't read x, the kernel loads it and gives the same result."""
+    case = operands(m, 70, k, device="cpu", zero=True)
+    out = run(case, blocks=2 * split, split=split)
+    expected = exact(**case)
+    assert (out.double() - expected).norm() <= BOUND[out.dtype] * expected.norm()
+    for width, first in ((k + 8, 8), (k + 1, 0), (k + 16, 3)) if k < 8192 else ():
+        x = torch.full((m, width), float("nan"), dtype=torch.bfloat16)
+        x[:, first : first + k] = case["x"]
+        x = x[:, first : first + k]
+        assert torch.equal(run({**case, "x": x}, blocks=2 * split, split=split), out)
+
+
+@pytest.mark.parametrize(("stages", "apart"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 3), (4, 4)])
+@pytest.mark.parametrize("split", [1, 2])
+def test_stages_where_x_was(split: int, stages: int, apart: int) -> None:
+    """More tiles than stages, with any number of stages over the memory of x."""
+    case = operands(8, 16 * 7, 1280, device="cpu")
+    expected = run(case, blocks=split, split=split)
+    out = run(case, blocks=split, split=split, stages=stages, apart=apart)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "k", "split"), [(1, 1440, 1), (3, 1024, 1), (8, 96, 1), (8, 1440, 2), (16, 1024, 1)]
+)
+def test_float8(m: int, k: int, split: int, dtype: torch.dtype) -> None:
+    """x is float16, results may have another dtype, and a row may end within a chunk."""
+    case = float8_operands(m, 40, k, dtype, extras=True, device="cpu")
+    case["scale"] /= 64  # results within float16
+    check(case, blocks=2 * split, split=split)
+
+
+def test_what_is_not_finite_of_float8_stays_in_its_row_and_column() -> None:
+    """The memory after a row of the weight may hold NaN, too."""
+    case = float8_operands(3, 40, 96, extras=True, device="cpu")
+    clean = run(case)
+    wide = torch.full((40, 128), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert wide.float().isnan().all()
+    wide.view(torch.uint8)[:, :96] = case["codes"].view(torch.uint8)
+    assert torch.equal(run({**case, "codes": wide[:, :96]}), clean)
+    wide.view(torch.uint8)[7, 50], case["token_scale"][1] = 255, float("nan")
+    out = run({**case, "codes": wide[:, :96]})
+    expected = clean.clone()
+    expected[1], expected[:, 7] = float("nan"), float("nan")
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+def test_strided_rows() -> None:
+    case = operands(2, 24, 512, device="cpu")
+    wide = torch.zeros(24, 512, dtype=torch.uint8)
+    wide[:, 32:288] = case["codes"]
+    x = torch.zeros(2, 519, dtype=torch.bfloat16)
+    x[:, 3:515] = case["x"]
+    expected = run(case)
+    assert torch.equal(run({**case, "codes": wide[:, 32:288]}), expected)
+    assert torch.equal(run({**case, "x": x[:, 3:515]}), expected)
+
+
+def test_what_is_not_finite_stays_with_its_token() -> None:
+    """Also where the registers hold the x of another chunk in other columns."""
+    case = operands(2, 20, 2304, device="cpu")
+    clean = run(case)
+    case["x"][1, 5], case["x"][1, 2000] = float("nan"), float("inf")
+    out = run(case)
+    assert out[1].isnan().all() and torch.equal(out[0], clean[0])

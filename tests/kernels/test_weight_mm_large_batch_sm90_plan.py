@@ -1,0 +1,99 @@
+"""The large-batch kernel: how the work is divided among blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit_kernels import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_mm_large_batch_sm90 import BAND, SHARED_LIMIT, Plan, Tile, plan, stages
+
+
+def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
+    """Row, token, first chunk and end of every block's tiles, as the kernel's `Schedule` has them."""
+    chunks, rows, columns = (
+        -(-k // plan.chunk),
+        -(-n // (plan.rows * plan.beside)),
+        -(-m // plan.tokens),
+    )
+    tiles = rows * columns
+    left = tiles % plan.clusters
+    divided = left if plan.divides and left * 2 <= plan.clusters else 0
+    found = []
+    for tile in range(tiles + divided):
+        more = tile - (tiles - left) if divided else -1
+        own = tile if more < 0 else tiles - left + more // 2
+        above = own // (BAND * rows) * BAND
+        within, width = own - above * rows, min(BAND, columns - above)
+        for rank in range(plan.cluster):
+            beside, part, parts = rank % plan.beside, rank // plan.beside, plan.split
+            if more >= 0:
+                beside, part, parts = more % 2, rank, 2
+            row = (within // width * plan.beside + beside) * plan.rows
+            share = (chunks * part // parts, chunks * (part + 1) // parts)
+            token = (above + within % width) * plan.tokens
+            if not Tile(*plan[:3]).overlaps:
+                found.append((row, token, *share))
+                continue
+            first = row - 32 * beside  # of the block's 256 rows
+            shared = first + 192 * (
+                1 - beside
+            )  # 64 rows of both blocks, which take turns at their chunks
+            alone = [r for r in range(first, first + 256, 64) if r != shared]
+            found += [(r, token, *share) for r in alone]
+            found += [(shared, token, c, c + 1) for c in range(beside, chunks, 2)]
+    return found
+
+
+SHAPES = (st.integers(1, 3000), st.integers(1, 40000), st.integers(1, 400))
+
+
+@settings(max_examples=200)
+@given(
+    *SHAPES,
+    st.sampled_from([4, 8]),
+    st.sampled_from([0, 32, 64, 96, 128, 160, 256]),
+    st.sampled_from([16, 78, 114, 132]),
+    st.booleans(),
+)
+def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, processors, may_round) -> None:
+    k = 32 * k32
+    chosen = plan(m, n, k, bits, group, processors, may_round)
+    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 224, 256)
+    assert 1 <= chosen.clusters * chosen.cluster <= processors and chosen.cluster <= 8
+    assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
+    assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
+    summed_twice = group > 0 and not chosen.rounded
+    registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
+    assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
+    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
+    turns = weight_mm_large_batch_sm90.Tile(*chosen[:3]).turns
+    assert chosen.stages % turns == 0 and chosen.stages > turns
+    stage = weight_mm_large_batch_sm90._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
+    assert (
+        chosen.stages * stage + weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split)
+        <= SHARED_LIMIT
+    )
+    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for row, token, first, last in work(chosen, m, n, k):
+        assert first < last or k <= chosen.chunk, "no block is idle"
+        parts.setdefault((row, token), []).append((first, last))
+    height = 64 if chosen.rows == 224 else chosen.rows
+    covered = {(r, t) for r in range(0, n, height) for t in range(0, m, chosen.tokens)}
+    assert covered <= set(parts)
+    for shares in map(sorted, parts.values()):
+        assert shares[0][0] == 0 and shares[-1][1] == -(-k // chosen.chunk)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
+
+
+def test_plan_of_the_shapes_that_matter() -> None:
+    assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
+    assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
+    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
+    for m in (16, 32):  # all blocks that the GPU holds but four
+        small = plan(m, 4096, 4096, 4, 128, 132)
+        assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
+        large = plan(m, 28672, 8192, 4, 128, 132)
+        assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64

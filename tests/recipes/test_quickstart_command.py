@@ -1,0 +1,191 @@
+"""The quick start as users meet it: a command, its exit status, what it prints, and Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes import text
+from recipes.quickstart import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "model.vocab_size": 300,
+    "model.dim": 32,
+    "model.layers": 1,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.hidden": 48,
+    "model.context": 32,
+    "batch_size": 4,
+    "heldout_tokens": 500,
+    "sample_tokens": 8,
+    "probe_sequences": 2,
+}
+
+
+def arguments(tmp_path: Path, steps: int, *more: str) -> list[str]:
+    source = tmp_path / "text"
+    if not source.exists():
+        source.mkdir()
+        (source / "mine.txt").write_text("".join(f"a line, number {i * i}\n" for i in range(4000)))
+    settings = [f"--set={name}={value}" for name, value in {**SMALL, "steps": steps}.items()]
+    place = ["--preset", "tiny", "--data", str(source), "--out", str(tmp_path / "run")]
+    return [*place, *settings, *more]
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "recipes.quickstart", *arguments]
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        command(*arguments(tmp_path, 100_000)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    try:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert f"--resume {run}" in output
+    assert (run / "checkpoints" / "trunk.pt").exists()
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    assert config["steps"] == 100_000 and config["model"]["dim"] == 32
+
+
+def test_the_command_line_does_the_whole_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(arguments(tmp_path, 10)) == 0
+    output = capsys.readouterr().out
+    assert "int4, after QAT" in output and "report.html" in output
+    assert (tmp_path / "run" / "report.md").exists()
+    assert main(arguments(tmp_path, 10)) == 2
+    assert "already exists; continue the run in it with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "nowhere"], "error: --data nowhere: there is no such file or folder"),
+        (["--data", "hollow"], "error: hollow has no text to train on"),
+        (["--resume", "nowhere"], "nowhere holds no run"),
+        (["--resume"], "no run in"),
+        (["--set", "depth=3"], "NAME=VALUE with NAME one of"),
+        (["--set", "steps=-3"], "steps is -3"),
+    ],
+    ids=[
+        "missing-data",
+        "empty-data",
+        "resume-nowhere",
+        "resume-nothing",
+        "no-setting",
+        "bad-setting",
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    more: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hollow").mkdir()
+    assert main(more if "--resume" in more else ["--preset", "tiny", *more]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["hollow"]
+
+
+def test_a_folder_in_use_is_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "run" / "precious.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    assert main(arguments(tmp_path, 10)) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert [p.name for p in kept.parent.iterdir()] == [
+        "precious.txt"
+    ] and kept.read_text() == "mine"
+
+
+def test_resume_of_a_folder_with_a_broken_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"steps": 3}')
+    assert main(["--resume", str(tmp_path)]) == 2
+    assert "not a configuration of the quick start" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizers.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'tokenizers'\")"
+    )
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    found = subprocess.run(command(), capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert found.returncode == 2
+    assert "No module named 'tokenizers'" in found.stderr and ".[recipes]" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="needs the wandb package"
+)
+
+
+@needs_wandb
+def test_wandb_online_without_a_key(tmp_path: Path) -> None:
+    env = {**environment(), "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    found = subprocess.run(
+        command(*arguments(tmp_path, 10, "--wandb", "online")),
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+    )
+    assert found.returncode == 2
+    assert "wandb login" in found.stderr and "--wandb disabled" in found.stderr
+    assert "Traceback" not in found.stderr and not (tmp_path / "run").exists()
+
+
+def test_interrupted_while_reading_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*inputs: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(text, "read_split", interrupted)
+    assert main(arguments(tmp_path, 10)) == 130
+    assert "nothing was written" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()

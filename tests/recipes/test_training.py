@@ -1,0 +1,87 @@
+"""Training settings: presets, overrides, invalid values, and the learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import lowbit
+from recipes import quickstart
+from recipes.command_line import UserError
+from recipes.quickstart import PRESETS, tiny
+from recipes.training import TrainingConfig, learning_rate_factor, override
+
+
+@pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
+def test_presets_survive_json(name: str) -> None:
+    config = PRESETS[name]()
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert config.preset == name and TrainingConfig.from_dict(values) == config
+
+
+@pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
+def test_learning_rate_warms_up_stays_and_falls_to_zero(name: str) -> None:
+    config = PRESETS[name]()
+    rates = [learning_rate_factor(config)(step) for step in range(config.steps + 1)]
+    assert rates[0] == pytest.approx(1 / config.warmup_steps) and rates[-1] == 0.0
+    assert max(rates) == 1.0
+    assert rates[config.trunk_steps] == pytest.approx(config.branch_lr)
+    assert rates[config.warmup_steps :] == sorted(rates[config.warmup_steps :], reverse=True)
+
+
+def test_steps_scale_the_parts_of_a_run() -> None:
+    config = override(tiny(), [f"steps={2 * tiny().steps}", "warmup_steps=3"])
+    assert config.branch_steps == 2 * tiny().branch_steps
+    assert (config.warmup_steps, config.decay_steps) == (3, 2 * tiny().decay_steps)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("speed=3", "NAME one of"),
+        ("model.width=3", "NAME one of"),
+        ("steps", "NAME=VALUE"),
+        ("steps=many", "accepted: int"),
+        ("lr=fast", "accepted: float or int"),
+        ("steps=0", "steps is 0"),
+        ("branch_steps=5000", "below steps="),
+        ("model.kv_heads=3", "kv_heads=3"),
+        ("bits=9", "bits is"),
+        ("bf16=1", "accepted: bool"),
+        ("corpus=web", "accepted: stdlib"),
+        ("lr=0", "lr is 0"),
+        ("lr=1e999", "lr is inf"),
+        ("group_size=0", "group_size is 0"),
+        ("group_size=-4", "group_size is -4"),
+        ("bits=(4.5,)", "bits is"),
+        ("bits=(4, 4)", "bits is"),
+        ("bits=('a',)", "bits is"),
+        ("beta2=1.5", "beta2 is 1.5"),
+        ("weight_decay=-1", "weight_decay is -1"),
+        ("grad_clip=-1", "grad_clip is -1"),
+        ("seed=-1", "seed is -1"),
+        ("sample_tokens=256", "below the model's context of 256"),
+        ("warmup_steps=600", "decay_steps is 440; accepted: 0 to"),
+    ],
+)
+def test_invalid_settings(assignment: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        override(tiny(), [assignment])
+
+
+@pytest.mark.parametrize(("has_gpu", "preset"), [(True, "gpu"), (False, "tiny")])
+def test_the_machine_chooses_the_preset(
+    has_gpu: bool, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert quickstart.default_preset() == preset
+
+
+def test_settings_are_taken() -> None:
+    changes = ["steps=900", "lr=1e-3", "model.dim=64", "bits=(4, 2)", "group_size=32", "bf16=True"]
+    config = override(tiny(), changes)
+    assert (config.steps, config.lr, config.model.dim, config.bits) == (900, 1e-3, 64, (4, 2))
+    assert config.group_size == 32 and config.bf16 is True
+    assert quickstart.scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
