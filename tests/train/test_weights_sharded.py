@@ -291,6 +291,7 @@ def check_whole_state_dicts(rank, world_size):
     """Every rank loads what it has, random-number offsets included; one rank may broadcast plain values."""
     whole = StateDictOptions(full_state_dict=True)
     for sizes in ((1, world_size), (world_size, 1)):
+        torch.manual_seed(0)
         model, other = (nn.Sequential(nn.Linear(64, 33, bias=False)) for _ in range(2))
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "parts"))
         for m in (model, other):
@@ -303,7 +304,7 @@ def check_whole_state_dicts(rank, world_size):
         found = [m[0].weight.to_local().inner_tensors() for m in (model, other)]
         assert all(torch.equal(t, found[1][name]) for name, t in found[0].items())
     sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    plain = {"0.weight": model[0].weight.full_tensor().dequantize()}
+    plain = {"0.weight": model[0].weight.full_tensor().dequantize().contiguous()}
     set_model_state_dict(other, plain if rank == 0 else {}, options=sent)
     local = other[0].weight.to_local()
     assert type(local) is Int8WeightTensor
