@@ -18,11 +18,7 @@ values that `dequantize()` gives, and nothing else.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,7 +26,7 @@ from torch import Tensor
 
 from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
-from lowbit.tensor.pickled import Pickling
+from lowbit.tensor.pickled import Pickling, digest_of_sources
 from lowbit.tensor.row_chunks import count_nonfinite
 
 aten = torch.ops.aten
@@ -38,18 +34,6 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _digest_of_sources() -> str:
-    """A digest of lowbit's Python sources. A compiled graph that torch keeps on disk calls the ops of the version that
-    made it, so another version must not find it."""
-    digest = hashlib.sha256()
-    for package in ("lowbit", "lowbit_kernels"):
-        folder = Path(str(importlib.import_module(package).__file__)).parent
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
@@ -337,7 +321,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             (name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
             for name, t in tensors.items()
         ]
-        return f"{type(self).__qualname__}{layout}{context}{_digest_of_sources()}"
+        return f"{type(self).__qualname__}{layout}{context}{digest_of_sources()}"
 
     @classmethod
     def implements(cls, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

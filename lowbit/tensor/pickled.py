@@ -10,8 +10,12 @@ Code that assembles a tensor from parts of another origin (a pickle, `lowbit.loa
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +30,18 @@ _NOT_A_TENSOR = (
 )
 
 
+@functools.cache
+def digest_of_sources() -> str:
+    """A digest of lowbit's Python sources. A compiled graph that torch keeps on disk calls the ops of the version that
+    made it, so another version must not find it."""
+    digest = hashlib.sha256()
+    for package in ("lowbit", "lowbit_kernels"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 class Pickling:
     """Mixin of LowbitTensor: pickling through `rebuild`, and `check_parts`."""
 
@@ -37,7 +53,11 @@ class Pickling:
         own = {*self.tensor_attrs, *self.meta_attrs, "flat_from", *self.caches}
         others = {name: value for name, value in self.__dict__.items() if name not in own}
         described = (tuple(self.shape), self.dtype, self.flat_from, self.requires_grad)
-        return rebuild, (type(self), self.inner_tensors(), self.meta(), *described, others)
+        parts = self.inner_tensors()
+        if any(isinstance(part, FakeTensor) for part in parts.values()):
+            # torch 2.11 keys its caches of compiled graphs by pickles, later ones by `_stable_hash_for_caching`
+            others["_sources"] = digest_of_sources()
+        return rebuild, (type(self), parts, self.meta(), *described, others)
 
     def __setstate__(self: Any, state: Any) -> None:
         """Restore from torch's own pickle format: a wrapper and its attributes. Raises ValueError as `check_parts`."""
