@@ -22,19 +22,12 @@ values that `dequantize()` gives, and nothing else.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lowbit.granularity import Granularity
 from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
@@ -45,23 +38,6 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _digest_of_sources(kinds: frozenset[type]) -> str:
-    """A digest of lowbit's Python sources, and of the files that define `kinds`. A compiled graph that torch keeps on
-    disk computes what the sources said when it was made, so later sources must not find it."""
-    digest = hashlib.sha256()
-    for package in ("lowbit", "lowbit_kernels"):
-        folder = Path(str(importlib.import_module(package).__file__)).parent
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    for name in sorted({kind.__module__ for kind in kinds}):
-        if name.partition(".")[0] not in ("lowbit", "torch", "builtins"):
-            file = getattr(sys.modules.get(name), "__file__", None)
-            # a class without a file, as in a notebook: no other process takes its graphs
-            digest.update(Path(file).read_bytes() if file else os.urandom(16))
-    return digest.hexdigest()
 
 
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
@@ -351,9 +327,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             (name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
             for name, t in tensors.items()
         ]
-        used = map(type, self.meta().values())
-        kinds = frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
-        return f"{type(self).__qualname__}{layout}{context}{_digest_of_sources(kinds)}"
+        return f"{type(self).__qualname__}{layout}{context}{self.digest_of_sources()}"
 
     @classmethod
     def implements(cls, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
