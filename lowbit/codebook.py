@@ -110,12 +110,6 @@ class Codebook:
         """
         return _cells(self.bits, self.signed)
 
-    def encode_by_search(self, x: Tensor) -> Tensor:
-        """The oracle of :meth:`encode`: a binary search over exact float64 midpoints."""
-        values = _values(self.bits, self.signed).astype(np.float64)
-        midpoints = torch.from_numpy((values[:-1] + values[1:]) / 2).to(x.device)
-        return torch.searchsorted(midpoints, x.double(), right=False).to(torch.uint8)
-
 
 def quantize_blockwise(
     x: Tensor, book: Codebook | torch.dtype, block: int
