@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of activations, scales and results."""
 
 
 def check_one_device(**tensors: Tensor | None) -> None:

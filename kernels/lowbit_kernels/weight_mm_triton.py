@@ -13,11 +13,10 @@ fixed order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
+from lowbit_kernels import nvrtc
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_operands import Layout, Product, Tensors, WeightOperands
 
@@ -231,7 +230,8 @@ class TritonProduct:
         self.stored = stored_dtype(operands.out, device)
         self.word = codes_of_word(codes, operands.bits, block)
         if slices is None:
-            self.slices, self.steps = plan(operands.n, k, block, _multiprocessors(device))
+            processors = 2 if device.type == "cpu" else nvrtc.multiprocessors(device)
+            self.slices, self.steps = plan(operands.n, k, block, processors)
         else:
             self.slices, self.steps = _even_slices(-(-k // block), slices)
         self.options = {
@@ -266,10 +266,3 @@ class TritonProduct:
                 grid = (-(-n // 256), -(-m // 4))
                 _combine[grid](to, *ends, out, m, n, self.slices, m * n, BLOCK_M=4, BLOCK_N=256)
         return out.to(self.dtype)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

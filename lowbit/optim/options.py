@@ -12,9 +12,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from lowbit.code_range import FLOATS
 from lowbit.optim import state as states
-
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CommonOptions(TypedDict, total=False):
@@ -166,7 +165,7 @@ def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
 
 def check_param(name: str, param: Any) -> None:
     """Raise TypeError for a parameter of a dtype that cannot be trained, called `name` in the message if not empty."""
-    if not isinstance(param, Tensor) or param.dtype in PARAM_DTYPES:
+    if not isinstance(param, Tensor) or param.dtype in FLOATS:
         return  # torch.optim refuses anything that is no tensor
     label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
     if param.is_complex():
@@ -175,5 +174,5 @@ def check_param(name: str, param: Any) -> None:
         way_out = (
             "pass only parameters to train: (p for p in model.parameters() if p.requires_grad)"
         )
-    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
     raise TypeError(f"{label} is {param.dtype}; accepted are {accepted}. Way out: {way_out}")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels import weight_mm_decode_sm90
+from lowbit_kernels import nvrtc, weight_mm_decode_sm90
 from lowbit_kernels.weight_mm_decode_sm90 import (
     CHUNK_BYTES,
     Variant,
@@ -61,10 +61,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     assert chosen.tokens >= m and chosen.grid % chosen.split == 0
     assert chosen.grid <= processors or chosen.split > 1
-    assert (
-        chosen.shared <= weight_mm_decode_sm90.SHARED_LIMIT
-        and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
-    )
+    assert chosen.shared <= nvrtc.SHARED_LIMIT and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
     for start, end in itertools.pairwise(
         chunks * r // chosen.split for r in range(chosen.split + 1)
     ):
