@@ -1,9 +1,9 @@
 """Parameters that a conversion replaced: the new ones take over hooks and attributes, and an optimizer that still holds
 the old ones raises an error.
 
-A conversion replaces a parameter by a new one. An optimizer that was made before holds the old one, which gets no
-gradient any more. A step would silently skip it. So this module remembers the old parameters by weak references, and
-every step of every torch optimizer checks for them (while any is alive).
+An optimizer that was made before the conversion holds the old parameters, which get no gradients any more: its steps
+would silently skip them. So this module keeps weak references to the old parameters, and every step of every torch
+optimizer checks for them.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if the optimizer holds parameters that were replaced and that nothing uses any more. One that
-    gets gradients is in use by another model, and a frozen one was not to be trained."""
+    """Raise RuntimeError if the optimizer holds replaced parameters that get no gradients. One that does is in use by
+    another model."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     stale = [_REPLACED[id(p)] for p in params if id(p) in _REPLACED and _is_idle(p)]
     if not stale:

@@ -17,12 +17,11 @@ The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves o
     h    *= 0x846ca68b;  h ^= h >> 16
     bits  = h * M[index & 7] >> 16                              # 16 bits
 
-F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; constants found by search,
-https://github.com/skeeto/hash-prospector). An octet takes one pass through F, with one key before it and one in the
-middle: about 9 integer instructions, where Philox takes hundreds. An element takes one more multiplication. The numbers
-in M are odd, so that the bits of every element are uniform. Any two of them give pairs that fill the square evenly (the
-shortest vector of their lattice is over 0.75 * 2**16), and no three have a linear relation in small numbers. This is
-not a cryptographic generator.
+F is a bijective 32-bit finaliser with low avalanche bias (constants: https://github.com/skeeto/hash-prospector). An
+octet takes one pass through F, with one key before it and one in the middle: about 9 integer instructions, where Philox
+takes hundreds. The numbers in M are odd, so that the bits of every element are uniform. Any two of them give pairs that
+fill the square evenly (the shortest vector of their lattice is over 0.75 * 2**16), and no three have a linear relation
+in small numbers. This is not a cryptographic generator.
 
 Stochastic rounding of weights: arXiv 2010.06192.
 """

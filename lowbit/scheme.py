@@ -275,13 +275,9 @@ class Scheme:
         """Why a weight of this shape is left alone, or None if it is converted. `uses`: the kinds of the modules that
         hold the weight, each one of `lowbit.convert.USES`."""
         gran = self.weight.granularity
-        if (
-            "embedding" in uses
-            and isinstance(gran, PerBlock)
-            and gran.shape[:-1]
-            and gran.shape[0] > 1
-        ):
-            return f"its rows would share scales in blocks of {gran.shape[0]}, and are looked up singly"
+        rows = gran.shape[0] if isinstance(gran, PerBlock) and len(gran.shape) > 1 else 1
+        if "embedding" in uses and rows > 1:
+            return f"its rows would share scales in blocks of {rows}, and are looked up singly"
         return None
 
     def check(self, weight: Tensor) -> None:
@@ -329,20 +325,13 @@ _GRANULARITIES: dict[str, Any] = {
 
 def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     fmt, gran = spec.format, spec.granularity
-    sizes = (
-        [gran.group_size]
-        if isinstance(gran, PerGroup)
-        else [*gran.shape]
-        if isinstance(gran, PerBlock)
-        else []
-    )
-    return {
-        "format": {"bits": fmt.bits, "signed": fmt.signed}
-        if isinstance(fmt, Int)
-        else {"float8": str(fmt.dtype).removeprefix("torch.")},
-        "granularity": [type(gran).__name__, *sizes],
-        "mapping": spec.mapping,
-    }
+    sizes = [gran.group_size] if isinstance(gran, PerGroup) else []
+    sizes += gran.shape if isinstance(gran, PerBlock) else []
+    described: dict[str, Any] = {"float8": str(fmt.dtype).removeprefix("torch.")}
+    if isinstance(fmt, Int):
+        described = {"bits": fmt.bits, "signed": fmt.signed}
+    granularity = [type(gran).__name__, *sizes]
+    return {"format": described, "granularity": granularity, "mapping": spec.mapping}
 
 
 def _spec_from_dict(data: dict[str, Any]) -> Spec:
@@ -350,10 +339,6 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
     name, *sizes = data["granularity"]
     if name not in _GRANULARITIES:
         raise ValueError(f"unknown granularity {name!r}; accepted: {', '.join(_GRANULARITIES)}")
-    return Spec(
-        format=Float8(getattr(torch, fmt["float8"]))
-        if "float8" in fmt
-        else Int(fmt["bits"], fmt["signed"]),
-        granularity=_GRANULARITIES[name](*sizes),
-        mapping=data["mapping"],
-    )
+    is_float8 = "float8" in fmt
+    format = Float8(getattr(torch, fmt["float8"])) if is_float8 else Int(fmt["bits"], fmt["signed"])
+    return Spec(format, _GRANULARITIES[name](*sizes), data["mapping"])

@@ -68,7 +68,7 @@ class Trace:
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        """A table. Layers that differ only in the first number of their names share a line: "blocks.0-31.up"."""
+        """A table. Layers whose names differ only in the first number share a line: "blocks.0-31.up"."""
         layers = {p.layer for p in self.products}
         low = {p.layer for p in self.products if p.in_low_bits}
         rows = [HEAD, *map(_cells, _folded(self.products))]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.convert import find_owners
+from lowbit.convert import find_owners, joined_name
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.state_dict import (
     check_described,
@@ -107,7 +107,7 @@ def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
         for lead in [m for m in parent._modules.values() if isinstance(m, FusedLinear)]:
             for index, name in enumerate(lead.names):
                 setattr(parent, name, lead.plain_linear(index))
-            undone.append(tuple(f"{prefix}.{n}" if prefix else n for n in lead.names))
+            undone.append(tuple(joined_name(prefix, n) for n in lead.names))
         hook = parent.__dict__.pop("_lowbit_join", None)
         if hook is not None:
             hook.remove()
@@ -161,8 +161,7 @@ class FusedLinear(nn.Module):
         return y
 
     def _state(self, x: Tensor) -> Any:
-        """What the outputs depend on besides x itself. Outputs of a part that is not called stay until the next
-        product."""
+        """Everything besides the identity of x that the outputs depend on."""
         if torch.compiler.is_compiling():
             return None
         tensors = [t for t in (x, self.weight, self.bias) if t is not None and not t.is_inference()]
@@ -254,7 +253,7 @@ def _hand_out_part(
 
 
 def _check_part(part: FusedPart, *args: Any) -> None:
-    """Compare the metadata with the weight here: the parent, which loads the tensors, does not get the metadata."""
+    """Compare the metadata with the weight. (The parent, which loads the tensors, does not get the metadata.)"""
     _, prefix, metadata, _, _, _, errors = args
     entry = described(metadata, "weight")
     if entry is not None and isinstance(part.weight, LowbitTensor):
@@ -283,7 +282,7 @@ def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *a
                 args[-1].append(f"{prefix}{lead.names[0]} is fused: it loads all of {keys} or none")
 
 
-# ---- what cannot be fused ----------------------------------------------------------------------------------
+# ---- obstacles ---------------------------------------------------------------------------------------------
 
 
 def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, int]) -> str:
@@ -313,7 +312,7 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
 
 
 def _facts(part: nn.Linear) -> list[tuple[str, Any]]:
-    """What all members of a group have in common."""
+    """The properties in which all members of a group must agree."""
     return [
         ("K", part.weight.shape[1]),
         ("dtype", part.weight.dtype),

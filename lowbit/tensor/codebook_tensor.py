@@ -162,7 +162,7 @@ class CodebookTensor(LowbitTensor):
     def _layout(self) -> tuple[tuple[int, ...], int]:
         return row_layout(self.flat_from or self.shape, self.block_size)
 
-    # ---- what the base asks for ---------------------------------------------------------------------------
+    # ---- LowbitTensor's methods ---------------------------------------------------------------------------
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return inner_shapes(shape, self.format, self.block_size)

@@ -1,7 +1,7 @@
 """Read the codes of an AffineTensor on a CPU by one compiled kernel, `lowbit_kernels.dequantize_cpu`.
 
-The values are to the bit what `Spec.dequantize` computes by PyTorch operations. Those take 25 operations a weight, at a
-few microseconds each: on small models they, and not the arithmetic, took the time of a decoded token.
+The values equal those of `Spec.dequantize` to the bit. That takes 25 PyTorch operations a weight, of a few microseconds
+each, which dominate the time of a decoded token on small models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _has_transforms = torch._C._are_functorch_transforms_active
 
 
 class Reader(NamedTuple):
-    """What reads a weight's codes, found once for each weight."""
+    """The kernel that reads a weight's codes, found once for each weight."""
 
     spec: Spec
     """Of the weight when the reader was made. A copy into the weight may change its spec."""
@@ -113,7 +113,7 @@ def layout_of(weight: Any) -> Dequantizer | None:
 
 
 def _may_run() -> bool:
-    """False while something compiles, traces or watches operations: the kernel is not one of them."""
+    """False while something compiles, traces or intercepts operations, which would not see the kernel."""
     return not (_is_compiling() or _dispatch_modes() or _is_traced())
 
 

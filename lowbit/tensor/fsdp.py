@@ -71,7 +71,7 @@ class FSDPHooks:
         names = shard._row_attrs()
         if (
             mesh.size() == 1
-        ):  # torch 2.13 gathers the first only, and the shard holds the others already
+        ):  # torch 2.13 gathers the first only; the shard already holds the others
             names = names[:1]
         inputs = tuple(as_bytes(getattr(shard, name)) for name in names)
         return inputs, (shard, outer_size, names)
