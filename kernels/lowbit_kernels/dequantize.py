@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 CODES = {torch.uint8: "int4", torch.int8: "int8"}
@@ -362,9 +362,9 @@ def _check(
         )
 
 
-LIBRARY.define(
+register(
     "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int group_size, SymInt size, "
-    "ScalarType dtype) -> Tensor"
+    "ScalarType dtype) -> Tensor",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("dequantize", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::dequantize", _fake, lib=LIBRARY)

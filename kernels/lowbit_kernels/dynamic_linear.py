@@ -39,7 +39,7 @@ from torch.nn import functional as F
 
 from lowbit_kernels import weight_mm_decode_sm90, weight_mm_large_batch_sm90
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.linear_table import choose
 from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
@@ -214,10 +214,9 @@ def check(
     check_addends(x, n, bias, residual)
 
 
-LIBRARY.define(
+_op = register(
     "dynamic_linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? residual, bool tensorwise=False)"
-    " -> Tensor"
+    " -> Tensor",
+    _run,
+    _fake,
 )
-LIBRARY.impl("dynamic_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::dynamic_linear", _fake, lib=LIBRARY)
-_op = torch.ops.lowbit.dynamic_linear.default

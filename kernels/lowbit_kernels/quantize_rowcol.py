@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lowbit_kernels import nvrtc, quantize_rowcol_cuda, quantize_rowcol_triton
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY
+from lowbit_kernels.library import FLOATS, register
 from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -217,9 +217,9 @@ def _check(x: Tensor, format: str, tensorwise: bool, seed: Tensor | None) -> Non
             )
 
 
-LIBRARY.define(
+register(
     "quantize_rowcol(Tensor x, str format, bool rows=True, bool columns=True, bool tensorwise=False, "
-    "Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("quantize_rowcol", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::quantize_rowcol", _fake, lib=LIBRARY)

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from lowbit_kernels import quantize_tokens_cuda
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY
+from lowbit_kernels.library import FLOATS, register
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
@@ -272,6 +272,8 @@ def _check(x: Tensor, format: str, tensorwise: bool) -> None:
         raise ValueError('tensorwise takes "e4m3", got "int8"; leave it out')
 
 
-LIBRARY.define("quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)")
-LIBRARY.impl("quantize_tokens", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::quantize_tokens", _fake, lib=LIBRARY)
+register(
+    "quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)",
+    _launch,
+    _fake,
+)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import register
 from lowbit_kernels.random_bits import hash_of, multiplier_of, random_bits, upper
 from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
 
@@ -52,11 +52,7 @@ def round_rows(
 
 
 def reference(
-    values: Tensor,
-    old: Tensor | None,
-    largest: Tensor | None,
-    first: Tensor | None,
-    start: int,
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
 ) -> tuple[Tensor, Tensor]:
     """The formula in PyTorch ops, on any device."""
     _check(values, old, largest, first)
@@ -140,11 +136,7 @@ def _kernel(
 
 
 def _launch(
-    values: Tensor,
-    old: Tensor | None,
-    largest: Tensor | None,
-    first: Tensor | None,
-    start: int,
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
 ) -> tuple[Tensor, Tensor]:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
@@ -202,9 +194,9 @@ def _check(
             )
 
 
-LIBRARY.define(
+register(
     "round_rows(Tensor values, Tensor? old, Tensor? largest, Tensor? first, SymInt start) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("round_rows", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::round_rows", _fake, lib=LIBRARY)

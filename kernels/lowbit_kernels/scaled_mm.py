@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lowbit_kernels import int8_mm_sm90, int8_mm_triton, nvrtc
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.triton_runtime import runs_on
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -230,9 +230,9 @@ def _check(
         )
 
 
-LIBRARY.define(
+register(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
-    "ScalarType out_dtype=bfloat16) -> Tensor"
+    "ScalarType out_dtype=bfloat16) -> Tensor",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("scaled_mm", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::scaled_mm", _fake, lib=LIBRARY)

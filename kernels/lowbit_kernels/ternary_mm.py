@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.scaled_mm import scaled_mm
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
@@ -227,9 +227,9 @@ def _check(
         )
 
 
-LIBRARY.define(
+register(
     "ternary_mm(Tensor a, Tensor packed, Tensor a_scale, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype) -> Tensor"
+    "ScalarType out_dtype) -> Tensor",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("ternary_mm", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::ternary_mm", _fake, lib=LIBRARY)

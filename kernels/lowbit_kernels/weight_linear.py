@@ -48,7 +48,7 @@ from lowbit_kernels import (
     weight_mm_triton,
 )
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.weight_operands import (
     HALVES,
     Description,
@@ -273,10 +273,9 @@ def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
         )
 
 
-LIBRARY.define(
+_op = register(
     "weight_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor? bias, Tensor? residual, "
-    "int group_size) -> Tensor"
+    "int group_size) -> Tensor",
+    run,
+    _fake,
 )
-LIBRARY.impl("weight_linear", run, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::weight_linear", _fake, lib=LIBRARY)
-_op = torch.ops.lowbit.weight_linear.default

@@ -21,13 +21,7 @@ from lowbit_kernels import nvrtc
 from lowbit_kernels.library import aligned
 from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
-from lowbit_kernels.weight_operands import (
-    CODE_MACROS,
-    E4M3,
-    Tensors,
-    WeightOperands,
-    addresses,
-)
+from lowbit_kernels.weight_operands import CODE_MACROS, E4M3, Tensors, WeightOperands, addresses
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)

@@ -20,13 +20,7 @@ from torch.nn import functional as F
 
 from lowbit.convert import find_owners, joined_name
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.state_dict import (
-    check_described,
-    described,
-    hand_out_names,
-    is_ours,
-    take_parts,
-)
+from lowbit.tensor.state_dict import check_described, described, hand_out_names, is_ours, take_parts
 
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),

@@ -42,11 +42,7 @@ class _Format:
     block_size: int  # by default
 
 
-FORMATS = {
-    "4bit": _Format(4, 128),
-    "8bit": _Format(8, 256),
-    "float8": _Format(8, 256),
-}
+FORMATS = {"4bit": _Format(4, 128), "8bit": _Format(8, 256), "float8": _Format(8, 256)}
 
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:

@@ -47,11 +47,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
     quantized = quantized_input(
-        x,
-        scheme.forward_format,
-        rows=scheme.output,
-        columns=columns,
-        tensorwise=scheme.one_scale,
+        x, scheme.forward_format, rows=scheme.output, columns=columns, tensorwise=scheme.one_scale
     )
     y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
     return unflattened(y, x)
@@ -65,12 +61,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Tensor | None,
-        note: Note | None,
-        *quantized: Tensor,
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, note: Note | None, *quantized: Tensor
     ) -> Tensor:
         scheme = weight.scheme
         codes, scale, codes_t, scale_t = quantized
