@@ -120,7 +120,7 @@ def test_bytes_of_the_optimizer_state() -> None:
     assert f"{size:.2f} bytes a parameter" in text_of(README)
 
 
-def test_commands_name_what_exists() -> None:
+def test_commands_name_existing_modules_and_files() -> None:
     """Two commands; each installs an extra that exists, with the constraints, and runs a module that exists."""
     commands = [line for block in blocks(README, "bash") for line in block.splitlines() if line]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][

@@ -184,7 +184,7 @@ def test_bf16_takes_every_draw_exactly_as_often_as_it_should() -> None:
     assert torch.equal(up, low + draws >= 65536)
 
 
-def test_bf16_keeps_what_it_holds() -> None:
+def test_bf16_numbers_stay() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     x = every.view(torch.float32)
     for step in range(3):
@@ -255,7 +255,7 @@ def test_keys_broadcast_and_int32_indices_give_the_same_bits() -> None:
             assert torch.equal(bits_at(index.int(), k0.int(), k1), expected)
 
 
-def test_what_is_kept_of_a_draw_is_real() -> None:
+def test_cached_multipliers_are_real_tensors() -> None:
     """Whatever the default device, and whatever mode the first draw is taken in."""
     index = torch.arange(10)
     k0, k1 = keys(1, torch.tensor([2]), 3)

@@ -81,7 +81,7 @@ def test_equal_products_are_decided_once(name: str, asked: list[str]) -> None:
 
 @every_row
 @torch.no_grad()
-def test_what_decides_is_compared(name: str, asked: list[str]) -> None:
+def test_every_deciding_property_is_compared(name: str, asked: list[str]) -> None:
     model, x = layer(name)
     residual = torch.zeros(3, 48, dtype=x.dtype)
     calls = [

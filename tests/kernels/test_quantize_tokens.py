@@ -43,7 +43,7 @@ def same(a: tuple, b: tuple) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if not c.tensorwise], ids=lambda c: c.name)
-def test_is_what_the_schemes_compute(case: Case) -> None:
+def test_equals_the_dynamic_schemes(case: Case) -> None:
     x, format, _ = case.arguments()
     codes, scale = quantize_tokens(x, format)
     assert codes.shape == (case.m, -(-case.k // 16) * 16) and not codes[:, case.k :].float().any()

@@ -189,7 +189,7 @@ def test_rows_that_lanes_read_at_once_lie_in_different_banks(bits: int, group: i
 # ---- the source ----------------------------------------------------------------------------------
 
 
-def test_source_defines_what_the_kernel_asks_for() -> None:
+def test_source_defines_every_macro_of_the_kernel() -> None:
     for variant in (
         VARIANT,
         replace(VARIANT, codes="INT8", group=0, zero=True, scale="FP32", split=4, box=0),
@@ -281,7 +281,7 @@ def test_only_float16_holds_float8() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("vector", [1, 2, 4])
-def test_mma_meets_the_same_k_on_both_sides(bits: int, vector: int) -> None:
+def test_both_operands_of_mma_have_the_same_k(bits: int, vector: int) -> None:
     """The fragments of mma.m16n8k16, lane by lane, give the product of a chunk."""
     generator = torch.Generator().manual_seed(1)
     chunk = CHUNK_BYTES * 8 // bits

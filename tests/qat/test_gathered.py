@@ -31,7 +31,7 @@ def _check(spec: Spec) -> None:
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_codes_that_clip_are_told_apart(fmt: Int, mapping) -> None:
+def test_codes_that_clip_are_distinguished(fmt: Int, mapping) -> None:
     _check(Spec(fmt, PerRow(), mapping))
     _check(Spec(fmt, PerGroup(16), mapping))
 
@@ -50,7 +50,7 @@ def test_one_byte_an_element() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_what_is_not_finite_is_the_same(fmt: Int, mapping, bad: float) -> None:
+def test_nan_and_infinity_are_the_same(fmt: Int, mapping, bad: float) -> None:
     """Of a weight that diverged in training: its values, and the gradient that reaches it."""
     weight = FakeQuantizedTensor(torch.randn(3, 40), Scheme(Spec(fmt, PerGroup(16), mapping)))
     weight.weight[1, 20] = bad

@@ -158,7 +158,7 @@ def test_the_integer_path_is_close(scheme: lb.Scheme) -> None:
 
 
 @over(QAT_SCHEMES)
-def test_converting_is_quantizing_what_was_trained(scheme: lb.Scheme) -> None:
+def test_converting_quantizes_the_trained_weights(scheme: lb.Scheme) -> None:
     model = prepared(scheme)
     with torch.no_grad():
         model[0].weight.mul_(1.5).add_(0.01)

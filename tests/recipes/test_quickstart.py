@@ -168,7 +168,7 @@ def test_branches_share_data_schedule_and_start(finished: Finished) -> None:
     assert first["heldout_loss"] == last[0]["heldout_loss"]  # type: ignore[index]
 
 
-def test_saved_models_are_what_they_say(finished: Finished) -> None:
+def test_saved_models_match_their_descriptions(finished: Finished) -> None:
     folder, found = finished
     for name, bits in (("int4-qat", 4), ("int3-rtn", 3)):
         model = quickstart.load_model(folder.model(name), torch.device("cpu"))

@@ -24,7 +24,7 @@ SHAPES = pytest.mark.parametrize("shape", [(24, 100), (7, 101), (3, 8, 96)], ids
 
 @every_frozen
 @SHAPES
-def test_what_is_read_is_read_of_the_values(case, shape) -> None:
+def test_reads_see_the_values(case, shape) -> None:
     w = case.make(shape)
     plain, other = w.dequantize(), values(shape, seed=3)
     for read in (
@@ -75,7 +75,7 @@ def test_a_change_is_quantized_in_the_same_scheme(case, shape) -> None:
 
 @quiet
 @every_affine
-def test_what_does_not_change_stays_to_the_bit(case) -> None:
+def test_unchanged_values_stay_to_the_bit(case) -> None:
     w, before = case.make((24, 96)), case.make((24, 96))
     w.add_(torch.zeros(24, 96))
     w.mul_(1.0)
@@ -157,7 +157,7 @@ def test_data_takes_values_and_leaves_aliases(case) -> None:
 
 
 @every_affine
-def test_data_refuses_what_does_not_fit(case) -> None:
+def test_data_refuses_a_misfit(case) -> None:
     w = case.make((8, 96))
     others = case.others or [next(c for c in FROZEN if c.how != case.how)]
     for given, error, message in (

@@ -159,7 +159,7 @@ def test_models_pickle_whole(case):
         assert torch.equal(found(x), model(x))
 
 
-def test_hooks_are_told_of():
+def test_hooks_give_a_warning():
     weight = nn.Parameter(BY_NAME["qat-int4-g32"].make((8, 96)))
     weight.register_hook(lambda grad: grad)
     with pytest.warns(UserWarning, match="backward hook .* will not be serialized"):
@@ -224,7 +224,7 @@ def test_a_file_of_an_earlier_version_loads():
 
 
 @every_case
-def test_what_torch_pickled_loads(case, as_torch_pickles):
+def test_pickles_in_torchs_own_format_load(case, as_torch_pickles):
     t = case.make((7, 101))
     t.note = 3
     content = {"tensor": t, "parameter": nn.Parameter(t, requires_grad=case.is_trainable)}
@@ -371,14 +371,14 @@ def test_every_part_of_every_representation_is_checked(case):
                 loaded(t)
 
 
-def test_a_pickle_cannot_set_what_belongs_to_the_class():
+def test_a_pickle_cannot_set_attributes_of_the_class():
     t = BY_NAME[INT8].make((8, 96))
     t.schemes = ()
     with pytest.raises(ValueError, match="the pickled Int8WeightTensor sets 'schemes'"):
         loaded(t)
 
 
-def test_a_call_that_is_not_ours_is_refused():
+def test_a_rebuild_of_another_class_is_refused():
     from lowbit.tensor.pickled import rebuild
 
     t = BY_NAME["int8-row"].make((8, 96))

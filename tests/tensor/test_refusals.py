@@ -35,7 +35,7 @@ def test_codes_take_no_gradient() -> None:
         weight.requires_grad = True
 
 
-def test_what_asks_for_no_gradient_is_not_warned() -> None:
+def test_no_warning_without_a_request_for_gradients() -> None:
     """Only a parameter that somebody wants to train, and one warning for all of a model."""
     model = nn.Sequential(*(nn.Linear(32, 8) for _ in range(20)))
     lowbit.quantize_(model, SCHEME)

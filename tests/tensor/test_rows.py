@@ -158,7 +158,7 @@ def test_compiled() -> None:
     [2, -1, slice(0, 2), slice(None), ..., (1, slice(0, 32)), (slice(None), slice(0, 32)), (2, 5)],
     ids=str,
 )
-def test_what_is_written_arrives_or_is_refused(case, index) -> None:
+def test_writes_arrive_or_are_refused(case, index) -> None:
     """Before, a part of a weight of one scale took the scale along, and changed all the rest."""
     t = case.make((8, 96))
     expected = case.values_of(t).clone()

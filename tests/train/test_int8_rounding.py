@@ -47,7 +47,7 @@ def test_an_update_is_unbiased_over_the_weights():
     assert abs(change.mean() - 0.01) < 5 * math.sqrt(0.01 / change.numel()) + 2**-16
 
 
-def test_draws_of_rows_updates_and_names_are_not_alike():
+def test_random_bits_differ_between_rows_updates_and_names():
     def draws(name, row, update):
         index = torch.arange(1000) + row * 1000 + first_index(0, name)
         index = index + torch.tensor(update) * NEXT  # modulo 2**64
@@ -61,7 +61,7 @@ def test_draws_of_rows_updates_and_names_are_not_alike():
 
 
 @given(st.integers(0, 6), st.integers(1, 9), st.floats(1e-30, 1e30))
-def test_what_has_not_changed_stays(rows, columns, size):
+def test_unchanged_values_stay(rows, columns, size):
     """Also after a multiplication of the scales, by which they are no quotient of 127 any more."""
     t = Int8WeightTensor(torch.randn(rows, columns) * size, Int8Weight())
     t.scale_(0.99973)
@@ -72,7 +72,7 @@ def test_what_has_not_changed_stays(rows, columns, size):
 
 
 @given(st.data())
-def test_any_cut_into_rows_updates_alike(data):
+def test_any_cut_into_rows_gives_the_same_updates(data):
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 7), st.integers(1, 40)))
     t, whole = weight_of(*shape), weight_of(*shape)
     new = whole.master() + values(*shape, seed=1) * 0.01

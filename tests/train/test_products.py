@@ -187,7 +187,7 @@ def test_rows_of_zeros(scheme):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @every_scheme
-def test_what_is_not_finite_stays_visible(scheme, bad):
+def test_nan_and_infinity_stay_visible(scheme, bad):
     """In all of its row and column, and with one scale a tensor everywhere."""
     low = prepared(linear(24, 64), scheme)
     x, upstream = values(16, 64), values(16, 24, seed=3)
@@ -350,7 +350,7 @@ def test_experts_by_index():
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=40)
-def test_any_shape_is_as_near_as_its_operands(scheme, sizes, batch, magnitude, seed):
+def test_any_shape_has_the_error_of_its_rounded_operands(scheme, sizes, batch, magnitude, seed):
     """Each result is off by no more than the rounding of its two operands, whatever cancels in the sums."""
     m, n, k = sizes
     layer = linear(n, k, bias=False)

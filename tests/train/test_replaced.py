@@ -224,7 +224,7 @@ def test_the_old_optimizers_states_go_to_the_new_one():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_were_there_do_not_hide_it(set_to_none):
+def test_old_gradients_do_not_hide_a_stale_optimizer(set_to_none):
     """They go to the new parameter: accumulation goes on, and nothing keeps the old optimizer going."""
     m = model()
     optimizer = torch.optim.AdamW(m.parameters())
@@ -254,7 +254,7 @@ def test_restored_weights_take_a_new_optimizer_too():
 
 
 @pytest.mark.parametrize("how", FREEZE)
-def test_weights_frozen_for_inference_are_told_of(how):
+def test_weights_frozen_for_inference_raise_too(how):
     m = model()
     optimizer = torch.optim.AdamW(m.parameters())
     FREEZE[how](m)
@@ -276,7 +276,7 @@ def test_frozen_parameters_in_an_optimizer_are_no_mistake():
     assert not torch.equal(before, m[0].bias)
 
 
-def test_a_parameter_that_another_model_uses_is_no_mistake():
+def test_a_parameter_that_another_model_uses_is_accepted():
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
     second.weight = first.weight
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
@@ -325,7 +325,7 @@ def test_a_closure_over_a_parameter_that_another_model_uses():
     assert not torch.equal(before, second.weight)
 
 
-def test_an_optimizer_that_never_steps_hears_nothing_and_keeps_nothing():
+def test_an_optimizer_without_steps_gets_no_error_and_is_freed():
     m = model()
     optimizer = torch.optim.AdamW(m.parameters())
     old = weakref.ref(m[0].weight)
@@ -340,14 +340,14 @@ def test_an_optimizer_that_never_steps_hears_nothing_and_keeps_nothing():
     assert old() is None and not replaced._REPLACED
 
 
-def test_nothing_is_kept_alive_by_being_remembered():
+def test_replaced_parameters_are_freed():
     m = model()
     PREPARE["int8 weights"](m)
     gc.collect()
     assert not replaced._REPLACED
 
 
-def test_a_scheduler_and_a_grad_scaler_reach_it():
+def test_steps_by_a_scheduler_and_a_grad_scaler_raise():
     m = model()
     optimizer = optim.AdamW8bit(m.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
