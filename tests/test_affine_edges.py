@@ -1,4 +1,4 @@
-"""lowbit.affine at its edges: odd shapes, extreme values, float8, gradients, and the errors it gives."""
+"""lowbit.affine at its edges: odd shapes, extreme values, float8, gradients, errors."""
 
 from __future__ import annotations
 

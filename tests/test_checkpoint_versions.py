@@ -85,7 +85,7 @@ def spec_of(weight: Any) -> lb.Spec:
 
 
 def todays(name: str) -> nn.Linear:
-    """A layer for the weight of this name, prepared or quantized by the same preset as it is today."""
+    """A layer for the weight of this name, prepared or quantized by the present form of its preset."""
     preset, dtype = name.removeprefix("qat.").split(".")
     layer = nn.Linear(32, 4, bias=False, dtype=getattr(torch, dtype))
     flow = lb.qat.prepare_ if name.startswith("qat.") else lb.quantize_

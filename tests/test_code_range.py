@@ -1,4 +1,4 @@
-"""Codes never leave their range, whatever is quantized: NaN, infinities, subnormals, ranges up to the ends of int32."""
+"""Codes never leave their range: NaN, infinities, subnormals, ranges up to the ends of int32."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_ends_of_int32() -> None:
     [
         (None, 4, 2.0),  # 0 is outside of 4..15: its nearest end
         (torch.tensor(9), 9, 0.0),
-        (torch.tensor(2.5), 10, 2.5),  # the middle code stands for a floating zero point
+        (torch.tensor(2.5), 10, 2.5),  # a floating zero point is the value of the middle code
     ],
     ids=["none", "integer", "floating"],
 )

@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/ runs as it stands, page by page; their commands, links and names are true."""
+"""The Python of the README and of docs/ runs, page by page; their commands, links and names exist."""
 
 from __future__ import annotations
 

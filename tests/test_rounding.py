@@ -1,4 +1,4 @@
-"""Counter-based rounding: the stream is pinned, keyed by everything it should be, and unbiased."""
+"""Counter-based rounding: the stream never changes, depends on each key, and is unbiased."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_keys_broadcast_and_int32_indices_give_the_same_bits() -> None:
 
 
 def test_cached_multipliers_are_real_tensors() -> None:
-    """Whatever the default device, and whatever mode the first draw is taken in."""
+    """Under any default device, and if the first call runs under fake tensors."""
     index = torch.arange(10)
     k0, k1 = keys(1, torch.tensor([2]), 3)
     expected = bits_at(index, k0, k1)

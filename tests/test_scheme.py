@@ -1,4 +1,4 @@
-"""Formats, specs and schemes: what they accept, what they refuse, and that JSON brings them back."""
+"""Formats, specs and schemes: accepted and refused values, and the round trip through JSON."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ def requirements(extra: str) -> set[str]:
 
 
 def test_constraints_pin_all_that_the_tests_need() -> None:
-    """Every package the test extras lead to, as far as it is installed here, is pinned; torch and triton as agreed."""
+    """Every installed package that the test extras require is pinned; torch and triton at the agreed versions."""
     pins = constraints()
     assert pins["torch"] == "2.13.0" and pins["triton"] == "3.7.1"
     todo, seen = sorted(requirements("test") | requirements("test-integrations")), set()

@@ -1,4 +1,4 @@
-"""lowbit.trace: what it says of each product of each layer, as a table and as JSON, and that it changes nothing."""
+"""lowbit.trace: the report on each product of each layer, as a table and as JSON; the model stays unchanged."""
 
 from __future__ import annotations
 

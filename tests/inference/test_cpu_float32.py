@@ -118,7 +118,7 @@ def expected() -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @torch.no_grad()
 def test_traces_contain_the_codes() -> None:
-    """They do not contain the memory that the next product writes to."""
+    """Results do not share the memory that the next product overwrites."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     linear, x = layer(lb.Int8WeightOnly()), torch.randn(1, 48)

@@ -1,4 +1,4 @@
-"""PEFT's adapters over a quantized base: they train, save and load, and merge, or say what to call before."""
+"""PEFT's adapters over a quantized base: they train, save, load and merge, or an error names the way out."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
 def emulated(
     x: torch.Tensor, format: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the CUDA kernel writes when the CPU runs it; codes that it does not write stay -1."""
+    """The output of the CUDA kernel when the CPU emulates it; codes that it does not write stay -1."""
     codes = torch.full(x.shape, -1.0).to(dtype or FORMATS[format])
     scale = torch.full((len(x),), -1.0)
     emulator.quantize_tokens(x, codes, scale, format)

@@ -1,4 +1,4 @@
-"""The CPU kernel for few tokens: the products that it takes, and that it reads the weight's present values."""
+"""The small-batch kernel for CPUs: the products that it takes; it reads the weight's present values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models moved or converted after a step: the optimizer does not block it, and reads nothing stale."""
+"""Models moved or converted after a step: the optimizer allows it, and reads the new tensors."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_equals_the_base_optimizer(base, offload_gradients, passes):
 
 @gradients
 def test_bfloat16_weights_with_stochastic_rounding(offload_gradients):
-    """Random bits depend on a parameter's index in the optimizer, which is the same."""
+    """Random bits depend on a parameter's index in the optimizer, which offload keeps."""
     both = pair("AdamW8bit", offload_gradients, torch.bfloat16, bf16_stochastic_round=True, seed=3)
     for model, optimizer in both:
         train(model, optimizer, 3, passes=2)

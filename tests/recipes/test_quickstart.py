@@ -63,7 +63,7 @@ def go_on(
     config: quickstart.TrainingConfig = CONFIG,
     device: torch.device = CPU,
 ) -> Measurements:
-    """Do what is left of the run in `folder`."""
+    """Finish the run in `folder`."""
     tracker = runs.Tracker(folder, {}, "disabled")
     try:
         return quickstart.train_and_report(Run(config, folder, data, tracker, device))
@@ -72,7 +72,7 @@ def go_on(
 
 
 def stop_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Ctrl-C came during the step after so many steps."""
+    """Raise KeyboardInterrupt during the step after so many steps."""
     left = steps
 
     class Interrupt(runs.DelayedInterrupt):

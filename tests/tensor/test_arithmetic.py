@@ -145,7 +145,7 @@ def test_ternary_weights_are_not_changed() -> None:
 @quiet
 @every_affine
 def test_data_takes_values_and_leaves_aliases(case) -> None:
-    """As for plain tensors: what was kept of the weight can be put back."""
+    """As for plain tensors, a saved copy of the weight can be assigned again."""
     w = nn.Parameter(case.make((8, 96)), requires_grad=False)
     kept, first = w.data, case.make((8, 96))
     w.data = wanted = values((8, 96), seed=4)
@@ -173,7 +173,7 @@ def test_data_refuses_a_misfit(case) -> None:
 
 @every_trainable
 def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
-    """`weight.data += x` assigns what it has changed already; other values it refuses."""
+    """`weight.data += x` assigns the tensor that it changed in place; other values are refused."""
     w = nn.Parameter(case.make((8, 96)))
     before = w.master().clone()
     w.data += 0.5
@@ -182,7 +182,7 @@ def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
         w.data = before
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------
+# ---- warnings and errors ---------------------------------------------------------------------------------------
 
 
 def test_rounding_is_said_once() -> None:

@@ -1,4 +1,4 @@
-"""Pickles of low-bit tensors: loaded onto any device, checked as they are put together, old ones too."""
+"""Pickles of low-bit tensors, also old ones: they load onto any device, and their parts are checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loaded(content: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def as_torch_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What versions before this one wrote: torch's wrapper, and its attributes."""
+    """The format of earlier versions: torch's wrapper and its attributes."""
     monkeypatch.setattr(LowbitTensor, "__reduce_ex__", Tensor.__reduce_ex__)
 
 
@@ -167,7 +167,7 @@ def test_hooks_give_a_warning():
 
 
 def test_a_scale_that_was_precomputed_is_not_kept():
-    """It is tied to the version of the weight inside, which a loaded weight counts anew."""
+    """It belongs to the version of the weight inside, and a loaded weight starts with another version."""
     weight = BY_NAME["train-bitnet"].make((8, 96))
     weight.remember_scale(weight.own_scale())
     assert loaded(weight).known_scale() is None and same(loaded(weight), weight)
@@ -175,7 +175,7 @@ def test_a_scale_that_was_precomputed_is_not_kept():
 
 def _echo(queue, answers):
     answers.put({name: t.clone() for name, t in queue.get().items()})
-    queue.get()  # its memory goes with it, so it stays until that has been taken
+    queue.get()  # keeps the memory alive until the other process has mapped it
 
 
 def test_sent_to_another_process():
@@ -209,7 +209,7 @@ def test_of_a_data_loaders_workers():
 
 
 def test_a_file_of_an_earlier_version_loads():
-    """Written by version 0.1.0 before it had a way of its own."""
+    """Version 0.1.0 wrote it, before lowbit had its own format."""
     found = torch.load(DATA / "pickled_by_torch.pt", weights_only=True)
     tensors = {name: t for name, t in found.items() if isinstance(t, LowbitTensor)}
     assert len(tensors) == 17 and {type(t) for t in tensors.values()} == {c.kind for c in CASES} - {

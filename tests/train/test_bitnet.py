@@ -25,14 +25,14 @@ every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
 def ternary(weight):
-    """What the paper makes of a weight: float64."""
+    """The paper's rounding of a weight: float64."""
     weight = weight.detach().double()
     scale = weight.abs().mean()
     return (weight / scale).round().clamp(-1, 1) * scale
 
 
 def rounded(x):
-    """What the paper makes of an input: float64."""
+    """The paper's rounding of an input: float64."""
     x = x.detach().double()
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (x / scale).round() * scale, 0.0)

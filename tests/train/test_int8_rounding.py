@@ -1,4 +1,4 @@
-"""The rounding of int8 weights: unbiased, the same however rows are cut, and exact where nothing changes."""
+"""The rounding of int8 weights: unbiased, the same for any cut into rows, and exact for unchanged values."""
 
 from __future__ import annotations
 

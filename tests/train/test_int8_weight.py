@@ -83,7 +83,7 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_optimizer_follows_the_float32_step_to_a_code(name, dtype):
-    """One step of it, from the same weights and gradient."""
+    """One step of this optimizer, from the same weights and gradient."""
     cls, options = OPTIMIZERS[name]
     for shape in ((40, 300), (3, 16, 100)):
         if len(shape) == 3 and name == "torch-Muon":
@@ -260,7 +260,7 @@ def test_plain_weights_load_and_are_rounded(assign):
     train.prepare_(fresh, Int8Weight())
     assert torch.equal(
         model.up.weight.place, fresh.up.weight.place
-    )  # each row has draws of its own
+    )  # each row has its own random bits
     train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
 
 

@@ -1,4 +1,4 @@
-"""prepare_ and restore_: what is prepared, reported, refused; what the state dict holds; there and back."""
+"""prepare_ and restore_: prepared weights, reports, refusals, state dicts, and the way back."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_weights_too_small_to_gain_are_left_alone():
 
 @pytest.mark.parametrize("scheme", [INT8, BitNet()], ids=["int8", "bitnet"])
 def test_attentions_own_product_is_left_alone(scheme):
-    """What is reported as converted runs in low bits."""
+    """Weights that are reported as converted have products in low bits."""
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     report = train.prepare_(model, scheme)
     assert report.converted == ["linear1.weight", "linear2.weight"]

@@ -1,4 +1,4 @@
-"""Models of which `prepare_` converts nothing, and layers that have no weights, go the same way as others."""
+"""Models of which `prepare_` converts nothing, and layers without weights, take the same calls as others."""
 
 from __future__ import annotations
 

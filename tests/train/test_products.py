@@ -1,4 +1,4 @@
-"""The products of a prepared linear: against float64 ones of what was quantized, and of the exact operands."""
+"""The products of a prepared linear, compared with float64 products of the rounded and of the exact operands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = ("output", "input", "weight")
 
 
 def dequantized(x: Tensor, scheme, fmt: str) -> tuple[Tensor, Tensor]:
-    """x as products see it that sum along its rows, and along its columns; float64."""
+    """x as rounded for products that sum along its rows, and along its columns; float64."""
     codes, scale, codes_t, scale_t = quantize_rowcol(x, fmt, tensorwise=scheme.one_scale)
     rows = codes.double()[:, : x.shape[1]] * scale.double()[:, None]
     columns = codes_t.double()[:, : x.shape[0]] * scale_t.double()[:, None]
@@ -236,7 +236,7 @@ def test_a_frozen_weight_passes_gradients_on(scheme):
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Of what autograd keeps of a forward pass, memory counted once, without weights."""
+    """Bytes that autograd keeps of a forward pass, without weights; shared memory counts once."""
     own = {p.data_ptr() for p in model.parameters() if not isinstance(p, MixedPrecisionTensor)}
     kept: dict[int, int] = {}
 
@@ -351,7 +351,7 @@ def test_experts_by_index():
 )
 @settings(max_examples=40)
 def test_any_shape_has_the_error_of_its_rounded_operands(scheme, sizes, batch, magnitude, seed):
-    """Each result is off by no more than the rounding of its two operands, whatever cancels in the sums."""
+    """The error of each result is bounded by the rounding of its two operands, also where sums cancel."""
     m, n, k = sizes
     layer = linear(n, k, bias=False)
     x = values(*batch, m, k, seed=seed) * magnitude

@@ -1,4 +1,4 @@
-"""What users get wrong with training schemes: refused by name, and nothing changes."""
+"""Wrong uses of training schemes: the error names the value, and the model is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hangs on a parameter that is replaced: hooks, attributes, and optimizers that were made before."""
+"""Replaced parameters: their hooks, their attributes, and optimizers that hold the old ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZ
 
 
 class Someones(torch.optim.Optimizer):
-    """As bitsandbytes' are: a subclass with a step of its own."""
+    """An optimizer with its own step, as those of bitsandbytes."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -72,7 +72,7 @@ def backward(m, seed=0):
 
 @prepared_how
 def test_hooks_go_on(how):
-    """Of both kinds, in their order, with what they see; until their handles remove them."""
+    """Both kinds run in their order with the right arguments, until their handles remove them."""
     m = model()
     seen = []
 
@@ -210,7 +210,7 @@ def test_an_optimizer_made_afterwards_steps(make):
 
 
 def test_the_old_optimizers_states_go_to_the_new_one():
-    """As the message says."""
+    """The way out that the message names works."""
     m = model()
     optimizer = optim.AdamW8bit(m.parameters())
     backward(m)
@@ -289,7 +289,7 @@ def test_a_parameter_that_another_model_uses_is_accepted():
 
 @pytest.mark.parametrize("made_first", [True, False], ids=["before", "after"])
 def test_a_closure_makes_the_gradients(made_first):
-    """They are not there before the step: it is looked at afterwards."""
+    """Gradients exist only after the step, so the check runs afterwards."""
     m = model()
     if not made_first:
         PREPARE["QAT"](m)
