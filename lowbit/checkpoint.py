@@ -122,7 +122,7 @@ def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each in a memory of its own that is no larger than it needs; copies only where necessary."""
+    """The tensors, each in separate memory of its own size; copies only where necessary."""
     found, taken = {}, set()
     for name, t in tensors.items():
         storage = t.untyped_storage()

@@ -1,4 +1,4 @@
-"""Walk a model, choose a scheme for each weight, replace the weights, and report what was done and what was not.
+"""Walk a model, choose a scheme for each weight, replace the weights, and report them.
 
 `lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
 so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
@@ -52,7 +52,7 @@ class Target:
 class Entry:
     """One weight: its fully qualified name, shape, whether it was converted, and how or why not.
 
-    nbytes: the bytes that it takes now. Of a tied weight, only the first entry has them.
+    nbytes: the bytes that it takes now; for a tied weight, only in the first entry.
     """
 
     fqn: str
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """What a conversion did: `print(report)`, or read `converted` and `left`.
+    """The report of a conversion: `print(report)`, or read `converted` and `left`.
 
     Attributes:
         entries: every weight of two or more dimensions that was looked at.
@@ -229,8 +229,8 @@ def find_targets(
 
     Raises:
         TypeError: not a scheme, not a module, not a filter.
-        ValueError: a pattern that matches nothing; nothing to convert, unless a training scheme left something alone by
-            a rule of its own; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
+        ValueError: a pattern that matches nothing; nothing to convert, unless a rule of a training scheme left a
+            weight alone; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
             already sharded.
     """
     _check_schemes(schemes, kind)

@@ -1,4 +1,4 @@
-"""Decide what runs each product of a quantized weight, and run it.
+"""Choose the implementation of each product of a quantized weight, and run it.
 
 Every `F.linear` with a quantized weight, and every `lowbit.inference.linear`, ends in `quantized_linear`. It goes
 through a list of rows (condition, implementation) and runs the first whose condition holds: first the registrations
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     """One row of the list."""
 
     name: str
-    """As reports name it."""
+    """The name in reports."""
     condition: Condition
     implementation: Implementation
     takes_residual: bool = False
@@ -308,7 +308,7 @@ def _check_addend(
 
 def check_first_derivative(weight: LowbitTensor) -> None:
     """Raise NotImplementedError in a backward pass that itself should be differentiated."""
-    # AOTAutograd asks for none, but traces with gradients enabled.
+    # AOTAutograd needs no second derivative, but traces with gradients enabled.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise weight._unsupported(
             "second derivatives (accepted: backward() and autograd.grad without create_graph=True)"
@@ -605,4 +605,4 @@ BUILT_IN = (
 )
 
 _rows: tuple[Row, ...] = BUILT_IN
-"""`BUILT_IN` and, before it, what users registered. Replaced and never changed, so that `_Known` can compare it."""
+"""The registrations of users, then `BUILT_IN`. Replaced and never changed, so that `_Known` can compare it."""

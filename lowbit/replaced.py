@@ -36,7 +36,7 @@ _INSTALLED: list[Any] = []
 
 
 def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
-    """Move what users attached to a parameter to the one that replaces it, and remember the old one.
+    """Move hooks, attributes and gradient of a parameter to the one that replaces it, and remember the old one.
 
     Both parameters share their hooks (`register_hook`, `register_post_accumulate_grad_hook`) from now on: a handle
     removes its hook from both. Hooks get the gradient, a plain tensor, and the new parameter. Attributes are copied by
@@ -48,7 +48,7 @@ def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str
         trainable: whether gradients reach the new one. Hooks stay behind otherwise.
 
     Returns:
-        What could not be moved, for the report; "" if everything was.
+        The hooks and attributes that could not be moved, for the report; "" if all were.
     """
     left = []
     hooks = [old._backward_hooks, old._post_accumulate_grad_hooks]

@@ -1,4 +1,4 @@
-"""Trace: what `lowbit.trace` found, as a table and as JSON.
+"""Trace: the result of `lowbit.trace`, as a table and as JSON.
 
 The JSON is `{"products": [{"layer": "layers.0.mlp.down_proj", "product": "output", "m": 1, …}, …]}`, with the fields of
 `TracedProduct`. The kernel benchmark takes its shapes from it.
@@ -57,7 +57,7 @@ class TracedProduct:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `lowbit.trace` found: `print` it, or read `products`.
+    """The result of `lowbit.trace`: `print` it, or read `products`.
 
     Attributes:
         products: in the order of the first calls, those of one call together; then the layers that did not run.

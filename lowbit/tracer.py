@@ -91,7 +91,7 @@ class Note:
 
 
 def note(m: int, n: int, k: int, why: str | None, weight: Tensor | None = None) -> Note | None:
-    """Note one call of a layer with this weight; None while nobody traces. Arguments: see `Note`."""
+    """Note one call of a layer with this weight; None without a trace. Arguments: see `Note`."""
     return None if active is None else active.note(m, n, k, weight, why)
 
 
@@ -219,7 +219,7 @@ class Watch:
 
 
 active: Watch | None = None
-"""Where products are noted; None while nobody traces."""
+"""The notes of the running trace; None without one."""
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def _memory(weight: Tensor) -> tuple[int, int]:
         return 0, 0
     try:
         start = first.data_ptr()
-    except RuntimeError:  # a tensor subclass of others, without memory of its own
+    except RuntimeError:  # a wrapper around other tensors, without memory
         return 0, 0
     return (start, start + first.nbytes) if start else (0, 0)
 
@@ -431,7 +431,7 @@ class _Products(TorchFunctionMode):
 
 
 def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: Any) -> Trace:
-    """Run `model(*args, **kwargs)` once and say of every product of every layer what it ran in, and why.
+    """Run `model(*args, **kwargs)` once, and report the format of every product of every layer, and why.
 
     Args:
         backward: also run a backward pass, from the sum of the outputs. By default, if the model is in training mode,

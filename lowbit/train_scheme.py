@@ -1,4 +1,4 @@
-"""Training schemes: what `lowbit.train.prepare_` makes of a weight and of the products that it takes part in.
+"""Training schemes: how `lowbit.train.prepare_` stores a weight and computes its products.
 
 A scheme is a frozen dataclass that validates itself. `Int8MixedPrecision` and `Float8MixedPrecision` keep the weight
 in high precision and run the three products of a linear, each unless switched off, in 8 bits:

@@ -1,4 +1,4 @@
-"""Activations to int8 or float8, each row with a scale of its own, as lowbit's dynamic schemes compute them.
+"""Activations to int8 or float8, each row with its own scale, as lowbit's dynamic schemes compute them.
 
     int8:   scale[m] = max(-min_k x[m, k] / 128, max_k x[m, k] / 127, 0)
     e4m3:   scale[m] = max_k |x[m, k]| / 448

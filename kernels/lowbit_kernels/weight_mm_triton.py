@@ -4,7 +4,7 @@ A program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over a slice o
 its sum is scaled once, in float32, and the weight is never rounded.
 
 The codes are read in words. At 4 bits, word c holds the codes of k = 8c .. 8c + 7 (shorter words: 4c or 2c). The j-th
-nibbles of all words form a matrix of their own, which is multiplied by every eighth column of x from column j on, so
+nibbles of all words form a matrix, which is multiplied by every eighth column of x from column j on, so
 nothing has to be interleaved. The weight is the first operand of the product, since that one stays in registers.
 
 Where the weight has too few rows to fill the GPU, K is cut into slices (split-K). A second launch adds their sums in a

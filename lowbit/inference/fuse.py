@@ -92,7 +92,7 @@ def fuse_linears_(
 
 
 def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Undo `fuse_linears_` in place: every linear has a weight of its own again. Returns the names as `fuse_linears_`.
+    """Undo `fuse_linears_` in place: every linear has its own weight again. Returns the names as `fuse_linears_`.
 
     Raises ValueError where nothing is fused.
     """
@@ -169,7 +169,7 @@ class FusedLinear(nn.Module):
         return self.weight[start:end], None if self.bias is None else self.bias[start:end]
 
     def plain_linear(self, index: int) -> nn.Linear:
-        """Part `index` as a linear of its own, with copies of its rows."""
+        """Part `index` as a separate linear, with copies of its rows."""
         weight, bias = self.part(index)
         sizes = self.in_features, self.sizes[index]
         linear = nn.Linear(*sizes, bias=bias is not None, device="meta")

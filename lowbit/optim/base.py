@@ -74,7 +74,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
     default_state: ClassVar[str] = "8bit"
-    """The format of states where the user asks for none."""
+    """The default format of states."""
     reference: ClassVar[Callable[..., None]]
     """The formula: a static function that makes one step in place, on tensors of one shape.
 
@@ -113,7 +113,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self.stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
-    # ---- what an algorithm provides ------------------------------------------------------------------------
+    # ---- methods that an algorithm overrides ---------------------------------------------------------------
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         """The moments that parameters of this group have."""
@@ -225,7 +225,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._checked = [group[name] for group in self.param_groups for name in names]
 
     def _update(self, jobs: list[Job], scale: GradScale) -> None:
-        """Create missing states, have kernels update what they can, and PyTorch operations the rest."""
+        """Create missing states; update parameters by kernels, and the others by PyTorch operations."""
         for job in jobs if self._fused is None else self._fused.rest:
             for param in job.params:
                 self._ensure_state(job.group, param)

@@ -77,7 +77,7 @@ class FusedStep:
             self._remember(optimizer, jobs)
 
     def _remember(self, optimizer: Any, jobs: list[Job]) -> None:
-        """Keep what `holds` compares."""
+        """Store the values that `holds` compares."""
         groups = optimizer.param_groups
         params = _params(optimizer)
         self._params = list(map(id, params))
@@ -192,7 +192,7 @@ def variant_of(
     """The kernel to compile for a parameter, whose states exist; None where no kernel applies.
 
     Raises:
-        RuntimeError: no kernel applies, and `fused=True` asks for one.
+        RuntimeError: no kernel applies, and the group has `fused=True`.
     """
     reason = _obstacle(optimizer, group, param, grad)
     if reason is None:

@@ -1,7 +1,7 @@
 """The work of a step: jobs, which are parameters with gradients, and the factor that scales all gradients.
 
 Both implementations of a step (`lowbit.optim.fused` and `lowbit.optim.eager`) build on this module and not on each
-other. The optimizer asks the compiled one first and gives what it leaves to the one in PyTorch operations.
+other. The optimizer runs the compiled one first; PyTorch operations update the remaining parameters.
 
 Clipping, unscaling and skipping leave `.grad` alone. The norm is computed in float64, in which squares of float32
 numbers cannot overflow: the norm is finite exactly if every gradient is. For a DTensor the norm is summed over the mesh
@@ -29,12 +29,12 @@ class Step(Protocol):
     """One implementation of the step."""
 
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
-        """Update what this implementation can, and return the jobs that it leaves.
+        """Update the parameters that this implementation takes, and return the remaining jobs.
 
         Args:
             optimizer: the `LowbitOptimizer`. All states exist.
-            jobs: what is still to be updated.
-            scale: what applies to every gradient.
+            jobs: the remaining work.
+            scale: the factor of all gradients, and whether to skip the step.
         """
 
 

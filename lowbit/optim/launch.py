@@ -34,7 +34,7 @@ class Item(NamedTuple):
     """A parameter of a launch under construction, or some rows of one."""
 
     param: Tensor
-    own: Tensor  # what the step writes to, see `states.memory`
+    own: Tensor  # the tensor that the step writes to, see `states.memory`
     group: int  # index in param_groups
     param_index: int  # among the parameters of the optimizer
     grad: Tensor

@@ -231,7 +231,7 @@ class Muon(AdamBase):
 
     The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
     two: parameters of 2 and more dimensions go to Muon, the others to AdamW. This rule cannot distinguish an embedding
-    or an output layer from a hidden matrix: give those in a group of their own with `use_muon=False`. More than 2
+    or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`. More than 2
     dimensions are flattened to [first, rest], as for a convolution. Experts stacked in one parameter are not one
     matrix; AdamW is the better choice for them.
 

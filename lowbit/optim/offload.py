@@ -1,7 +1,7 @@
 """CPUOffloadOptimizer: the states (and gradients) of any optimizer in host memory, its step on the CPU.
 
 Each parameter has a copy in host memory, and the base optimizer is built over these copies: its states are created and
-updated there, and never move. Two things move, through pinned memory and on streams of their own:
+updated there, and never move. Two things move, through pinned memory and on separate streams:
 
     gradient   device -> host   as soon as backward has it, by a hook on the parameter
     weight     host -> device   as soon as the CPU has updated it, while the CPU goes on with others

@@ -1,6 +1,6 @@
 """The options that every optimizer takes, and the checks of options and parameters.
 
-A check raises before anything has changed. Its message says what it got, what is accepted, and the way out.
+A check raises before anything has changed. Its message names the value, the accepted values, and the way out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
 SHARED = ("max_grad_norm", "skip_nonfinite")
 """Options with one value for all groups."""
 KEPT_ON_LOADING = ("state", "foreach", "fused")
-"""Options of how an optimizer works, not of what it computes. Loading a checkpoint leaves them as they are."""
+"""Options that do not change the result. Loading a checkpoint keeps the optimizer's own values."""
 
 
 def check_common(group: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Event(Protocol):
 
 
 class Transfers:
-    """Copies between the host and one device, in the order in which they are asked for.
+    """Copies between the host and one device, in the order of the calls.
 
     This class is for parameters on the CPU: a copy is done when its call returns, and there is no event to wait for.
     """

@@ -68,7 +68,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
     """The classes that a description may name, by that name. Each class enters itself."""
     stored_as: ClassVar[str | None] = None
-    """What `lowbit.products` chooses the product of a frozen weight by, besides its metadata; None for others."""
+    """The key by which `lowbit.products` chooses the product of a frozen weight; None for other tensors."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -243,7 +243,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return self._with(shape=shape, transposed=not self.transposed)
 
     def _expert(self, index: int) -> Self:
-        """Entry `index` of dimension 0, where each has inner tensors of its own."""
+        """Entry `index` of dimension 0, where each has its own inner tensors."""
         if self.transposed:
             return self._transposed()._expert(index)._transposed()
         shape = tuple(self.shape[1:])

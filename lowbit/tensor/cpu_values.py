@@ -29,7 +29,7 @@ class Reader(NamedTuple):
     """The kernel that reads a weight's codes, found once for each weight."""
 
     spec: Spec
-    """Of the weight when the reader was made. A copy into the weight may change its spec."""
+    """The weight's spec when the reader was made. A copy into the weight may change the spec."""
     layout: Dequantizer | None
     """None where no kernel reads such codes."""
     is_padded: bool
@@ -82,7 +82,7 @@ def rows_of_embedding(
     *options: Any,
     **others: Any,
 ) -> Tensor | None:
-    """`F.embedding(...)` of a float32 weight by one kernel; it computes the same whatever the other options.
+    """`F.embedding(...)` of a float32 weight by one kernel; the other options do not change the result.
 
     None where the kernel cannot run, or refuses an index.
     """

@@ -102,7 +102,7 @@ class FSDPHooks:
         for name, t in inner.items():
             if names is None or name not in names:  # the others were gathered in place
                 held = getattr(target, name)
-                # the values are those of forward, so what autograd saved is not stale
+                # The values are those of forward, so tensors that autograd saved are not stale.
                 with torch.autograd._unsafe_preserve_version_counter(held):
                     held.copy_(t)
         return None

@@ -119,7 +119,7 @@ class TrainableTensor(LowbitTensor):
         return self._with(dtype=torch.float32).dequantize()
 
     def values(self) -> Tensor:
-        """What high-precision products multiply by: plain, without gradient."""
+        """The operand of high-precision products: plain, without gradient."""
         return self.dequantize()
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
