@@ -355,7 +355,7 @@ def test_without_the_safetensors_package(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_state_dict_that_does_not_fit_the_model(tmp_path: Path) -> None:
-    """load_state_dict names what is missing, as for any state dict."""
+    """load_state_dict names the missing entries, as for any state dict."""
     path = tmp_path / "m.pt"
     state = quantized().state_dict()
     for part in ("codes", "scale"):

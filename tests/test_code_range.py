@@ -40,7 +40,7 @@ numbers = st.one_of(
 
 @st.composite
 def ranges(draw: st.DrawFn, dtypes: list[torch.dtype] = INTEGERS) -> tuple[torch.dtype, int, int]:
-    """A dtype of codes, quant_min and quant_max, often at or next to an end of it or beyond what float32 holds."""
+    """A dtype of codes, quant_min and quant_max, often near its ends or beyond float32's exact integers."""
     dtype = draw(st.sampled_from(dtypes))
     info = torch.iinfo(dtype)
     near_ends = [

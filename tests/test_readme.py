@@ -200,14 +200,14 @@ def test_links_lead_somewhere(page: Path, link: str) -> None:
 
 @functools.cache
 def _anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors that GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @each_page
 def test_public_names_exist(page: Path) -> None:
-    """`lowbit.optim.AdamW4bit`, and what a snippet takes from lowbit."""
+    """Names in backticks such as `lowbit.optim.AdamW4bit`."""
     import lowbit
 
     absent = []

@@ -279,7 +279,7 @@ def test_a_forward_without_gradients_has_no_backward() -> None:
 
 def test_weights_of_other_libraries_have_the_name_of_the_module() -> None:
     class Foreign(Tensor):
-        """Without memory of its own."""
+        """A tensor without memory."""
 
         @staticmethod
         def __new__(cls, values: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Two processes under FSDP2: quantized and QAT weights give what one process gives, and travel in low bits.
+"""Two processes under FSDP2: quantized and QAT weights give the results of one process, and are sent in low bits.
 
 Every check runs over all representations in one call, since starting processes is what takes the time.
 """

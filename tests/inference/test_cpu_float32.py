@@ -108,7 +108,7 @@ def test_gradients_are_of_the_values_at_forward() -> None:
 
 @pytest.fixture
 def expected() -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
-    """A layer that has seen a product, what it was with, and the result."""
+    """A layer after a first product, its input, and the result."""
     linear, x = layer(), torch.randn(1, 48)
     with torch.no_grad():
         linear(x)

@@ -1,4 +1,4 @@
-"""CodebookTensor: layout, encoding, slices that stay exact, and what torch does to an optimizer state."""
+"""CodebookTensor: layout, encoding, exact slices, and torch operations on optimizer states."""
 
 from __future__ import annotations
 

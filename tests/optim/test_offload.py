@@ -1,4 +1,4 @@
-"""CPUOffloadOptimizer gives what its base optimizer gives, bit for bit, in every way a training loop uses it.
+"""CPUOffloadOptimizer gives the results of its base optimizer, bit for bit, in every kind of training loop.
 
 On the CPU the copies are made at once, or, by `Late`, as late as a GPU could make them: what is read too early is NaN,
 and what is overwritten too early is wrong.

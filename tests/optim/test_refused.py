@@ -1,4 +1,4 @@
-"""Options and parameters that optimizers refuse, by name and with what is accepted, before anything changes."""
+"""Refused options and parameters: errors give the name and the accepted values, before anything changes."""
 
 from __future__ import annotations
 

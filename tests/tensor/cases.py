@@ -228,7 +228,7 @@ every_master = over([case for case in CASES if case.has_master])
 every_kept_in_any_dtype = over([case for case in CASES if not case.is_cast])
 every_qat = over([case for case in CASES if case.is_qat])
 
-# Shapes that people meet: even, K to be padded, odd and prime, one row, one element, no rows.
+# Shapes: even, K to be padded, odd and prime, one row, one element, no rows.
 SHAPES = [(24, 96), (24, 100), (7, 101), (1, 33), (1, 1), (0, 96)]
 
 

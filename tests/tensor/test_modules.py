@@ -96,7 +96,7 @@ def test_module_share_memory_half_of_deepcopy_and_apply(case):
 
 @every_case
 def test_state_dict_assigned(case):
-    """assign=True replaces whatever was there, as after loading a checkpoint into a model on meta."""
+    """assign=True replaces any tensor, as after loading a checkpoint into a model on meta."""
     state = {"weight": case.make((24, 100))}
     for device in ("cpu", "meta"):
         linear = nn.Linear(100, 24, bias=False, device=device)

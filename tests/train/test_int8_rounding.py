@@ -27,7 +27,7 @@ def round_at(x, index):
 
 @pytest.mark.parametrize("distance", [0.0, 1e-4, 0.01, 0.25, 0.5, 0.75, 0.999, 1.0])
 def test_rounding_is_unbiased(distance):
-    """The mean of n draws within 5 standard errors, and what rounding may keep back, of the value."""
+    """The mean of n draws is within 5 standard errors of the value, plus the systematic error of the rounding."""
     n = 2**20
     for low in (-127.0, -3.0, 0.0, 88.0):
         x = torch.full((n,), low + distance)
@@ -37,7 +37,7 @@ def test_rounding_is_unbiased(distance):
 
 
 def test_an_update_is_unbiased_over_the_weights():
-    """A weight moved by a hundredth of a code moves by that on average, whatever the row."""
+    """A weight moved by a hundredth of a code moves by that on average, in every row."""
     t = weight_of(64, 1001)
     before, moved = t.master(), 0.01 * t.scale
     inside = t.codes.abs() < 127

@@ -84,7 +84,7 @@ def test_signal_to_noise(scheme, switch, shape):
 @pytest.mark.parametrize("m", [1, 16, 48])
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (48, 1), (1, 1), (16, 16)])
 def test_sizes_of_one(scheme, m, n, k):
-    """Where a product's operand is a single row or column, whatever its stride."""
+    """A product's operand is a single row or column, with any stride."""
     layer = linear(n, k)
     found, expected = outcome(prepared(layer, scheme), values(m, k)), outcome(layer, values(m, k))
     for name, value in expected.items():

@@ -288,7 +288,7 @@ def check_refused(rank, world_size):
 
 
 def check_whole_state_dicts(rank, world_size):
-    """Every rank loads what it has, random-number offsets included; one rank may broadcast plain values."""
+    """Every rank loads its low-bit values, random-number offsets included; one rank may broadcast plain values."""
     whole = StateDictOptions(full_state_dict=True)
     for sizes in ((1, world_size), (world_size, 1)):
         model, other = (nn.Sequential(nn.Linear(64, 33, bias=False)) for _ in range(2))
