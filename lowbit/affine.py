@@ -2,15 +2,13 @@
 
     code = clamp(round(x · (1/scale)) + zero_point, quant_min, quant_max)        x̂ = (code − zero_point) · scale
 
-One (scale, zero_point) serves each block of `block_size`, which has the rank of the input and tiles it. The
-arithmetic is float32 whatever the input; rounding is half to even; the order of operations is the one above,
-everywhere, because `x · (1/scale)` and `x / scale` differ in the last bit and so, at ties, in the code.
+One (scale, zero_point) serves each block of `block_size`, which has the rank of the input and tiles it. The arithmetic
+is float32 and rounds half to even. The order of operations is always the one above, because `x · (1/scale)` and
+`x / scale` differ in the last bit and so, at ties, in the code.
 
 `target_dtype` and the range define the number type: any integer range (int4 is `torch.int8` with −8..7), or float8,
-where the range ends at the largest finite value and the cast does the rounding.
-
-NaN gets the code of 0, which is the zero point; float8 keeps NaN. `choose_qparams_affine` gives a block with a NaN a
-scale of NaN, so the whole dequantized block is NaN.
+where the cast rounds. NaN gets the code of the zero point; float8 keeps NaN. `choose_qparams_affine` gives a block with
+a NaN a scale of NaN, so the whole dequantized block is NaN.
 
 A zero point of integer dtype is a code. A zero point of floating dtype is a value in the input's own domain, the
 tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
@@ -111,17 +109,14 @@ def _min_max(
 
 
 def _divide(x: Tensor, divisor: float | Tensor) -> Tensor:
-    """x / divisor in float32, rounded once, on every device, eager and compiled.
+    """x / divisor in float32, rounded once on every device, eager and compiled.
 
-    The division runs in float64, which gives exactly the quotient of IEEE float32 division. CUDA replaces division by a
-    constant with a product, and Triton divides float32 approximately; at ties of the codes the last bit counts.
+    Division in float64 gives exactly the IEEE float32 quotient. CUDA and Triton approximate division in float32, and
+    the last bit counts at ties of the codes.
     """
-    wide = (
-        divisor.double()
-        if isinstance(divisor, Tensor)
-        else torch.full_like(x, divisor, dtype=torch.float64)
-    )
-    return (x.double() / wide).float()
+    if not isinstance(divisor, Tensor):
+        divisor = torch.full_like(x, divisor, dtype=torch.float64)
+    return (x.double() / divisor.double()).float()
 
 
 def _multiply_add(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
@@ -136,8 +131,7 @@ _LIBRARY.impl("cast", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplici
 
 
 def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)` as an op of its own. torch.compile removes the rounding from `x.to(bfloat16).float()`, but cannot
-    remove an op that it does not know."""
+    """`x.to(dtype)` as an opaque op, because torch.compile removes the rounding from `x.to(bfloat16).float()`."""
     return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
 
 
@@ -256,8 +250,7 @@ def _to_grid(
 ) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it.
 
-    NaN, also from infinity times the reciprocal of an infinite scale, takes the code of the zero point, so the cast is
-    defined.
+    NaN takes the code of the zero point, so that the cast is defined.
     """
     inverse = _divide(torch.ones_like(scale), scale)
     if dtype in FLOAT8_DTYPES:

@@ -13,10 +13,10 @@ A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weig
 text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": text, "lowbit_sha256": …, "tensors": {…}}.
 `lowbit.tensor.affine_tensor` describes the layout of codes.
 
-The digests make a damaged file an error that names the damaged tensors or the description. They were added within
-version 1: an older reader skips them, and a file without them loads unverified. `load` verifies up to 64 MiB at once.
-In a larger file it verifies each tensor at the first access, because hashing takes 0.6 s a GB and core, whereas a
-`*.safetensors` file is mapped into memory in milliseconds.
+By the digests, loading a damaged file raises an error that names the damaged tensors. A file without digests, which an
+earlier version wrote, loads unverified. `load` verifies up to 64 MiB at once. In a larger file it verifies each tensor
+at the first access: hashing takes 0.6 s a GB and core, and a `*.safetensors` file is mapped into memory in
+milliseconds.
 
 When the format changes, its version rises by one and `MIGRATIONS` gains a function from the old version to the new.
 """
@@ -122,7 +122,7 @@ def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each in a memory of its own that is no larger than it needs; copies only where necessary."""
+    """The tensors, each in separate memory of its own size; copies only where necessary."""
     found, taken = {}, set()
     for name, t in tensors.items():
         storage = t.untyped_storage()
@@ -220,12 +220,8 @@ def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor
         t = kind.from_inner(inner, meta, shape, dtype)
         t.check_parts()
     except (
-        ArithmeticError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
+        *(ArithmeticError, LookupError, ValueError),
+        *(TypeError, AttributeError, RuntimeError),
     ) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise CheckpointError(f"{name} cannot be put together again: {why}") from error

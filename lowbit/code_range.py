@@ -85,9 +85,8 @@ def check_zero_point_dtype(
 
     Args:
         dtype: of the zero points.
-        codes: the smallest and largest zero point, where zero points are codes; None where they are values in the
-            input's domain. Readers tell the two kinds apart by dtype, so codes need an integer dtype and values a
-            floating one.
+        codes: the smallest and largest zero point, which need an integer dtype; None for zero points that are values
+            in the input's domain, which need a floating dtype.
         mapping: the mapping that the error names.
     """
     if codes is None:

@@ -24,9 +24,8 @@ comparison (arithmetic modulo 2**32; the shift keeps the sign)::
     step[cell] = ((-g - 1 - cell) << 16) + 2**16 - first   cell < 0, where x falls as its bits rise: first x of g
 
 The boundary is the largest float32 that is not above the midpoint of the values g and g + 1. So the result is the
-nearest code for every float32, and an exact tie takes the lower code. Nothing in this rounds, so the result is the same
-on every device and under every compiler. Inverting the formula above with logarithms is four times slower in plain
-PyTorch ops, and still needs a comparison with an exact boundary for ties.
+nearest code for every float32, and an exact tie takes the lower code. No operation rounds, so the result is the same on
+every device and under every compiler.
 
 Codes of 4 bits are decoded two at a time: their byte is the index of a table of pairs of values.
 """
@@ -109,12 +108,6 @@ class Codebook:
             ValueError: this is the linear book (4 bits, unsigned), whose codes are computed.
         """
         return _cells(self.bits, self.signed)
-
-    def encode_by_search(self, x: Tensor) -> Tensor:
-        """The oracle of :meth:`encode`: a binary search over exact float64 midpoints."""
-        values = _values(self.bits, self.signed).astype(np.float64)
-        midpoints = torch.from_numpy((values[:-1] + values[1:]) / 2).to(x.device)
-        return torch.searchsorted(midpoints, x.double(), right=False).to(torch.uint8)
 
 
 def quantize_blockwise(

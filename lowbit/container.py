@@ -1,8 +1,6 @@
 """The file of a checkpoint: plain tensors by name, a JSON description beside them, and digests of both.
 
-The description has an entry for each tensor under "stored" (`lowbit.digests`). The digest of the description lies
-beside it under "lowbit_sha256": in the metadata of a *.safetensors file, in the dictionary of a *.pt file. Files of
-earlier versions have no digests and load unverified. Those versions skip digests, so the format version is the same.
+`lowbit.checkpoint` documents the format, `lowbit.digests` the entries of tensors under "stored".
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; give the name of a file in it")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # A new file shows the permissions that the umask leaves. Asking for the umask itself would set it, in all threads.
+    # A new file shows the permissions that the umask leaves. os.umask would change it, in all threads.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     rights = os.fstat(handle).st_mode & 0o777
     os.close(handle)

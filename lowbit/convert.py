@@ -1,4 +1,4 @@
-"""Walk a model, choose a scheme for each weight, replace the weights, and report what was done and what was not.
+"""Walk a model, choose a scheme for each weight, replace the weights, and report them.
 
 `lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
 so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor, check_weight
+from lowbit.tensor.dtensor import local
 from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]
@@ -51,7 +52,7 @@ class Target:
 class Entry:
     """One weight: its fully qualified name, shape, whether it was converted, and how or why not.
 
-    nbytes: the bytes that it takes now. Of a tied weight, only the first entry has them.
+    nbytes: the bytes that it takes now; for a tied weight, only in the first entry.
     """
 
     fqn: str
@@ -63,7 +64,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """What a conversion did: `print(report)`, or read `converted` and `left`.
+    """The report of a conversion: `print(report)`, or read `converted` and `left`.
 
     Attributes:
         entries: every weight of two or more dimensions that was looked at.
@@ -104,9 +105,9 @@ class Report:
             sizes[name] = size = _nbytes(param)
             self.parameters += param.numel()
             self.nbytes += size
-            local = param.to_local() if isinstance(param, DTensor) else param
-            if isinstance(local, LowbitTensor):
-                if local.updated_in_place() is None:
+            own = local(param)
+            if isinstance(own, LowbitTensor):
+                if own.updated_in_place() is None:
                     self.low_bits += param.numel()
                 else:
                     self.prepared += param.numel()
@@ -145,12 +146,10 @@ def _share(part: int, whole: int) -> str:
 
 def _nbytes(param: Any) -> int:
     """Bytes of the whole parameter, also where it is sharded."""
-    if not isinstance(param, DTensor):
-        return param.nbytes_stored() if isinstance(param, LowbitTensor) else param.nbytes
-    local = param.to_local()
-    if not isinstance(local, LowbitTensor) or local.numel() == 0:
+    own = local(param)
+    if not isinstance(own, LowbitTensor) or own.numel() == 0:
         return param.numel() * param.element_size()
-    return local.nbytes_stored() * param.numel() // local.numel()
+    return own.nbytes_stored() * param.numel() // own.numel()
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ def check_module(model: Any) -> None:
 # ---- the walk -------------------------------------------------------------------------------------------------
 
 
-def _join(prefix: str, name: str) -> str:
+def joined_name(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -220,7 +219,9 @@ def find_owners(model: nn.Module) -> dict[int, list[Owner]]:
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is not None:
-                owners.setdefault(id(param), []).append(Owner(module, name, _join(prefix, name)))
+                owners.setdefault(id(param), []).append(
+                    Owner(module, name, joined_name(prefix, name))
+                )
     return owners
 
 
@@ -238,8 +239,8 @@ def find_targets(
 
     Raises:
         TypeError: not a scheme, not a module, not a filter.
-        ValueError: a pattern that matches nothing; nothing to convert, unless a training scheme left something alone by
-            a rule of its own; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
+        ValueError: a pattern that matches nothing; nothing to convert, unless a rule of a training scheme left a
+            weight alone; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
             already sharded.
     """
     _check_schemes(schemes, kind)
@@ -320,9 +321,9 @@ class _Walk:
         selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
         if _has_own_product(module) and module._parameters.get("weight") is None:
             note = "computed from other parameters, so none to convert"
-            self.report.entries.append(Entry(_join(prefix, "weight"), (), False, note))
+            self.report.entries.append(Entry(joined_name(prefix, "weight"), (), False, note))
         for name, param in _weights_of(module, selected):
-            owner = Owner(module, name, _join(prefix, name))
+            owner = Owner(module, name, joined_name(prefix, name))
             choice = self._choose(owner, prefix, param, selected)
             if isinstance(choice, str):
                 self.report.entries.append(Entry(owner.fqn, _shape(param), False, choice))
@@ -363,9 +364,9 @@ class _Walk:
         return selected or self._filter_names(owner, prefix)
 
     def _filter_names(self, owner: Owner, prefix: str) -> bool:
-        """Whether the filter, which doesn't take the module, takes this parameter of it by name. A filter that would
-        take any other name as well excludes the module by its name; it doesn't choose the parameter."""
-        others = _join(prefix, _NO_PARAMETER)
+        """Whether the filter takes this parameter by name. A filter that takes any other name too, only excludes the
+        module by its name."""
+        others = joined_name(prefix, _NO_PARAMETER)
         return self.filter_fn(owner.module, owner.fqn) and not self.filter_fn(owner.module, others)
 
     def _check_ties(self, fqn: str, param: nn.Parameter, scheme: Any) -> None:
@@ -395,8 +396,7 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a product could take, by attribute: those of two or more dimensions, and of a selected module
-    those without a shape yet."""
+    """The parameters of two or more dimensions by attribute; of a selected module also those without a shape yet."""
     for name, param in module._parameters.items():
         if param is None:
             continue
@@ -460,8 +460,8 @@ def replace_weights(
     """Replace each target by `make(target)` in every module that holds it, and complete the report.
 
     A weight that stays trainable keeps its accumulated gradient and its hooks. An optimizer that holds the old
-    parameters raises at its next step (`lowbit.replaced`). Empties `targets` on the way: each old weight's memory is
-    free before the next one's turn.
+    parameters raises at its next step (`lowbit.replaced`). Empties `targets`, so that the memory of each old weight is
+    free before the next one is replaced.
 
     Args:
         note: what the report says of each; None for the scheme's description.

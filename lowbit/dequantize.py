@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.dtensor import local
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared
 
@@ -81,8 +82,7 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if not isinstance(local, LowbitTensor):
+        if not isinstance(local(weight), LowbitTensor):
             continue
         if filter_fn is not None and not any(
             filter_fn(owner, full.removesuffix(own).removesuffix("."))

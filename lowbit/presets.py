@@ -3,7 +3,7 @@
 A preset takes the symmetric mapping with the smaller squared error over trained and random weights
 (`python -m benchmarks.mapping_error`; the table is in `benchmarks/LOG.md`). "symmetric" has the finer step, but clips
 the largest positive value of a block; "symmetric_no_clipping_err" puts the largest value on a code. That value matters
-more with more bits and smaller groups. A checkpoint carries its own mapping, whatever the presets choose.
+more with more bits and smaller groups. A checkpoint carries its own mapping.
 """
 
 from __future__ import annotations

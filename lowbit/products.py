@@ -1,12 +1,12 @@
-"""Decide what runs each product of a quantized weight, and run it.
+"""Choose the implementation of each product of a quantized weight, and run it.
 
 Every `F.linear` with a quantized weight, and every `lowbit.inference.linear`, ends in `quantized_linear`. It goes
 through a list of rows (condition, implementation) and runs the first whose condition holds: first the registrations
 of `register_linear`, the last registered first; then `BUILT_IN`, the literal list at the end of this file.
 
-A condition decides by shapes, dtypes, devices and the weight's metadata alone. The weight therefore remembers its
-last decision, together with everything that decided it (`_Known`). The next product with equal arguments takes the
-same row and checks nothing again; registering or unregistering an implementation makes all weights decide anew.
+A condition decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its last decision
+with everything that decided it (`_Known`), and the next product with equal arguments checks nothing again. Registering
+or unregistering an implementation invalidates these caches.
 
 A kernel or backend is one registration:
 
@@ -14,8 +14,8 @@ A kernel or backend is one registration:
     def my_linear(x, w, bias):
         return ...
 
-This module imports no representation (representations import it). Conditions read `weight.stored_as`,
-`weight.spec` and `weight.activation` instead.
+Representations import this module, so conditions read `weight.stored_as`, `weight.spec` and `weight.activation` instead
+of asking for a class.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     """One row of the list."""
 
     name: str
-    """As reports name it."""
+    """The name in reports."""
     condition: Condition
     implementation: Implementation
     takes_residual: bool = False
@@ -274,7 +274,7 @@ def unregister_linear(impl: Implementation) -> None:
     _rows = kept
 
 
-# ---- checks: the errors that explain a product that cannot be ----------------------------------------------
+# ---- checks ------------------------------------------------------------------------------------------------
 
 
 def check_linear(x: Tensor, weight: LowbitTensor) -> None:
@@ -306,8 +306,7 @@ def check_linear(x: Tensor, weight: LowbitTensor) -> None:
 def _check_addend(
     name: str, addend: Tensor | None, shape: tuple[int, ...], x: Tensor, weight: Tensor
 ) -> None:
-    """Raise ValueError unless the bias or residual has this shape and is on the weight's device: kernels take its
-    address."""
+    """Raise ValueError unless the bias or residual has this shape and is on the weight's device."""
     if addend is not None and addend.shape != shape:
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a {name} of shape {shape}, got "
@@ -321,8 +320,8 @@ def _check_addend(
 
 
 def check_first_derivative(weight: LowbitTensor) -> None:
-    """In a backward pass without a derivative of its own: raise NotImplementedError where one is asked for."""
-    # AOTAutograd asks for none, but traces with gradients enabled.
+    """Raise NotImplementedError in a backward pass that itself should be differentiated."""
+    # AOTAutograd needs no second derivative, but traces with gradients enabled.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise weight._unsupported(
             "second derivatives (accepted: backward() and autograd.grad without create_graph=True)"
@@ -353,14 +352,13 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
 
 
 def unflattened(y: Tensor, x: Tensor) -> Tensor:
-    """The product y [M, N] of a flattened input as [..., N], where x is [..., K]. It is no view: FSDP2 warns of modules
-    that return one."""
+    """The product y [M, N] of a flattened input as [..., N], where x is [..., K]; no view, of which FSDP2 warns."""
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])
 
 
 # ---- int4 and int8 weights, activations in 16 bits ---------------------------------------------------------
-# float32 has no row here: there a converted model computes what the model prepared for QAT computed, to the bit. In
-# 16 bits the weights are equal to the bit as well, but the decode kernel does not round the weight to 16 bits.
+# Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit. In 16 bits the
+# weights are equal to the bit, but the decode kernel does not round them to 16 bits.
 
 _HALVES = (torch.bfloat16, torch.float16)
 _GROUP_STEP = 32
@@ -601,7 +599,7 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
         )
 
 
-# ---- THE LIST: what runs a product, in the order in which it is tried --------------------------------------
+# ---- the built-in implementations, in the order in which they are tried ------------------------------------
 
 BUILT_IN = (
     # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
@@ -621,4 +619,4 @@ BUILT_IN = (
 )
 
 _rows: tuple[Row, ...] = BUILT_IN
-"""`BUILT_IN` and, before it, what users registered. Replaced and never changed, so that `_Known` can compare it."""
+"""The registrations of users, then `BUILT_IN`. Replaced and never changed, so that `_Known` can compare it."""

@@ -1,9 +1,9 @@
 """Parameters that a conversion replaced: the new ones take over hooks and attributes, and an optimizer that still holds
 the old ones raises an error.
 
-A conversion replaces a parameter by a new one. An optimizer that was made before holds the old one, which gets no
-gradient any more. A step would silently skip it. So this module remembers the old parameters by weak references, and
-every step of every torch optimizer checks for them (while any is alive).
+An optimizer that was made before the conversion holds the old parameters, which get no gradients any more: its steps
+would silently skip them. So this module keeps weak references to the old parameters, and every step of every torch
+optimizer checks for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INSTALLED: list[Any] = []
 
 
 def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
-    """Move what users attached to a parameter to the one that replaces it, and remember the old one.
+    """Move hooks, attributes and gradient of a parameter to the one that replaces it, and remember the old one.
 
     Both parameters share their hooks (`register_hook`, `register_post_accumulate_grad_hook`) from now on: a handle
     removes its hook from both. Hooks get the gradient, a plain tensor, and the new parameter. Attributes are copied by
@@ -48,7 +48,7 @@ def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str
         trainable: whether gradients reach the new one. Hooks stay behind otherwise.
 
     Returns:
-        What could not be moved, for the report; "" if everything was.
+        The hooks and attributes that could not be moved, for the report; "" if all were.
     """
     left = []
     hooks = [old._backward_hooks, old._post_accumulate_grad_hooks]
@@ -99,8 +99,8 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if the optimizer holds parameters that were replaced and that nothing uses any more. One that
-    gets gradients is in use by another model, and a frozen one was not to be trained."""
+    """Raise RuntimeError if the optimizer holds replaced parameters that get no gradients. One that does is in use by
+    another model."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     stale = [_REPLACED[id(p)] for p in params if id(p) in _REPLACED and _is_idle(p)]
     if not stale:

@@ -1,8 +1,7 @@
 """Counter-based stochastic rounding.
 
 Random bits are a pure function of ``(seed, step, tensor, global element index)``. So a training run resumes bit for
-bit, and gives the same weights on 1, 2 or 8 ranks: a shard passes the index of its first element as ``offset``. No
-generator state exists, nothing is saved, and nothing synchronises.
+bit, and gives the same weights on 1, 2 or 8 ranks. No generator state exists, nothing is saved, nothing synchronises.
 
 The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves of a 64-bit integer)::
 
@@ -18,12 +17,11 @@ The stream, exactly (all arithmetic modulo 2**32; ``lo``/``hi`` are the halves o
     h    *= 0x846ca68b;  h ^= h >> 16
     bits  = h * M[index & 7] >> 16                              # 16 bits
 
-F is a bijective 32-bit finaliser with low avalanche bias (two multiplications; constants found by search,
-https://github.com/skeeto/hash-prospector). An octet takes one pass through F, with one key before it and one in the
-middle: about 9 integer instructions, where Philox takes hundreds. An element takes one more multiplication. The numbers
-in M are odd, so that the bits of every element are uniform. Any two of them give pairs that fill the square evenly (the
-shortest vector of their lattice is over 0.75 * 2**16), and no three have a linear relation in small numbers. This is
-not a cryptographic generator.
+F is a bijective 32-bit finaliser with low avalanche bias (constants: https://github.com/skeeto/hash-prospector). An
+octet takes one pass through F, with one key before it and one in the middle: about 9 integer instructions, where Philox
+takes hundreds. The numbers in M are odd, so that the bits of every element are uniform. Any two of them give pairs that
+fill the square evenly (the shortest vector of their lattice is over 0.75 * 2**16), and no three have a linear relation
+in small numbers. This is not a cryptographic generator.
 
 Stochastic rounding of weights: arXiv 2010.06192.
 """
@@ -31,7 +29,6 @@ Stochastic rounding of weights: arXiv 2010.06192.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -44,78 +41,17 @@ _M = (
 )
 
 
-def random_bits(
-    shape: int | tuple[int, ...],
-    *,
-    seed: int,
-    step: int | Tensor,
-    tensor: int,
-    offset: int = 0,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Uniform 16 random bits for each of the elements ``offset .. offset + numel - 1`` of a tensor.
-
-    Args:
-        shape: number of elements, or the shape of the result; elements are counted in row-major order.
-        seed: of the run, modulo 2**64.
-        step: optimizer step, a Python int or a tensor of one element (any integer dtype, or a float that
-            holds an integer). The host never reads a tensor on the device, and its value does not recompile.
-        tensor: index of the parameter in the model, the same on every rank.
-        offset: global index of the first element; any non-negative 64-bit integer.
-        device: of the result; by default the device of ``step`` if that is a tensor, else the CPU.
-
-    Returns:
-        int32 tensor of ``shape``, values 0..65535. See the module docstring for the exact stream.
-    """
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    if offset < 0:
-        raise ValueError(
-            f"offset is the global index of the first element, 0 or more; got {offset}"
-        )
-    if device is None:
-        device = step.device if isinstance(step, Tensor) else "cpu"
-    numel = math.prod(shape)
-    if isinstance(step, Tensor):
-        if step.numel() != 1:
-            raise ValueError(f"step must hold one element, got shape {tuple(step.shape)}")
-        step = step.detach().reshape(()).to(torch.int64)
-    k0, k1 = keys(seed, step, tensor)
-    octet = torch.arange(offset >> 3, (offset + numel + 7) >> 3, dtype=torch.int64, device=device)
-    h = _hash(octet, k0, k1)
-    bits = torch.stack([(h * m >> 16) & 0xFFFF for m in _M], dim=-1).to(torch.int32).flatten()
-    start = offset & 7
-    return bits[start : start + numel].reshape(shape)
-
-
-def stochastic_round_bf16(
-    x: Tensor, *, seed: int, step: int | Tensor, tensor: int, offset: int = 0
-) -> Tensor:
+def round_bf16(x: Tensor, random: Tensor) -> Tensor:
     """Round float32 to bfloat16, up or down with probability proportional to the distance.
 
-    Random bits are added to the 16 bits that bfloat16 lacks, and the sum is truncated. So the expectation is
-    exactly ``x`` (subnormals included), and a value that bfloat16 can hold never changes.
+    The random bits are added to the 16 bits that bfloat16 lacks; the sum is truncated. So the expectation is exactly
+    ``x``, and a value that bfloat16 can hold never changes. NaN and infinities are kept. A finite value never becomes
+    infinite: beyond the largest finite bfloat16 it is truncated.
 
     Args:
-        x: float32, any shape and strides; element ``i`` in row-major order has the global index
-            ``offset + i``.
-        seed, step, tensor, offset: the key of :func:`random_bits`.
-
-    Returns:
-        bfloat16 of the shape of ``x``. NaN and infinities are kept, and a finite value never becomes
-        infinite: beyond the largest finite bfloat16 it is truncated to that.
-
-    Raises:
-        TypeError: ``x`` is not float32.
+        x: float32.
+        random: int32 of the shape of ``x``, values 0..65535 (:func:`bits_at`).
     """
-    _check_float32(x, "stochastic_round_bf16")
-    return round_bf16(
-        x,
-        random_bits(x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device),
-    )
-
-
-def round_bf16(x: Tensor, random: Tensor) -> Tensor:
-    """:func:`stochastic_round_bf16` with given random bits: int32 of the shape of float32 ``x``, values 0..65535."""
     bits = x.view(torch.int32)
     truncated = bits & -0x10000
     rounded = (bits + random) & -0x10000
@@ -148,37 +84,11 @@ def join_bf16(weight: Tensor, correction: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def stochastic_round(
-    x: Tensor, *, seed: int, step: int | Tensor, tensor: int, offset: int = 0
-) -> Tensor:
-    """Round float32 to an integral float32: ``floor(x) + (u < x - floor(x))``.
-
-    ``u = (bits + 0.5) / 65536``, so the expectation is within 2**-17 of ``x``, and an integral ``x`` never changes.
-    (``floor(x + u)`` would change large ones, because the sum rounds in float32.)
-
-    Args:
-        x: float32, any shape, in units of the integer grid (for int8 weights: weight / scale).
-        seed, step, tensor, offset: as for :func:`stochastic_round_bf16`.
-
-    Returns:
-        float32 of the shape of ``x``, integral; NaN and infinities are kept. Clamp before converting to
-        an integer dtype.
-
-    Raises:
-        TypeError: ``x`` is not float32.
-    """
-    _check_float32(x, "stochastic_round")
-    bits = random_bits(x.shape, seed=seed, step=step, tensor=tensor, offset=offset, device=x.device)
-    u = (bits.to(torch.float32) + 0.5) * (1.0 / 65536)
-    low = x.floor()
-    return low + (u < x - low)
-
-
 def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     """The random bits of elements with the global ``index`` (int64 or int32). The keys, from :func:`keys`, are tensors
     of either dtype that broadcast.
 
-    Returns int32 of the shape of ``index``: what :func:`random_bits` gives for ranges.
+    Returns int32 of the shape of ``index``, values 0..65535. See the module docstring for the exact stream.
     """
     octet = index >> 3
     # int32 wraps as the formula needs, and is twice as fast
@@ -198,28 +108,22 @@ def _multipliers(index: Tensor) -> Tensor:
     """M of the module docstring, as int32 of the same bits, on the device of `index`."""
     if type(index) is Tensor:
         return _kept_multipliers(index.device)
-    return _made_multipliers(index.device)  # may be a fake tensor, as `index`: not to be cached
-
-
-@functools.cache  # once a device, because a copy to a GPU can't be captured in a graph
-def _kept_multipliers(device: torch.device) -> Tensor:
-    return _made_multipliers(device)
+    return _made_multipliers(index.device)  # a fake tensor under tracing, which no cache may keep
 
 
 def _made_multipliers(device: torch.device) -> Tensor:
     return torch.tensor(_M, device="cpu").to(torch.int32).to(device)
 
 
-def _hash(octet: Tensor, k0: Any, k1: Any) -> Tensor:
-    """h of the module docstring, for int64 octets: int64, 0 .. 2**32 - 1."""
-    return _finalise((octet & _MASK) ^ k0, (k1 + (octet >> 32) * 0x9E3779B9) & _MASK)
+# Once a device, because a copy to a GPU cannot be captured in a CUDA graph.
+_kept_multipliers = functools.cache(_made_multipliers)
 
 
-def _finalise(h, key=0):
-    """F of the module docstring, on Python ints or int64 tensors holding 0 .. 2**32 - 1; `key` enters in the middle."""
+def _finalise(h: Any) -> Any:
+    """F of the module docstring, on Python ints or int64 tensors with values 0 .. 2**32 - 1."""
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _MASK
-    h = h ^ (h >> 15) ^ key
+    h = h ^ (h >> 15)
     # 0x846ca68b - 2**32: equal modulo 2**32, and the product fits a signed 64-bit integer.
     h = (h * -0x7B935975) & _MASK
     return h ^ (h >> 16)
@@ -234,8 +138,3 @@ def keys(seed: int, step: int | Tensor, tensor: int | Tensor) -> tuple[Any, Any]
             key = _finalise(((key ^ word) + 0x9E3779B9) & _MASK)
         found.append(key)
     return found[0], found[1]
-
-
-def _check_float32(x: Tensor, name: str) -> None:
-    if x.dtype != torch.float32:
-        raise TypeError(f"{name} takes float32, got {x.dtype}; convert with x.float()")

@@ -275,13 +275,9 @@ class Scheme:
         """Why a weight of this shape is left alone, or None if it is converted. `uses`: the kinds of the modules that
         hold the weight, each one of `lowbit.convert.USES`."""
         gran = self.weight.granularity
-        if (
-            "embedding" in uses
-            and isinstance(gran, PerBlock)
-            and gran.shape[:-1]
-            and gran.shape[0] > 1
-        ):
-            return f"its rows would share scales in blocks of {gran.shape[0]}, and are looked up singly"
+        rows = gran.shape[0] if isinstance(gran, PerBlock) and len(gran.shape) > 1 else 1
+        if "embedding" in uses and rows > 1:
+            return f"its rows would share scales in blocks of {rows}, and are looked up singly"
         return None
 
     def check(self, weight: Tensor) -> None:
@@ -324,13 +320,11 @@ class Scheme:
 
 def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     fmt, gran = spec.format, spec.granularity
-    return {
-        "format": {"bits": fmt.bits, "signed": fmt.signed}
-        if isinstance(fmt, Int)
-        else {"float8": str(fmt.dtype).removeprefix("torch.")},
-        "granularity": [type(gran).__name__, *gran.sizes()],
-        "mapping": spec.mapping,
-    }
+    described: dict[str, Any] = {"float8": str(fmt.dtype).removeprefix("torch.")}
+    if isinstance(fmt, Int):
+        described = {"bits": fmt.bits, "signed": fmt.signed}
+    granularity = [type(gran).__name__, *gran.sizes()]
+    return {"format": described, "granularity": granularity, "mapping": spec.mapping}
 
 
 def _spec_from_dict(data: dict[str, Any]) -> Spec:
@@ -341,10 +335,6 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
         raise ValueError(
             f"unknown granularity {name!r}; accepted: {', '.join(kinds)}; import the module that defines another first"
         )
-    return Spec(
-        format=Float8(getattr(torch, fmt["float8"]))
-        if "float8" in fmt
-        else Int(fmt["bits"], fmt["signed"]),
-        granularity=kinds[name](*sizes),
-        mapping=data["mapping"],
-    )
+    is_float8 = "float8" in fmt
+    format = Float8(getattr(torch, fmt["float8"])) if is_float8 else Int(fmt["bits"], fmt["signed"])
+    return Spec(format, kinds[name](*sizes), data["mapping"])

@@ -1,4 +1,4 @@
-"""Trace: what `lowbit.trace` found, as a table and as JSON.
+"""Trace: the result of `lowbit.trace`, as a table and as JSON.
 
 The JSON is `{"products": [{"layer": "layers.0.mlp.down_proj", "product": "output", "m": 1, …}, …]}`, with the fields of
 `TracedProduct`. The kernel benchmark takes its shapes from it.
@@ -57,7 +57,7 @@ class TracedProduct:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `lowbit.trace` found: `print` it, or read `products`.
+    """The result of `lowbit.trace`: `print` it, or read `products`.
 
     Attributes:
         products: in the order of the first calls, those of one call together; then the layers that did not run.
@@ -68,7 +68,7 @@ class Trace:
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        """A table. Layers that differ only in the first number of their names share a line: "blocks.0-31.up"."""
+        """A table. Layers whose names differ only in the first number share a line: "blocks.0-31.up"."""
         layers = {p.layer for p in self.products}
         low = {p.layer for p in self.products if p.in_low_bits}
         rows = [HEAD, *map(_cells, _folded(self.products))]

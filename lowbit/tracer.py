@@ -1,4 +1,4 @@
-"""trace: what every product of every layer ran in, by which implementation, and why not in low bits.
+"""trace: the format and implementation of every product of every layer, and why it did not run in low bits.
 
     trace = lowbit.trace(model, tokens)
     print(trace)
@@ -12,8 +12,8 @@ Products are noted as they run:
 - Where PyTorch computes the backward products, a hook on the output's autograd node notes them.
 - Kernels report which variant runs (`lowbit_kernels.launches`); the report belongs to the product that runs then.
 
-While nobody traces, a product pays one test: whether `active` is None. Of plain weights, only the functions in
-`_OPERANDS` are seen, with the weight as second operand; an einsum, for example, is not.
+Without a trace, a product pays one test: whether `active` is None. Of plain weights, the mode sees only the functions
+in `_OPERANDS` with the weight as second operand; it does not see an einsum.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LEFT_ALONE = "_lowbit_left"
 alone. It shows that a model was prepared even if no weight was. It is no part of the state dict."""
 
 
-# ---- what products call ---------------------------------------------------------------------------------------
+# ---- the functions that products call -------------------------------------------------------------------------
 
 
 @dataclass
@@ -91,14 +91,14 @@ class Note:
 
 
 def note(m: int, n: int, k: int, why: str | None, weight: Tensor | None = None) -> Note | None:
-    """Note one call of a layer with this weight; None while nobody traces. Arguments: see `Note`."""
+    """Note one call of a layer with this weight; None without a trace. Arguments: see `Note`."""
     return None if active is None else active.note(m, n, k, weight, why)
 
 
 def record(
     note: Note | None, product: str, ran_in: str | torch.dtype, why: str | None = None
 ) -> None:
-    """Say that one of `PRODUCTS` runs now, and in what: a format of `lowbit_kernels.quantize_rowcol` or a dtype."""
+    """Note that one of `PRODUCTS` runs now in a format of `lowbit_kernels.quantize_rowcol` or a dtype."""
     if note is None:
         return
     name = str(ran_in).removeprefix("torch.")
@@ -106,21 +106,21 @@ def record(
     made = Ran(name, "" if low else "torch", "" if low else why or note.why or BY_SCHEME)
     note.ran[product] = made
     if active is not None:
-        active.here.product = made
+        active.thread.product = made
 
 
 def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[None]:
     """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]."""
     # in backward no module runs, and `_follow` notes the product
-    if active is None or not active.here.modules:
+    if active is None or not active.thread.modules:
         return _OFF
     return _running(active, x, weight, implementation)
 
 
 def multiplies_in(format: str) -> None:
-    """Say that the product inside of `running` multiplies codes of this format, and not x's dtype."""
-    if active is not None and active.here.product is not None:
-        active.here.product.ran_in, active.here.product.why = format, ""
+    """Note that the product inside of `running` multiplies codes of this format, and not x's dtype."""
+    if active is not None and active.thread.product is not None:
+        active.thread.product.ran_in, active.thread.product.why = format, ""
 
 
 _OFF: AbstractContextManager[None] = nullcontext()
@@ -133,21 +133,21 @@ def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> It
     rounds_input = getattr(weight, "activation", None) is not None
     record(made, "output", x.dtype, ROUNDED if rounds_input else WEIGHT_ONLY)
     made.ran["output"].implementation = implementation
-    here = watch.here
-    here.inside = True
+    thread = watch.thread
+    thread.inside = True
     try:
         yield
     finally:
-        here.inside, here.product = False, None
+        thread.inside, thread.product = False, None
 
 
-# ---- what is noted --------------------------------------------------------------------------------------------
+# ---- notes ----------------------------------------------------------------------------------------------------
 
 
-class Here(threading.local):
-    """What runs in this thread; autograd has one for each device.
+class ThreadState(threading.local):
+    """The modules and the product that run in this thread; autograd has a thread for each device.
 
-    `modules`: the model's modules, the innermost last. `product`: to which launches belong. `inside`: of `running`.
+    `modules`: the innermost last. `product`: the one to which launches belong. `inside`: whether `running` is active.
     """
 
     def __init__(self) -> None:
@@ -157,12 +157,12 @@ class Here(threading.local):
 
 
 class Watch:
-    """What has been noted of one model."""
+    """The notes on one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.notes: list[Note] = []
         self.launches: Counter[tuple[str, str]] = Counter()
-        self.here = Here()
+        self.thread = ThreadState()
         self.parameters = sorted(
             (*_memory(p), _layer(*_split(name))) for name, p in model.named_parameters()
         )
@@ -175,7 +175,7 @@ class Watch:
     def note(self, m: int, n: int, k: int, weight: Tensor | None, why: str | None) -> Note:
         layer = None if weight is None else self.find(weight)
         if layer is None:
-            layer = self.here.modules[-1][0] if self.here.modules else ""
+            layer = self.thread.modules[-1][0] if self.thread.modules else ""
         form = "" if weight is None else weight_format(_local(weight))
         self.notes.append(Note(layer, m, n, k, form, why))
         return self.notes[-1]
@@ -183,14 +183,14 @@ class Watch:
     def find(self, weight: Tensor) -> str | None:
         """The layer that has this weight, found by the memory, which views share with the parameter.
 
-        First among the parameters of the running module: of a tied weight, this is the layer that runs, and the memory
-        that FSDP2 gathers is known nowhere else.
+        The running module comes first: it is the right one for a tied weight, and only it knows the memory that FSDP2
+        gathers.
         """
         start, _ = _memory(weight)
         if start == 0:
             return None
-        if self.here.modules:
-            name, module = self.here.modules[-1]
+        if self.thread.modules:
+            name, module = self.thread.modules[-1]
             for attribute, p in module._parameters.items():
                 if p is not None and _covers(_memory(p), start):
                     return _layer(name, attribute)
@@ -202,8 +202,8 @@ class Watch:
         if op in OPERAND_OPS:
             return
         self.launches[op, implementation] += 1
-        if self.here.product is not None:
-            self.here.product.launches.append((op, implementation))
+        if self.thread.product is not None:
+            self.thread.product.launches.append((op, implementation))
 
     def products(self) -> Iterator[TracedProduct]:
         """The products of all notes, equal ones counted."""
@@ -219,7 +219,7 @@ class Watch:
 
 
 active: Watch | None = None
-"""Where products are noted; None while nobody traces."""
+"""The notes of the running trace; None without one."""
 
 
 @contextmanager
@@ -230,15 +230,15 @@ def watched(model: nn.Module) -> Iterator[Watch]:
 
     before, active = active, Watch(model)
     try:
-        with launches.listening(active.launched), _hooked(model, active.here, _Products(active)):
+        with launches.listening(active.launched), _hooked(model, active.thread, _Products(active)):
             yield active
     finally:
         active = before
 
 
 @contextmanager
-def _hooked(model: nn.Module, here: Here, mode: TorchFunctionMode) -> Iterator[None]:
-    """Keep `here.modules` up to date, and `mode` on while any module runs.
+def _hooked(model: nn.Module, thread: ThreadState, mode: TorchFunctionMode) -> Iterator[None]:
+    """Keep `thread.modules` up to date, and `mode` on while any module runs.
 
     Checkpointing runs modules again in backward, for which torch turns the modes of the caller off. It also leaves
     modules by an exception.
@@ -246,15 +246,15 @@ def _hooked(model: nn.Module, here: Here, mode: TorchFunctionMode) -> Iterator[N
 
     def enter(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if not here.modules:
+            if not thread.modules:
                 mode.__enter__()
-            here.modules.append((name, module))
+            thread.modules.append((name, module))
 
         return hook
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        here.modules.pop()
-        if not here.modules:
+        thread.modules.pop()
+        if not thread.modules:
             mode.__exit__(None, None, None)
 
     handles = []
@@ -290,7 +290,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _is_low_bit(weight: Any) -> bool:
-    """Whether a local tensor is a LowbitTensor. Its module imports this one, so the class isn't there to ask."""
+    """Whether a local tensor is a LowbitTensor, whose module imports this one."""
     return hasattr(weight, "inner_tensors")
 
 
@@ -304,7 +304,7 @@ def _memory(weight: Tensor) -> tuple[int, int]:
         return 0, 0
     try:
         start = first.data_ptr()
-    except RuntimeError:  # a tensor subclass of others, without memory of its own
+    except RuntimeError:  # a wrapper around other tensors, without memory
         return 0, 0
     return (start, start + first.nbytes) if start else (0, 0)
 
@@ -337,9 +337,9 @@ class _Products(TorchFunctionMode):
         self.watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, here = kwargs or {}, self.watch.here
+        kwargs, thread = kwargs or {}, self.watch.thread
         looked_at = func in _OPERANDS or func is F.multi_head_attention_forward
-        if not looked_at or here.inside:
+        if not looked_at or thread.inside:
             return func(*args, **kwargs)
         before = len(self.watch.notes)
         result = func(*args, **kwargs)
@@ -431,7 +431,7 @@ class _Products(TorchFunctionMode):
 
 
 def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: Any) -> Trace:
-    """Run `model(*args, **kwargs)` once and say of every product of every layer what it ran in, and why.
+    """Run `model(*args, **kwargs)` once, and report the format of every product of every layer, and why.
 
     Args:
         backward: also run a backward pass, from the sum of the outputs. By default, if the model is in training mode,
@@ -448,11 +448,11 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    args, kwargs = _apart(args, kwargs)
+    args, kwargs = _detached(args, kwargs)
     with_grad = model.training and _learns(model, args, kwargs) if backward is None else backward
     with (
         torch.compiler.set_stance("force_eager"),
-        _nothing_changed(model),
+        _state_restored(model),
         watched(model) as watch,
         torch.set_grad_enabled(with_grad),
     ):
@@ -466,18 +466,18 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     return Trace((*ran, *_not_reached(model, {p.layer for p in ran})), watch.launches)
 
 
-def _apart(args: Any, kwargs: Any) -> Any:
-    """Arguments of the same values, whose gradients are not those of the caller's. One tensor stays one."""
+def _detached(args: Any, kwargs: Any) -> Any:
+    """The arguments as detached tensors, so that the caller's gradients stay; one tensor stays one."""
     made: dict[int, Tensor] = {}
 
-    def apart(x: Any) -> Any:
+    def detached(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in made:
             made[id(x)] = x.detach().requires_grad_(x.requires_grad)
         return made[id(x)]
 
-    return tree_map(apart, (args, kwargs))
+    return tree_map(detached, (args, kwargs))
 
 
 def _learns(model: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -501,7 +501,7 @@ def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]
 
 
 @contextmanager
-def _nothing_changed(model: nn.Module) -> Iterator[None]:
+def _state_restored(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random states back, and let no hook on a parameter's gradient run."""
     parameters = list(model.parameters())
     hooks = [h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]

@@ -1,4 +1,4 @@
-"""Training schemes: what `lowbit.train.prepare_` makes of a weight and of the products that it takes part in.
+"""Training schemes: how `lowbit.train.prepare_` stores a weight and computes its products.
 
 A scheme is a frozen dataclass that validates itself. `Int8MixedPrecision` and `Float8MixedPrecision` keep the weight
 in high precision and run the three products of a linear, each unless switched off, in 8 bits:
@@ -135,7 +135,9 @@ class LowbitProducts(TrainingScheme):
 
     capability: ClassVar[tuple[int, int]]
     """The lowest CUDA compute capability of GPUs with units for these products."""
-    least: ClassVar[Least]
+    least: ClassVar[Least] = Least()
+    forward_format: ClassVar[str]
+    """The format of inputs and weights, of `lowbit_kernels.quantize_rowcol`."""
 
     def __post_init__(self) -> None:
         _check_bools(self)
@@ -150,14 +152,9 @@ class LowbitProducts(TrainingScheme):
         return [name for name in PRODUCTS if getattr(self, name)]
 
     @property
-    def forward_format(self) -> str:
-        """The format of inputs and weights, of `lowbit_kernels.quantize_rowcol`."""
-        raise NotImplementedError
-
-    @property
     def backward_format(self) -> str:
         """The format of gradients of outputs."""
-        raise NotImplementedError
+        return self.forward_format
 
     @property
     def one_scale(self) -> bool:
@@ -195,7 +192,7 @@ class LowbitProducts(TrainingScheme):
         return f"too small to gain: N·K / (N + K) of {n} x {k} is below {self.least.weight}"
 
     def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
-        """Why products of an input [m, k] and a weight [n, k] run in high precision; None if they don't.
+        """Why products of an input [m, k] and a weight [n, k] run in high precision; None if they run in low bits.
 
         Raises RuntimeError on a GPU that has no units for them.
         """
@@ -221,15 +218,7 @@ class Int8Products(LowbitProducts):
     """Both operands in int8, with a scale a row of each."""
 
     capability = (8, 0)
-    least = Least()
-
-    @property
-    def forward_format(self) -> str:
-        return "int8"
-
-    @property
-    def backward_format(self) -> str:
-        return "int8"
+    forward_format = "int8"
 
 
 @dataclass(frozen=True)
@@ -268,16 +257,12 @@ class Float8MixedPrecision(MixedPrecision):
     tensorwise: bool = field(default=False, kw_only=True)
 
     capability = (8, 9)
-    least = Least()
+    forward_format = "e4m3"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backward not in ("e4m3", "e5m2"):
             raise ValueError(f"backward must be 'e4m3' or 'e5m2', got {self.backward!r}")
-
-    @property
-    def forward_format(self) -> str:
-        return "e4m3"
 
     @property
     def backward_format(self) -> str:
@@ -380,7 +365,7 @@ def _check_bools(scheme: Any) -> None:
 
 
 def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
-    """Why a device that computes has no units of a GPU of this capability; None if it has, and for CPU and meta."""
+    """Why a device lacks the matrix units of a GPU of this capability; None if it has them, and for CPU and meta."""
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda" or torch.version.cuda is None:

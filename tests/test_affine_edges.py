@@ -1,4 +1,4 @@
-"""lowbit.affine at its edges: odd shapes, extreme values, float8, gradients, and the errors it gives."""
+"""lowbit.affine at its edges: odd shapes, extreme values, float8, gradients, errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_nan_and_inf_stay_visible_and_in_their_block(
 
 @pytest.mark.parametrize("mapping", MAPPINGS[:3])
 def test_huge(mapping: Mapping) -> None:
-    """Also where max − min overflows float32. 3e38 · 8/7.5, what the code −8 stands for, is still finite."""
+    """Also where max − min overflows float32. The value of code −8, 3e38 · 8/7.5, is still finite."""
     x = torch.tensor([[3e38, -3e38, 1e38, 0.0], [3e38, 1e38, 2e38, 3e37]])
     values, scale = round_trip(x, mapping, (1, 4))
     assert values.isfinite().all() and scale.isfinite().all()

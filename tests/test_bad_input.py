@@ -1,4 +1,4 @@
-"""Users' mistakes: the error names the value and what is accepted, and the model is unchanged."""
+"""Users' mistakes: the error names the value and the accepted ones, and the model is unchanged."""
 
 from __future__ import annotations
 

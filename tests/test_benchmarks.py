@@ -50,7 +50,7 @@ def test_without_a_gpu_nothing_is_measured() -> None:
     assert "need a CUDA device" in done.stderr and "Nothing was measured" in done.stderr
 
 
-def test_an_unknown_name_says_what_there_is(capsys: pytest.CaptureFixture) -> None:
+def test_an_unknown_name_lists_the_benchmarks(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["no_such_thing"])
     assert exit.value.code != 0

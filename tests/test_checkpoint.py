@@ -259,7 +259,7 @@ def test_onto_a_gpu_and_back(tmp_path: Path, suffix: str) -> None:
 
 
 @SUFFIXES
-def test_saving_anew_replaces_the_file(tmp_path: Path, suffix: str) -> None:
+def test_saving_again_replaces_the_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"m{suffix}"
     lb.save({"a": torch.zeros(1000)}, path)
     path.chmod(0o600)

@@ -292,7 +292,7 @@ UNSAVABLE = {
 
 @SUFFIXES
 @pytest.mark.parametrize("name", UNSAVABLE)
-def test_what_cannot_be_saved_leaves_the_file(tmp_path: Path, suffix: str, name: str) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, suffix: str, name: str) -> None:
     path = tmp_path / f"m{suffix}"
     lb.save({"old": torch.ones(3)}, path)
     before = path.read_bytes()
@@ -327,7 +327,7 @@ def test_a_failure_while_writing_leaves_the_file(
 
 
 @SUFFIXES
-def test_a_folder_that_is_not_there(tmp_path: Path, suffix: str) -> None:
+def test_a_missing_folder(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"missing is no folder; make it first"):
         lb.save(quantized(), tmp_path / "missing" / f"m{suffix}")
 
@@ -358,7 +358,7 @@ def test_without_the_safetensors_package(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_state_dict_that_does_not_fit_the_model(tmp_path: Path) -> None:
-    """load_state_dict names what is missing, as for any state dict."""
+    """load_state_dict names the missing entries, as for any state dict."""
     path = tmp_path / "m.pt"
     state = quantized().state_dict()
     for part in ("codes", "scale"):

@@ -1,4 +1,4 @@
-"""Damage: whatever byte of a file changes, it loads the same values to the bit, or an error names what is damaged."""
+"""Damage: after a change of any byte, a file loads the same values to the bit, or an error names the damaged part."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_tensor_is_named(tmp_path: Path, suffix: str, name: str, part: str |
 
 
 def rewritten(path: Path, change: Any) -> None:
-    """Tensors changed in the file, its text and digests left as they are."""
+    """A file with changed tensors and the old text and digests."""
     if path.suffix == ".pt":
         content = torch.load(path, weights_only=True)
         change(content["tensors"])
@@ -202,7 +202,7 @@ def test_digests_that_got_lost(tmp_path: Path, suffix: str, lost: str) -> None:
 
 @SUFFIXES
 def test_anyone_can_verify(tmp_path: Path, suffix: str) -> None:
-    """Reads the digests with nothing but the documented format."""
+    """Reads the digests by the documented format alone."""
     import hashlib
 
     path = tmp_path / f"m{suffix}"

@@ -18,7 +18,7 @@ import lowbit as lb
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 
-# The peak of a process never falls, so each load has one of its own, and looks at it before and after.
+# The peak of a process never falls, so each load runs in its own process and reads the peak before and after.
 LOAD = textwrap.dedent(
     """
     import json, sys

@@ -85,7 +85,7 @@ def spec_of(weight: Any) -> lb.Spec:
 
 
 def todays(name: str) -> nn.Linear:
-    """A layer for the weight of this name, prepared or quantized by the same preset as it is today."""
+    """A layer for the weight of this name, prepared or quantized by the present form of its preset."""
     preset, dtype = name.removeprefix("qat.").split(".")
     layer = nn.Linear(32, 4, bias=False, dtype=getattr(torch, dtype))
     flow = lb.qat.prepare_ if name.startswith("qat.") else lb.quantize_
@@ -110,9 +110,7 @@ def test_weights_of_an_old_preset_load_as_they_were(name: str) -> None:
 
 @every_old
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_a_layer_of_today_that_loads_an_old_weight_goes_on_with_its_mapping(
-    name: str, assign: bool
-) -> None:
+def test_a_layer_that_loads_an_old_weight_keeps_its_mapping(name: str, assign: bool) -> None:
     layer, old = todays(name), PRESETS[name]
     parameter = layer.weight
     layer.load_state_dict({"weight": old}, assign=assign)

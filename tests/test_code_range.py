@@ -1,4 +1,4 @@
-"""Codes never leave their range, whatever is quantized: NaN, infinities, subnormals, ranges up to the ends of int32."""
+"""Codes never leave their range: NaN, infinities, subnormals, ranges up to the ends of int32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ numbers = st.one_of(
 
 @st.composite
 def ranges(draw: st.DrawFn, dtypes: list[torch.dtype] = INTEGERS) -> tuple[torch.dtype, int, int]:
-    """A dtype of codes, quant_min and quant_max, often at or next to an end of it or beyond what float32 holds."""
+    """A dtype of codes, quant_min and quant_max, often near its ends or beyond float32's exact integers."""
     dtype = draw(st.sampled_from(dtypes))
     info = torch.iinfo(dtype)
     near_ends = [
@@ -106,7 +106,7 @@ def test_codes_lie_in_the_range_and_fake_quantize_is_the_round_trip(
     ranges(),
     st.sampled_from(MAPPINGS),
 )
-def test_so_they_do_with_the_scale_and_zero_point_that_are_chosen(
+def test_codes_stay_in_range_with_chosen_scale_and_zero_point(
     values: list[float],
     dtype: torch.dtype,
     code_range: tuple[torch.dtype, int, int],
@@ -151,7 +151,7 @@ def test_the_ends_of_int32() -> None:
     [
         (None, 4, 2.0),  # 0 is outside of 4..15: its nearest end
         (torch.tensor(9), 9, 0.0),
-        (torch.tensor(2.5), 10, 2.5),  # the middle code stands for a floating zero point
+        (torch.tensor(2.5), 10, 2.5),  # a floating zero point is the value of the middle code
     ],
     ids=["none", "integer", "floating"],
 )
@@ -164,7 +164,7 @@ def test_a_nan_is_quantized_as_its_zero_point(
     assert fake_quantize_affine(*args).tolist() == [value]
 
 
-def test_compiled_code_gives_the_same_for_what_is_not_finite() -> None:
+def test_compiled_code_gives_the_same_for_nan_and_infinity() -> None:
     x = torch.tensor([[NAN, 1.0, -9.0, 3.0], [INF, 1.0, -INF, 3e38], [0.5, 1.0, 2.0, 70.0]])
 
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def test_compiled_code_gives_the_same_for_what_is_not_finite() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("code_dtype", INTEGERS, ids=str)
-def test_gpu_gives_the_codes_of_the_cpu_for_what_is_not_finite(code_dtype: torch.dtype) -> None:
+def test_gpu_gives_the_codes_of_the_cpu_for_nan_and_infinity(code_dtype: torch.dtype) -> None:
     x = torch.tensor([NAN, INF, -INF, 3e38, -3e38, 1.0, 0.0, 1e-45]).repeat(64)
     for scale in (torch.tensor(2.0**-31), torch.tensor(1.0), torch.tensor(INF)):
         args = ((len(x),), scale, None, code_dtype)
@@ -245,7 +245,7 @@ def float8_numbers(dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=["e4m3fn", "e5m2"])
-def test_a_float8_range_ends_at_numbers_of_it(dtype: torch.dtype) -> None:
+def test_a_float8_range_ends_at_float8_numbers(dtype: torch.dtype) -> None:
     """A range may end at every number of the dtype and nowhere between; values, gradient and codes respect it."""
     all_of_it = float8_numbers(dtype)
     for low, high, above in zip(all_of_it[:-1], all_of_it[1:], [*all_of_it[2:], INF], strict=True):
@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_range_or_dtype_cannot_hold_is_refused(name: str) -> None:
+def test_values_outside_of_a_range_or_dtype_are_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()

@@ -113,7 +113,7 @@ def test_a_plain_model_of_the_same_values(way, dtype) -> None:
         lowbit.dequantize_(model)
 
 
-def test_what_products_saw_and_not_what_was_trained() -> None:
+def test_the_values_of_products_and_not_the_trained_weights() -> None:
     """`restore_` returns the trained weights; `dequantize_` returns the rounded ones, those of the converted model."""
     trained = Model()
     qat, bitnet, mixed = (copy.deepcopy(trained) for _ in range(3))
@@ -134,7 +134,7 @@ def test_what_products_saw_and_not_what_was_trained() -> None:
 
 
 @pytest.mark.parametrize("way", ["qat", "mixed", "int8 weight"])
-def test_what_was_trainable_stays_so_with_its_gradient(way) -> None:
+def test_trainable_weights_stay_trainable_with_their_gradients(way) -> None:
     model = made(way)
     model(TOKENS).sum().backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -144,7 +144,7 @@ def test_what_was_trainable_stays_so_with_its_gradient(way) -> None:
     assert {e.note for e in report.entries} <= {"plain", "tied to embedding.weight"}
 
 
-def test_what_was_frozen_is_said_to_be_and_can_be_trained_then() -> None:
+def test_frozen_weights_are_reported_and_can_be_trained_afterwards() -> None:
     model = made("int4")
     report = lowbit.dequantize_(model)
     assert "plain, frozen as it was: requires_grad_(True) trains it" in str(report)

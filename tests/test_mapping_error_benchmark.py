@@ -1,4 +1,4 @@
-"""benchmarks.mapping_error: what it counts, and the page that it prints."""
+"""benchmarks.mapping_error: its counts, and the page that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/ runs as it stands, page by page; their commands, links and names are true."""
+"""The Python of the README and of docs/ runs, page by page; their commands, links and names exist."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_bytes_of_the_optimizer_state() -> None:
     assert f"{size:.2f} bytes a parameter" in text_of(README)
 
 
-def test_commands_name_what_exists() -> None:
+def test_commands_name_existing_modules_and_files() -> None:
     """Two commands; each installs an extra that exists, with the constraints, and runs a module that exists."""
     commands = [line for block in blocks(README, "bash") for line in block.splitlines() if line]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
@@ -200,14 +200,14 @@ def test_links_lead_somewhere(page: Path, link: str) -> None:
 
 @functools.cache
 def _anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors that GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @each_page
 def test_public_names_exist(page: Path) -> None:
-    """`lowbit.optim.AdamW4bit`, and what a snippet takes from lowbit."""
+    """Names in backticks such as `lowbit.optim.AdamW4bit`."""
     import lowbit
 
     absent = []

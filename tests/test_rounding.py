@@ -1,4 +1,4 @@
-"""Counter-based rounding: the stream is pinned, keyed by everything it should be, and unbiased."""
+"""Counter-based rounding: the stream never changes, depends on each key, and is unbiased."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowbit.rounding import (
-    _kept_multipliers,
-    bits_at,
-    keys,
-    random_bits,
-    stochastic_round,
-    stochastic_round_bf16,
-)
+from lowbit.rounding import _kept_multipliers, bits_at, keys, round_bf16
 
 KEY = {"seed": 1234, "step": 7, "tensor": 3}
 MASK = 0xFFFFFFFF
+
+
+def random_bits(numel: int, *, seed: int, step: int, tensor: int, offset: int = 0) -> torch.Tensor:
+    """The random bits of the elements `offset` .. `offset + numel - 1` of a tensor."""
+    k0, k1 = map(torch.as_tensor, keys(seed, step, tensor))
+    return bits_at(torch.arange(offset, offset + numel), k0, k1)
+
+
+def rounded_bf16(x: torch.Tensor, *, offset: int = 0, **key: int) -> torch.Tensor:
+    """`round_bf16` of a tensor whose first element has the global index `offset`."""
+    return round_bf16(x, random_bits(x.numel(), **key, offset=offset).view(x.shape))
 
 
 def scalar_draw(index: int, seed: int, step: int, tensor: int) -> int:
@@ -81,12 +85,9 @@ def test_matches_the_definition(seed: int, step: int, tensor: int, offset: int, 
     assert draws.tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "1-d"])
-def test_step_as_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    step = torch.full(shape, 7, dtype=dtype)
-    expected = random_bits((3, 5), **KEY)
-    assert torch.equal(random_bits((3, 5), seed=1234, step=step, tensor=3), expected)
+def test_a_step_on_the_device_gives_the_bits_of_a_number() -> None:
+    found = bits_at(torch.arange(15), *keys(1234, torch.tensor(7), 3))
+    assert torch.equal(found, random_bits(15, **KEY))
 
 
 @given(
@@ -98,17 +99,15 @@ def test_step_as_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_a_slice_equals_the_slice_of_the_whole(rows: int, cols: int, cut: int, base: int) -> None:
     x = torch.randn(rows, cols)
     cut = min(cut, rows)
-    for rounding in (stochastic_round_bf16, stochastic_round):
-        whole = rounding(x, **KEY, offset=base)
-        top = rounding(x[:cut], **KEY, offset=base)
-        bottom = rounding(x[cut:], **KEY, offset=base + cut * cols)
-        assert torch.equal(torch.cat([top, bottom]), whole)
+    whole = rounded_bf16(x, **KEY, offset=base)
+    top = rounded_bf16(x[:cut], **KEY, offset=base)
+    bottom = rounded_bf16(x[cut:], **KEY, offset=base + cut * cols)
+    assert torch.equal(torch.cat([top, bottom]), whole)
 
 
 def test_strides_do_not_matter() -> None:
     x = torch.randn(31, 17).t()
-    for rounding in (stochastic_round_bf16, stochastic_round):
-        assert torch.equal(rounding(x, **KEY), rounding(x.contiguous(), **KEY))
+    assert torch.equal(rounded_bf16(x, **KEY), rounded_bf16(x.contiguous(), **KEY))
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -168,7 +167,7 @@ def test_bf16_is_unbiased(x: float) -> None:
     n = 2**18
     value = torch.full((n,), x)
     exact = float(value[0])
-    rounded = stochastic_round_bf16(value, **KEY).double()
+    rounded = rounded_bf16(value, **KEY).double()
     near, far = bf16_neighbours(exact)
     assert set(rounded.unique().tolist()) == {near, far}
     p = (exact - near) / (far - near)
@@ -181,15 +180,15 @@ def test_bf16_takes_every_draw_exactly_as_often_as_it_should() -> None:
     draws = random_bits(65536, **KEY)
     low = torch.arange(65536, dtype=torch.int32)
     x = (low + 0x3F800000).view(torch.float32)
-    up = stochastic_round_bf16(x, **KEY).float() > 1
+    up = rounded_bf16(x, **KEY).float() > 1
     assert torch.equal(up, low + draws >= 65536)
 
 
-def test_bf16_keeps_what_it_holds() -> None:
+def test_bf16_numbers_stay() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     x = every.view(torch.float32)
     for step in range(3):
-        rounded = stochastic_round_bf16(x, seed=0, step=step, tensor=0)
+        rounded = rounded_bf16(x, seed=0, step=step, tensor=0)
         nan = x.isnan()
         assert torch.equal(rounded.isnan(), nan)
         assert torch.equal(
@@ -200,38 +199,16 @@ def test_bf16_keeps_what_it_holds() -> None:
 def test_bf16_never_makes_an_infinity_or_loses_a_nan() -> None:
     largest = torch.finfo(torch.float32).max
     n = 4096
-    rounded = stochastic_round_bf16(torch.full((n,), largest), **KEY)
+    rounded = rounded_bf16(torch.full((n,), largest), **KEY)
     assert rounded.isfinite().all() and (rounded == torch.finfo(torch.bfloat16).max).all()
-    rounded = stochastic_round_bf16(torch.full((n,), -largest), **KEY)
+    rounded = rounded_bf16(torch.full((n,), -largest), **KEY)
     assert (rounded == torch.finfo(torch.bfloat16).min).all()
     payloads = [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF]
     for payload in payloads:
         nan = torch.full((n,), payload, dtype=torch.int32).view(torch.float32)
-        assert stochastic_round_bf16(nan, **KEY).isnan().all()
-    assert stochastic_round_bf16(torch.full((n,), math.inf), **KEY).eq(math.inf).all()
-    assert stochastic_round_bf16(torch.full((n,), -math.inf), **KEY).eq(-math.inf).all()
-
-
-@pytest.mark.parametrize("x", [0.5, 0.25, -0.75, 3.7, -100.3, 126.9, 1e-3, 4095.125])
-def test_integers_are_unbiased(x: float) -> None:
-    n = 2**18
-    value = torch.full((n,), x)
-    exact = float(value[0])
-    rounded = stochastic_round(value, **KEY).double()
-    low = math.floor(exact)
-    assert set(rounded.unique().tolist()) == {low, low + 1}
-    p = exact - low
-    assert abs(float(rounded.mean()) - exact) < 5 * math.sqrt(p * (1 - p) / n) + 2**-17
-
-
-def test_integers_stay() -> None:
-    x = torch.cat([torch.arange(-70000.0, 70000.0), torch.tensor([2.0**24, -(2.0**30), 1e30])])
-    assert torch.equal(stochastic_round(x, **KEY), x)
-
-
-def test_integer_rounding_keeps_nan_and_infinity() -> None:
-    x = torch.tensor([math.nan, math.inf, -math.inf]).repeat(100)
-    assert torch.equal(stochastic_round(x, **KEY).nan_to_num(5.0), x.nan_to_num(5.0))
+        assert rounded_bf16(nan, **KEY).isnan().all()
+    assert rounded_bf16(torch.full((n,), math.inf), **KEY).eq(math.inf).all()
+    assert rounded_bf16(torch.full((n,), -math.inf), **KEY).eq(-math.inf).all()
 
 
 def test_compiles_without_recompiling_for_a_new_step() -> None:
@@ -242,55 +219,44 @@ def test_compiles_without_recompiling_for_a_new_step() -> None:
 
     @torch.compile(backend=counter, fullgraph=True)
     def rounding(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        return stochastic_round_bf16(x, seed=-1, step=step, tensor=2)
+        return round_bf16(x, bits_at(torch.arange(len(x)), *keys(-1, step, 2)))
 
     for step in range(3):
-        expected = stochastic_round_bf16(x, seed=-1, step=step, tensor=2)
-        assert torch.equal(rounding(x, torch.tensor(float(step))), expected)
+        expected = rounded_bf16(x, seed=-1, step=step, tensor=2)
+        assert torch.equal(rounding(x, torch.tensor(step)), expected)
     assert counter.frame_count == 1
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match=r"takes float32, got torch\.bfloat16"):
-        stochastic_round_bf16(torch.zeros(2, dtype=torch.bfloat16), **KEY)
-    with pytest.raises(TypeError, match=r"takes float32, got torch\.float64"):
-        stochastic_round(torch.zeros(2, dtype=torch.float64), **KEY)
-    with pytest.raises(ValueError, match="got -1"):
-        random_bits(4, **KEY, offset=-1)
-    with pytest.raises(ValueError, match=r"one element, got shape \(2,\)"):
-        random_bits(4, seed=0, step=torch.zeros(2), tensor=0)
 
 
 @pytest.mark.gpu
 def test_cuda_equals_cpu() -> None:
     x = torch.randn(100_003)
-    x_cuda = x.cuda()
+    x_cuda, step = x.cuda(), torch.tensor(7, device="cuda")
     for offset in (0, 1, 2**33 - 7):
-        for rounding in (stochastic_round_bf16, stochastic_round):
-            expected = rounding(x, **KEY, offset=offset)
-            step = torch.tensor(7.0, device="cuda")
-            with torch.cuda.device(0):
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    actual = rounding(x_cuda, seed=1234, step=step, tensor=3, offset=offset)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-            assert torch.equal(actual.cpu(), expected)
+        expected = rounded_bf16(x, **KEY, offset=offset)
+        index = torch.arange(offset, offset + len(x), device="cuda")
+        _kept_multipliers(index.device)
+        with torch.cuda.device(0):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                actual = round_bf16(x_cuda, bits_at(index, *keys(1234, step, 3)))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(actual.cpu(), expected)
 
 
-def test_draws_by_index_are_those_of_ranges() -> None:
+def test_keys_broadcast_and_int32_indices_give_the_same_bits() -> None:
     key = {"seed": 2**40 + 3, "step": 7, "tensor": 5}
     k0, k1 = keys(key["seed"], torch.tensor([[7], [7]]), key["tensor"])
     for offset in (0, 5, 2**31 - 3, 2**33 - 6, 2**40 + 1):
         index = torch.arange(offset, offset + 12).view(2, 6)
-        expected = random_bits((2, 6), **key, offset=offset)
+        expected = random_bits(12, **key, offset=offset).view(2, 6)
         assert torch.equal(bits_at(index, k0, k1), expected)
         if offset < 2**31 - 12:
             assert torch.equal(bits_at(index.int(), k0.int(), k1), expected)
 
 
-def test_what_is_kept_of_a_draw_is_real() -> None:
-    """Whatever the default device, and whatever mode the first draw is taken in."""
+def test_cached_multipliers_are_real_tensors() -> None:
+    """Under any default device, and if the first call runs under fake tensors."""
     index = torch.arange(10)
     k0, k1 = keys(1, torch.tensor([2]), 3)
     expected = bits_at(index, k0, k1)

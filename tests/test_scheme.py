@@ -1,4 +1,4 @@
-"""Formats, specs and schemes: what they accept, what they refuse, and that JSON brings them back."""
+"""Formats, specs and schemes: accepted and refused values, and the round trip through JSON."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_float8_ranges() -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 9, -1, 4.0, "4", True, None])
-def test_bits_that_cannot_be(bits: object) -> None:
+def test_impossible_bits(bits: object) -> None:
     with pytest.raises(ValueError, match=r"1 to 8 bits, got ") as error:
         lb.Int(bits)  # type: ignore[arg-type]
     assert repr(bits) in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fnuz, "float8"])
-def test_float8_dtypes_that_cannot_be(dtype: object) -> None:
+def test_impossible_float8_dtypes(dtype: object) -> None:
     with pytest.raises(ValueError, match=r"float8_e4m3fn or torch.float8_e5m2, got "):
         lb.Float8(dtype)  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ def test_float8_dtypes_that_cannot_be(dtype: object) -> None:
         (lambda: lb.Int8DynamicActivationInt4Weight(0), ValueError, r"got 0"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, match) -> None:
+def test_impossible_specs_are_refused(make, error, match) -> None:
     with pytest.raises(error, match=match):
         make()
 
@@ -137,7 +137,7 @@ def test_presets_take_the_symmetric_mapping_with_the_smaller_error(
     assert errors[preset.mapping] <= min(errors.values()) * 1.02
 
 
-def test_a_mapping_that_is_given_is_taken() -> None:
+def test_an_explicit_mapping_is_used() -> None:
     for mapping in MAPPINGS:
         assert lb.IntxWeightOnly(8, 32, mapping).weight.mapping == mapping
         assert lb.Int4WeightOnly(32, mapping).weight.mapping == mapping
@@ -146,7 +146,7 @@ def test_a_mapping_that_is_given_is_taken() -> None:
         lb.Int4WeightOnly(32, "")  # type: ignore[arg-type]
 
 
-def test_the_symmetric_mappings_read_codes_alike() -> None:
+def test_the_symmetric_mappings_decode_the_same_values() -> None:
     row, group = (lb.Spec(lb.Int(8), g) for g in (ROW, lb.PerGroup(8)))
     other = dataclasses.replace(row, mapping="symmetric_no_clipping_err")
     assert row.same_values(row) and row.same_values(other) and other.same_values(row)
@@ -162,7 +162,7 @@ def test_json_brings_a_scheme_back(weight: lb.Spec, activation: lb.Spec | None) 
 
 
 @given(specs, specs)
-def test_equal_specs_hash_alike_and_different_ones_differ(a: lb.Spec, b: lb.Spec) -> None:
+def test_equal_specs_have_equal_hashes(a: lb.Spec, b: lb.Spec) -> None:
     copied = dataclasses.replace(a)
     assert copied == a and hash(copied) == hash(a) and len({a, copied}) == 1
     assert (a == b) == (repr(a) == repr(b))

@@ -88,7 +88,7 @@ def module_name(path: Path) -> str:
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Absolute names of all modules that `tree` imports anywhere in it, also inside functions.
 
-    `from lowbit import x` yields `lowbit.x`, since x may be a submodule; the caller cuts off what is a name in it.
+    `from lowbit import x` yields `lowbit.x`, since x may be a submodule; if it is not, the caller removes x.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -262,7 +262,7 @@ def test_importing_lowbit_imports_nothing_optional() -> None:
     """In a fresh process, with every optional package made impossible to import."""
     code = f"""
 import sys
-import torch, numpy  # the hard dependencies, and whatever they bring themselves
+import torch, numpy  # the hard dependencies and their dependencies
 brought, tried = set(sys.modules), []
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -392,7 +392,7 @@ def _normal(name: str) -> str:
 
 
 def requirements(extra: str) -> set[str]:
-    """Names that `lowbit[extra]` asks for, itself left out, extras of its own followed."""
+    """The distributions that `lowbit[extra]` requires, also by other extras of lowbit; without lowbit itself."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names: set[str] = set()
     for line in project["dependencies"] + project["optional-dependencies"][extra]:
@@ -406,7 +406,7 @@ def requirements(extra: str) -> set[str]:
 
 
 def test_constraints_pin_all_that_the_tests_need() -> None:
-    """Every package the test extras lead to, as far as it is installed here, is pinned; torch and triton as agreed."""
+    """Every installed package that the test extras require is pinned; torch and triton at the agreed versions."""
     pins = constraints()
     assert pins["torch"] == "2.13.0" and pins["triton"] == "3.7.1"
     todo, seen = sorted(requirements("test") | requirements("test-integrations")), set()

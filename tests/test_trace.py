@@ -1,4 +1,4 @@
-"""lowbit.trace: what it says of each product of each layer, as a table and as JSON, and that it changes nothing."""
+"""lowbit.trace: the report on each product of each layer, as a table and as JSON; the model stays unchanged."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_a_forward_without_gradients_has_no_backward() -> None:
 
 def test_weights_of_other_libraries_have_the_name_of_the_module() -> None:
     class Foreign(Tensor):
-        """Without memory of its own."""
+        """A tensor without memory."""
 
         @staticmethod
         def __new__(cls, values: Tensor) -> Any:
@@ -343,7 +343,7 @@ def test_an_inference_step(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> N
     torch._dynamo.reset()
 
 
-def test_autocast_is_what_products_run_in() -> None:
+def test_products_run_in_the_autocast_dtype() -> None:
     model, x = nn.Sequential(linear(48, 96), linear(8, 48)), values(16, 96)
     lb.quantize_(model[0], lb.Int8WeightOnly())
     with torch.autocast("cpu", torch.bfloat16):
@@ -506,7 +506,7 @@ def compiled_launches(
     return {key: count for key, count in calls.items() if key[0] not in tracer.OPERAND_OPS}
 
 
-def test_a_compiled_model_in_training_launches_what_its_trace_says() -> None:
+def test_a_compiled_model_in_training_has_the_launches_of_its_trace() -> None:
     model, x = prepared(Block(), INT8), values(16, 64).requires_grad_()
     found = trace(model, x)
     assert sum(found.launches.values()) == 9 and found.launches == compiled_launches(
@@ -517,7 +517,7 @@ def test_a_compiled_model_in_training_launches_what_its_trace_says() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 40])
-def test_a_compiled_model_in_inference_launches_what_its_trace_says(m: int) -> None:
+def test_a_compiled_model_in_inference_has_the_launches_of_its_trace(m: int) -> None:
     model, x = Block().bfloat16(), values(m, 64, dtype=torch.bfloat16)
     lb.quantize_(model, lb.Int4WeightOnly(32))
     found = trace(model, x, backward=False)
@@ -638,7 +638,7 @@ def test_inputs_and_replaced_buffers_stay_as_they_were(backward: bool) -> None:
     )
 
 
-def test_a_compiled_model_works_afterwards_without_compiling_anew() -> None:
+def test_a_compiled_model_works_afterwards_without_compiling_again() -> None:
     torch._dynamo.reset()
     model, x = nn.Linear(64, 96), torch.randn(5, 64)
     lb.quantize_(model, lb.Int4WeightOnly(32))

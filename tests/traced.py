@@ -1,4 +1,4 @@
-"""What a `lowbit.trace` says of one layer, in the form that tests compare."""
+"""The entries of a `lowbit.trace` for one layer, in the form that tests compare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowbit import Trace
 
 
 def ran_in(found: Trace, layer: str = "") -> dict[str, dict[str, int]]:
-    """By product: how many calls ran in what."""
+    """By product: the number of calls in each format."""
     formats: dict[str, Counter[str]] = {}
     for p in found.products:
         if p.layer == layer and p.calls:

@@ -6,13 +6,13 @@ import ctypes
 import functools
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from lowbit_kernels import host_compiler
+from lowbit_kernels.sources import program
 from lowbit_kernels.warned import warn_once
 
 GRAIN = 2**20
@@ -42,10 +42,7 @@ class Format:
         zero = ("none", "code", "value").index(self.zero_point)
         defines = {"BITS": self.bits, "LOW": self.low, "EXPONENT": self.exponent}
         defines |= {"ZERO": zero, "MID": self.mid, **dict.fromkeys(defined, 1)}
-        lines = [f"#define {name} ({value})" for name, value in defines.items()]
-        folder = Path(__file__).parent
-        texts = [(folder / name).read_text(encoding="utf-8") for name in ("codes_cpu.h", file)]
-        return "\n".join([*lines, *texts])
+        return program({name: f"({n})" for name, n in defines.items()}, "codes_cpu.h", file)
 
 
 class Layout:

@@ -18,26 +18,26 @@ leading dimensions, such as experts.
 
 On GPUs a Triton kernel runs. It is bound by memory bandwidth:
 
-- int4: a lane loads a 32-bit word of 8 nibbles and writes the 8 neighbouring results with one 16-byte store (bf16,
-  fp16); eight words are in flight. No conversion instruction is needed: a nibble ORed into the mantissa of 2**23 is the
-  float 2**23 + nibble, and subtracting 2**23 + 8 + zero_point from that float is exact. A weight without padding is
-  treated as one long row. Rows that are misaligned, or are not a multiple of 4 bytes, are read byte by byte.
+- int4: a lane loads a 32-bit word of 8 nibbles and writes the 8 results with one 16-byte store (bf16, fp16). No
+  conversion instruction is needed: a nibble ORed into the mantissa of 2**23 is the float 2**23 + nibble, and
+  subtracting 2**23 + 8 + zero_point is exact. A weight without padding is treated as one long row. Rows that are
+  misaligned, or are not a multiple of 4 bytes, are read byte by byte.
 - int8: a lane loads 16 codes and writes their results side by side.
 
-On a CPU, PyTorch's operations on integers do the same for a block of rows that fits the L2 cache: 4096 x 4096 int4
-codes take 9 ms on one core of an EPYC. Unpacking every code and gathering a scale for every element took 180 ms.
+On a CPU, PyTorch's integer operations do the same for a block of rows that fits the L2 cache.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = {torch.uint8: "int4", torch.int8: "int8"}
 CPU_CACHE_BYTES = 2**21
 """Bytes of the result that a CPU computes at a time: its L2 cache."""
@@ -313,15 +313,9 @@ def _launch(
     return out if width == size else out[:, :size].contiguous()
 
 
-def _fake(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    _check(codes, scale, zero_point, group_size, size, dtype)
+def _fake(codes: Tensor, *others: Any) -> Tensor:
+    _check(codes, *others)
+    *_, size, dtype = others
     return codes.new_empty((codes.shape[0], size), dtype=dtype)
 
 
@@ -368,9 +362,9 @@ def _check(
         )
 
 
-LIBRARY.define(
+register(
     "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int group_size, SymInt size, "
-    "ScalarType dtype) -> Tensor"
+    "ScalarType dtype) -> Tensor",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("dequantize", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::dequantize", _fake, lib=LIBRARY)

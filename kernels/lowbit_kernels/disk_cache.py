@@ -2,10 +2,9 @@
 
 For a user without a home, the folder is ``lowbit-UID`` among the temporary folders.
 
-Code that this module reads is executed. So it reads a file only if no user except this one and root can have written
-it; `trusted_folder` checks that. It does not use an untrusted folder, and warns once a process. It never changes the
-mode of an existing folder, since the path may name any folder, even /tmp. It replaces an untrusted file by a newly
-compiled one.
+This module reads code that is then executed. So it reads a file only if no user except this one and root can have
+written it (`trusted_folder`). It does not use an untrusted folder, and warns once a process. It never changes the mode
+of an existing folder, since the path may name any folder, even /tmp. It replaces an untrusted file.
 
 A file's name is a digest of everything that its machine code depends on (source, compiler, options, processor). The
 file holds the code and then a digest of name and code, so that a truncated, damaged or renamed file is detected. Tools

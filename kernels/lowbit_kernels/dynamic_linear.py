@@ -14,18 +14,17 @@ int8 sums are exact in int32, which 131,071 products can't exceed; a longer K ra
 
 Implementations, as `launches` reports them:
 
-    decode       weight_mm_decode_sm90, for few tokens
-    large_batch  weight_mm_large_batch_sm90, for few tokens
-    scaled_mm    `scaled_mm`, for all others and on other devices
+    decode       weight_mm_decode_sm90, up to `MOST_NUMBERS` tokens
+    large_batch  weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
+    scaled_mm    `scaled_mm`, for more tokens and on other devices
 
-A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. Up to `MOST_NUMBERS` tokens the first
-two kernels are faster, since they are bound by the weight's bytes; `linear_table` chooses as for int8 weights. They get
-the codes of x as floating-point numbers, which hold them exactly: int8 codes in x's dtype, float8 codes in float16.
-Their float32 sums of int8 are exact while their parts stay below 2**24. Beyond that (K over 1,040 at the earliest, with
-extreme codes only) they round at 2**-23, far below the rounding of the result.
+A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. The first two kernels are faster for
+small batches, since they are bound by the weight's bytes; `linear_table` chooses between them. They take the codes of x
+as floating-point numbers, which hold them exactly: int8 codes in x's dtype, float8 codes in float16. Their float32 sums
+of int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
 
-``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, few tokens also run in `scaled_mm`,
-which was not slower there. `scaled_mm` needs K as a multiple of 16; other weights are padded, in a copy, at every call.
+``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, `scaled_mm` runs every batch size.
+`scaled_mm` needs K as a multiple of 16; other weights are padded, in a copy, at every call.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ from torch.nn import functional as F
 
 from lowbit_kernels import weight_mm_decode_sm90, weight_mm_large_batch_sm90
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.linear_table import choose
 from lowbit_kernels.quantize_tokens import codes_of
 from lowbit_kernels.quantize_tokens import reference as quantized
 from lowbit_kernels.scaled_mm import scaled_mm
 from lowbit_kernels.weight_operands import (
     E4M3,
-    FLOATS,
     HALVES,
     Description,
     Layout,
@@ -58,10 +56,7 @@ from lowbit_kernels.weight_operands import (
     layout_of,
 )
 
-MOST_NUMBERS = {
-    torch.int8: 32,
-    E4M3: 64,
-}  # tokens whose codes are multiplied as floating-point numbers
+MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens whose codes are multiplied as floating point
 MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
 FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_tokens` names them
 
@@ -219,10 +214,9 @@ def check(
     check_addends(x, n, bias, residual)
 
 
-LIBRARY.define(
+_op = register(
     "dynamic_linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? residual, bool tensorwise=False)"
-    " -> Tensor"
+    " -> Tensor",
+    _run,
+    _fake,
 )
-LIBRARY.impl("dynamic_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::dynamic_linear", _fake, lib=LIBRARY)
-_op = torch.ops.lowbit.dynamic_linear.default

@@ -4,9 +4,9 @@
 // whether gradients are multiplied by a factor from memory (unscaling, clipping).
 //
 // A tile is 256 elements of one row of one tensor. A warp works on a tile, a lane on eight neighbouring elements, so
-// that bf16 takes 16-byte accesses. A block of 8-bit states is a tile, and its absmax is one warp-wide maximum; a block
-// of 4-bit states is half a tile. Rows and blocks are those of lowbit's CodebookTensor. Only loads and stores depend on
-// the addresses; the arithmetic between them is the same code, so results don't depend on alignment or sharding.
+// that bf16 takes 16-byte accesses. A block of 8-bit states is a tile, so its absmax is one warp-wide maximum; a block
+// of 4-bit states is half a tile. Only loads and stores depend on the addresses, so results do not depend on alignment
+// or sharding.
 
 static constexpr int LOCATE = 256;  // tiles for each entry of `locate`
 
@@ -519,9 +519,8 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
     __syncthreads();
     const float factor = SCALED ? control[0] : 1.0f;
     const int lane = threadIdx.x % 32;
-    // A block owns WARPS neighbouring tiles of every gridDim.x * WARPS. A warp takes the next tile that no warp of its
-    // block has taken. With fixed tiles for each warp, the warps that the scheduler favours would finish long before
-    // the others.
+    // A block owns WARPS neighbouring tiles of every gridDim.x * WARPS. Each warp takes the next free one of them: with
+    // fixed tiles, warps that the scheduler favours would finish long before the others.
     for (;;) {
         const uint32 n = take_next(&taken, lane);
         const uint32 first = (n / WARPS * gridDim.x + blockIdx.x) * WARPS, tile = first + n % WARPS;

@@ -1,27 +1,24 @@
 """One optimizer step over any number of tensors in one launch: the kernel of ``fused_step.cu``, and what it shares with
 the CPU's kernel in ``fused_step_cpu.cpp``, which ``fused_step_cpu.py`` runs.
 
-The tensors are given as a table of pointers, in the memory of their device. For each element of each tensor the kernel
-decodes the states from their format to float32, updates them and the weight by an algorithm (`Rule`), and stores all of
-them again. Nothing is materialised in between, and the host reads nothing. The kernel reads options, step counters and
-the learning rate on the device, so that no change of them compiles anything, and a step can be captured in a CUDA
-graph.
+The tensors are given as a table of pointers, in the memory of their device. For each element the kernel decodes the
+states to float32, updates them and the weight by an algorithm (`Rule`), and stores all of them again. Nothing is
+materialised in between, and the host reads nothing. Options, step counters and the learning rate are read on the
+device, so that a change compiles nothing, and a step can be captured in a CUDA graph.
 
 The step is no operator of ``torch.ops``: its operands are addresses in a table, which no operator's schema can name.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.sources import FLOAT_MACROS, program
 
-DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 STATES = {
     "fp32": "STATE_FP32",
     "bf16": "STATE_BF16",
@@ -38,28 +35,9 @@ MAX_HYPER, MAX_STATES = 8, 3
 
 # The structs of fused_step.h in words of 64 bits: the fields of `Tensor`, the sizes of `Group` and `Scalars`.
 TENSOR = (
-    *(
-        "grad",
-        "param",
-        "state_0",
-        "state_1",
-        "state_2",
-        "correction",
-        "scale_0",
-        "scale_1",
-        "scale_2",
-    ),
-    *(
-        "step",
-        "first_tile",
-        "cols",
-        "tiles_a_row",
-        "aligned",
-        "key",
-        "first_index",
-        "run",
-        "stride",
-    ),
+    *("grad", "param", "state_0", "state_1", "state_2", "correction"),
+    *("scale_0", "scale_1", "scale_2", "step", "first_tile", "cols", "tiles_a_row"),
+    *("aligned", "key", "first_index", "run", "stride"),
     *("group", "numel"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
@@ -123,8 +101,10 @@ class Variant:
 
     def __post_init__(self) -> None:
         for name, dtype in (("param", self.param), ("grad", self.grad)):
-            if dtype not in DTYPES:
-                raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+            if dtype not in FLOAT_MACROS:
+                raise TypeError(
+                    f"{name} must be one of {', '.join(map(str, FLOAT_MACROS))}, got {dtype}"
+                )
         for format in self.formats:
             if format not in STATES:
                 raise ValueError(f"a format must be one of {', '.join(STATES)}, got {format!r}")
@@ -149,8 +129,7 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        """Threads of a block. One block fills a multiprocessor and shares its tiles among the warps. Where the kernel
-        only moves bytes, one block for every few tiles is faster."""
+        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes."""
         return RESIDENT_THREADS if self.is_scaled else 256
 
     def table_words(self) -> np.ndarray:
@@ -171,12 +150,12 @@ class Variant:
         """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or source
         text), what all kernels share, and the kernel."""
         defines: dict[str, object] = {
-            "PARAM": DTYPES[self.param],
-            "GRAD": DTYPES[self.grad],
+            "PARAM": FLOAT_MACROS[self.param],
+            "GRAD": FLOAT_MACROS[self.grad],
             "STATES": len(self.signed),
             "SIGNED": sum(signed << i for i, signed in enumerate(self.signed)),
             "ROUNDING": self.rounding.upper(),
-            "SCALED": int(self.scaled),
+            "SCALED": self.scaled,
             "THREADS": self.threads,
             "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
             "PREPARE": " ".join(self.rule.prepare.split()),
@@ -188,14 +167,7 @@ class Variant:
             defines[f"CELLS_{i}"] = len(table.cells) if table else 0
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
-        lines = [f"#define {name} {value}" for name, value in defines.items()]
-        own = primitives if "\n" in primitives else _file(primitives)
-        return "\n".join([*lines, own, *map(_file, ("random_bits.h", "fused_step.h", kernel))])
-
-
-def is_available() -> bool:
-    """Whether `StepKernel` runs on this machine's GPUs."""
-    return nvrtc.is_available()
+        return program(defines, primitives, "random_bits.h", "fused_step.h", kernel)
 
 
 def tiles(numel: np.ndarray, cols: np.ndarray) -> np.ndarray:
@@ -223,9 +195,8 @@ class StepKernel:
         with torch.cuda.device(device):
             module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
             self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        words = torch.from_numpy(variant.table_words().view(np.int32))
-        self._tables = words.to(device)
+        self._multiprocessors = nvrtc.multiprocessors(device)
+        self._tables = torch.from_numpy(variant.table_words().view(np.int32)).to(device)
 
     def __call__(
         self,
@@ -277,8 +248,3 @@ def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
         words[rank == 0] = 1 << table.shift
     cell = np.arange(table.first, table.first + len(words), dtype=np.int64)
     return (((words << (24 - table.shift)) - (cell << 24)) & 0xFFFFFFFF).astype(np.uint32)
-
-
-@functools.cache
-def _file(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")

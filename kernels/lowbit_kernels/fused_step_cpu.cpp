@@ -1,11 +1,10 @@
 // One step of an optimizer over many tensors on a CPU: decode the states, update in float32, encode.
 //
 // fused_step_cpu.py compiles this file once for each variant (see fused_step.h). A strip is at most 256 neighbouring
-// elements: a part of a row, or several short rows, with whole blocks of every state. A strip passes through the stages
-// below in arrays that stay in the L1 cache. Each stage is a loop that compilers turn into vector instructions; table
-// lookups are loops of their own. Loops run over whole vectors: a strip that does not fill its last vector is updated
-// in a copy. So every element takes the same path, in IEEE arithmetic (no contraction into fma): results don't depend
-// on threads, alignment, sharding or the machine.
+// elements: a part of a row, or several short rows, with whole blocks of every state. It passes through the stages in
+// arrays that stay in the L1 cache. Each stage is a loop that compilers vectorize. A strip that does not fill its last
+// vector is updated in a copy, so every element takes the same path, in IEEE arithmetic (no contraction into fma):
+// results do not depend on threads, alignment, sharding or the machine.
 
 static constexpr int STRIP = TILE;
 static constexpr int LANES = 16;          // numbers of the widest vector

@@ -39,12 +39,8 @@ class StepKernelCpu:
         alike = dataclasses.replace(variant, scaled=False)
         self._step = host_compiler.library(alike.source("cpu.h", "fused_step_cpu.cpp")).step
         self._step.restype = None
-        self._step.argtypes = [
-            *([ctypes.c_void_p] * 4),
-            ctypes.c_longlong,
-            ctypes.c_void_p,
-            ctypes.c_longlong,
-        ]
+        address, number = ctypes.c_void_p, ctypes.c_longlong
+        self._step.argtypes = [*([address] * 4), number, address, number]
         pieces = [_pieces(table.values) for table in variant.tables if table is not None]
         self._tables = np.concatenate([variant.table_words(), *pieces])
         self._address = self._tables.ctypes.data

@@ -9,8 +9,8 @@
     offsets     int32 [E], on x's device: ends of the experts' tokens, as in ``torch._grouped_mm``; ascending, 0 to M
     out         x's dtype [M, N], contiguous; rows from the last offset on are 0
 
-The op doesn't check the values of the offsets, which would wait for the GPU; ``lowbit.inference.grouped_linear`` does
-where the host reads them. With wrong values, tokens get the weight of any expert, or zeros.
+The op does not check the values of the offsets, because reading them waits for the GPU. With wrong values, tokens get
+the weight of any expert, or zeros.
 
 Implementations, as `launches` reports them:
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lowbit_kernels import weight_linear, weight_mm_triton
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY, check_one_device
+from lowbit_kernels.library import check_one_device, register
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_mm_triton import sums_of_blocks
 from lowbit_kernels.weight_operands import Description, Layout, bits_of, described, layout_of
@@ -223,12 +223,7 @@ def _run(
 
 
 def _launch(
-    plan: Plan,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    offsets: Tensor,
+    plan: Plan, x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, offsets: Tensor
 ) -> Tensor:
     (m, k), (experts, n, groups) = x.shape, scale.shape
     if x.device.type == "cpu":  # the interpreter has no bfloat16
@@ -284,9 +279,9 @@ def _of_one_expert(t: Any) -> Layout:
     return Layout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)
 
 
-LIBRARY.define(
-    "grouped_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor offsets, int group_size) -> Tensor"
+_op = register(
+    "grouped_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor offsets, "
+    "int group_size) -> Tensor",
+    _run,
+    _fake,
 )
-LIBRARY.impl("grouped_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::grouped_linear", _fake, lib=LIBRARY)
-_op = torch.ops.lowbit.grouped_linear.default

@@ -98,13 +98,9 @@ def _compile(source: str) -> bytes:
 
 
 def _loaded(code: bytes) -> ctypes.CDLL:
-    """Load the library whose file has this content.
+    """Load the library with this content, from a copy that no other user can change. Raises OSError.
 
-    The loader takes a path, and would look up a path of the shared cache a second time. So it gets a copy that no other
-    user can change.
-
-    Raises:
-        OSError: the loader rejects the library, or the system runs no code from memory or temporary folders.
+    The loader takes a path, and would look up a path of the shared cache again, after its check.
     """
     if hasattr(os, "memfd_create"):  # Linux
         with contextlib.suppress(OSError):  # a sandbox without memfd_create or /proc

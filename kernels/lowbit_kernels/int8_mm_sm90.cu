@@ -1,5 +1,4 @@
-// The product of two int8 matrices with scales, on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] +
-// bias.
+// The product of two int8 matrices on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
 //
 // int8_mm_sm90.py compiles this file once for each combination of
 //   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds and scales
@@ -180,7 +179,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
     Ring ring;
     while (schedule.take(rank)) {
         const int column = schedule.column, row = schedule.row + group * 64, first = row + thread / 32 * 16 + lane / 4;
-        // Loaded now, so that the values are there when the product is done.
+        // Loads the scales early, so that they arrive while the product runs.
         float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_scale[i] = first + i * 8 < shape.m ? a_scale[a_scales ? first + i * 8 : 0] : 0.0f;
@@ -207,8 +206,8 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         }
         product_wait<0>();
         release(shared, before);
-        // These rows do not exist. Sums of slices must not be stored: their rows lie inside the buffer. And a box must
-        // not be filled without being stored: the last tile's store, for which no thread has waited, may still read it.
+        // Rows outside of the matrix. The sums of slices must not be stored, since their rows lie inside the buffer. The
+        // box must not be filled either: the store of the previous tile may still read it.
         if (row >= shape.m) continue;
 
 #pragma unroll
@@ -219,11 +218,11 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         for (int i = 0; i < BOXES; ++i) {
             const uint32 box = shared_address(shared.box[group][i % 2]);
             if (thread == 0) store_wait<(BOXES > 1)>();
-            meet(1 + group, 128);  // the box is free, the scales are in shared memory
+            named_barrier_sync(1 + group, 128);  // the box is free, the scales are in shared memory
             fill_box(box, sums + i * (BOX_COLUMNS / 2), row_scale, shared.scale[group] + i * BOX_COLUMNS, bias,
                      column + i * BOX_COLUMNS, shape.n);
             fence_for_tma();
-            meet(1 + group, 128);
+            named_barrier_sync(1 + group, 128);
             if (thread == 0) {
                 store_box(out, column + i * BOX_COLUMNS, schedule.out_row + group * 64, box);
                 store_commit();
@@ -254,7 +253,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         barrier_init_fence();
         prefetch(a), prefetch(b), prefetch(out);
     }
-    cluster_meet();
+    cluster_sync();
     wait_for_previous();
     let_next_start();
 
@@ -268,7 +267,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
     }
     // The other block of the cluster may still write to this block's barriers.
-    cluster_meet();
+    cluster_sync();
 }
 
 // Adds the sums of `slices` products, `step` elements apart, and scales them; a thread computes four columns of a row.

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
-DTYPES = {
-    torch.float32: "FP32",
-    torch.bfloat16: "BF16",
-    torch.float16: "FP16",
-    torch.int32: "INT32",
-}
+DTYPES = {**FLOAT_MACROS, torch.int32: "INT32"}
 TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
 WIDTHS = (256, 128, 64)  # columns of a tile
-SHARED_LIMIT = 227 * 1024
 MAX_SLICES, MAX_STAGES = 16, 10
 
 
@@ -47,7 +41,7 @@ class Plan(NamedTuple):
         return CLUSTER // self.under
 
     def a_rows(self, m: int) -> int:
-        """Rows of a copied at once: a multiple of the 8 rows of a swizzle group, with few rows outside of a."""
+        """Rows of one copy of a: a multiple of the 8 rows of a swizzle group, with few rows outside of a."""
         if m <= TILE_M:
             return -(-m // (8 * self.beside)) * 8
         return TILE_M if self.under > 1 else 64 if -m % 64 < 16 else 32
@@ -139,30 +133,21 @@ def int8_mm(
 
 def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -> str:
     """The CUDA C++ to compile; `out` is int32 for slices."""
-    folder = Path(__file__).parent
-    ptx, sm90, mm = (
-        (folder / name).read_text(encoding="utf-8")
-        for name in ("ptx.cuh", "sm90.cuh", "int8_mm_sm90.cu")
-    )
-    macros = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE", "TILE_N": width}
-    macros["STAGES"] = _ring(width)[0]
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return "\n".join([defines, ptx, sm90, _multiply(width), mm])
+    macros: dict[str, object] = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE"}
+    macros |= {"TILE_N": width, "STAGES": _ring(width)[0]}
+    return program(macros, "ptx.cuh", "sm90.cuh", _multiply(width), "int8_mm_sm90.cu")
 
 
 def _ring(width: int) -> tuple[int, int]:
     """Stages of the ring, and bytes of shared memory of a block."""
     stage = (TILE_M + width) * TILE_K
     fixed = 4 * 64 * 128 + 2 * 4 * width + 2 * 8 * MAX_STAGES
-    stages = min((SHARED_LIMIT - fixed) // stage, MAX_STAGES)
+    stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, MAX_STAGES)
     return stages, fixed + stages * stage
 
 
 def _multiply(width: int) -> str:
-    """The wgmma instruction that adds the product of 64 x 32 bytes of a and `width` x 32 of b to a warpgroup's sums.
-
-    It is generated because it has an operand for each sum.
-    """
+    """The wgmma instruction for 64 x 32 bytes of a and `width` x 32 of b; generated, with an operand for each sum."""
     sums = width // 2
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))

@@ -11,16 +11,7 @@ from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
 
 
 @jit
-def _tile(
-    x,
-    row,
-    column,
-    m,
-    k,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _tile(x, row, column, m, k, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """ROWS x COLUMNS elements of x [m, k]; zeros outside."""
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)

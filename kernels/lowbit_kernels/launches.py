@@ -1,6 +1,6 @@
 """Which implementation of an op ran: each op reports every call to all listeners.
 
-An op calls `ran("weight_linear", "decode")` once it knows its implementation. While nobody listens, this costs one
+An op calls `ran("weight_linear", "decode")` once it knows its implementation. Without listeners, this costs one
 test of an empty list. The calls are made by the ops themselves, so compiled graphs report theirs too.
 """
 

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of activations, scales and results."""
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``torch.ops.lowbit.<name>``, which `run` computes on every device; returns its only overload."""
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowbit::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.lowbit, name).default
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
@@ -16,7 +30,7 @@ def check_one_device(**tensors: Tensor | None) -> None:
         raise ValueError(f"all must be on one device, got {named}; move them with .to(device)")
 
 
-def aligned(x: Tensor, to: int = 16) -> Tensor:
-    """x, or a copy of x, that is contiguous and begins at a multiple of `to` bytes, as some kernels require."""
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of x, that is contiguous and begins at a multiple of 16 bytes, as some kernels require."""
     x = x.contiguous()
-    return x if x.data_ptr() % to == 0 else x.clone()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -18,6 +18,8 @@ from lowbit_kernels import disk_cache
 
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may have without setting an attribute of the kernel."""
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have on compute capability 9.0."""
 OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
 
 

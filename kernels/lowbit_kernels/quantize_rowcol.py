@@ -25,11 +25,8 @@ with the index m * (K rounded up to a multiple of 8) + k::
     int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
     float8:  the bits that x / scale has beyond the format's are summed with as many bits of the draw, then cut off
 
-Cost: both copies of M x K 16-bit elements move 4 bytes an element, if every byte moves once. But no scale is known
-before the whole matrix is read, so x is read twice: 6 bytes, and the L2 cache holds little of x at the second read. On
-one H200 `quantize_rowcol_cuda.cu` moves those 6 bytes at 84 to 91% of the speed of a copy, which is 56 to 61% when 4
-bytes are counted; with a second read that always hits the cache, 67 to 76%. Blocks that keep tiles until the scales are
-known gain nothing (``benchmarks/LOG.md``).
+No scale is known before the whole matrix is read, so x is read twice: 6 bytes move for each 16-bit element and two
+codes. On an H200 `quantize_rowcol_cuda.cu` moves them at 84 to 91% of the speed of a copy (``benchmarks/LOG.md``).
 """
 
 from __future__ import annotations
@@ -40,11 +37,10 @@ from torch import Tensor
 
 from lowbit_kernels import nvrtc, quantize_rowcol_cuda, quantize_rowcol_triton
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import FLOATS, register
 from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
 from lowbit_kernels.triton_runtime import runs_on
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {
     "int8": (torch.int8, 127.0),
     "e4m3": (torch.float8_e4m3fn, 448.0),
@@ -196,14 +192,7 @@ def _launch(
     return reference(*arguments)
 
 
-def _fake(
-    x: Tensor,
-    format: str,
-    rows: bool = True,
-    columns: bool = True,
-    tensorwise: bool = False,
-    seed: Tensor | None = None,
-) -> Result:
+def _fake(x, format, rows=True, columns=True, tensorwise=False, seed=None) -> Result:
     _check(x, format, tensorwise, seed)
     return allocate(x, format, rows, columns, tensorwise)
 
@@ -228,9 +217,9 @@ def _check(x: Tensor, format: str, tensorwise: bool, seed: Tensor | None) -> Non
             )
 
 
-LIBRARY.define(
+register(
     "quantize_rowcol(Tensor x, str format, bool rows=True, bool columns=True, bool tensorwise=False, "
-    "Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("quantize_rowcol", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::quantize_rowcol", _fake, lib=LIBRARY)

@@ -125,8 +125,7 @@ DEVICE float quotient_of(float x, Scale scale) {
     return fma_exactly(fma_exactly(near, scale.negative, x), scale.inverse, near);
 }
 
-// The draws for stochastic rounding, of which eight neighbouring elements of a row share one hash: see
-// quantize_rowcol.py.
+// Random bits for stochastic rounding. Eight neighbouring elements of a row share one hash (quantize_rowcol.py).
 struct Draws {
     uint32 keys[2];
 
@@ -308,7 +307,7 @@ DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at,
 DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Position at(job, tile);
-    if (find_scales(job, shared, at)) {  // they get code 0 too
+    if (find_scales(job, shared, at)) {  // NaN and infinities get code 0
 #pragma unroll
         for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
     }

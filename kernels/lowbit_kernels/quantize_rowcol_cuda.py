@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.sources import FLOAT_MACROS, program
 
-INPUTS = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 TILE, THREADS, ROW_STEP = 128, 256, 2048
 MAX_STEPS = 8
 SHARED = 16384 + 2 * TILE * 8
@@ -46,7 +45,7 @@ def quantize(
     m, k = x.shape
     in_one_pass = rows and not columns and not tensorwise
     variant = Variant(
-        INPUTS[x.dtype],
+        FLOAT_MACROS[x.dtype],
         format.upper(),
         rows,
         columns,
@@ -75,19 +74,9 @@ def quantize(
         _kernel(variant, "quantize", device)(stream, tiles, THREADS, *arguments)
 
 
-def source(variant: Variant, primitives: str | None = None) -> str:
-    """The CUDA C++ to compile; `primitives` replaces ptx.cuh."""
-    lines = []
-    for field in fields(variant):
-        value = getattr(variant, field.name)
-        lines.append(f"#define {field.name.upper()} {int(value) if value in (0, 1) else value}")
-    own = primitives or _file("ptx.cuh")
-    return "\n".join([*lines, own, _file("random_bits.h"), _file("quantize_rowcol_cuda.cu")])
-
-
-@functools.cache
-def _file(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
+    """The CUDA C++ to compile."""
+    return program(asdict(variant), primitives, "random_bits.h", "quantize_rowcol_cuda.cu")
 
 
 @functools.cache

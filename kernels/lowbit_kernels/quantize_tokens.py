@@ -1,4 +1,4 @@
-"""Activations to int8 or float8, each row with a scale of its own, as lowbit's dynamic schemes compute them.
+"""Activations to int8 or float8, each row with its own scale, as lowbit's dynamic schemes compute them.
 
     int8:   scale[m] = max(-min_k x[m, k] / 128, max_k x[m, k] / 127, 0)
     e4m3:   scale[m] = max_k |x[m, k]| / 448
@@ -9,10 +9,9 @@
     codes   int8 or float8_e4m3fn [M, K rounded up to a multiple of 16], 0 in the padding
     scale   float32 [M]
 
-Division, product and rounding are float32 operations, each rounded once. So codes and scales equal, to the bit, those
-of ``Spec.quantize`` for ``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``.
-(`quantize_rowcol`, for training, differs: int8 codes lie within +-127, it divides by the scale instead of multiplying
-by the inverse, and the scale of zeros is 1.)
+Each float32 operation is rounded once. So codes and scales equal, to the bit, those of ``Spec.quantize`` for
+``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``. (`quantize_rowcol`, for training,
+differs: codes within +-127, division by the scale, scale 1 for zeros.)
 
 ``tensorwise`` (e4m3): one scale for the matrix, [1]. A row with a NaN has scale NaN, a row with an infinity has an
 infinite scale; the codes of such rows have no meaning.
@@ -36,11 +35,10 @@ from torch.nn import functional as F
 
 from lowbit_kernels import quantize_tokens_cuda
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import FLOATS, register
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 SMALLEST = 2.0**-126
 MOST_KEPT = 8192
@@ -274,6 +272,8 @@ def _check(x: Tensor, format: str, tensorwise: bool) -> None:
         raise ValueError('tensorwise takes "e4m3", got "int8"; leave it out')
 
 
-LIBRARY.define("quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)")
-LIBRARY.impl("quantize_tokens", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::quantize_tokens", _fake, lib=LIBRARY)
+register(
+    "quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)",
+    _launch,
+    _fake,
+)

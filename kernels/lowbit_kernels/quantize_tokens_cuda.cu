@@ -8,8 +8,7 @@
 // and puts ptx.cuh and sm90.cuh before it.
 //
 // One block per row. Each thread issues all its loads at once to hide the latency of memory, and keeps the loaded words
-// in registers until the scale is known. The start of this launch overlaps with the end of the previous one; the next
-// launch, if it allows overlap, may start at any time.
+// in registers until the scale is known. The start of this launch overlaps with the end of the previous one.
 
 enum { BF16, FP16, INT8, E4M3 };
 
@@ -60,8 +59,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
         const int i = threadIdx.x + j * blockDim.x;
         kept[j] = i < vectors ? from[i] : make_uint4(0, 0, 0, 0);
     }
-    // As signed integers, the bits of positive numbers are ordered like the numbers, and negative numbers are below
-    // them.
+    // As signed integers, the bits of positive numbers are ordered like the numbers, above all negative numbers.
     uint32 low = 0, high = 0;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.sources import FLOAT_MACROS, program
 
-DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "FP16",
-    torch.int8: "INT8",
-    torch.float8_e4m3fn: "E4M3",
-}
+DTYPES = {**FLOAT_MACROS, torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}
 VECTOR = 8  # elements of a 16-byte load
 MAX_THREADS = 1024
 MAX_VECTORS = 8  # of a thread; more do not fit its registers
@@ -72,15 +67,9 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
         _kernel(variant, torch.cuda.current_device())(stream, m, threads, *addresses, k // VECTOR)
 
 
-def source(variant: Variant, primitives: str | None = None) -> str:
-    """The CUDA C++ to compile; `primitives` replaces ptx.cuh and sm90.cuh."""
-    defines = [f"#define {f.name.upper()} {getattr(variant, f.name)}" for f in fields(variant)]
-    own = [primitives] if primitives else [_file("ptx.cuh"), _file("sm90.cuh")]
-    return "\n".join([*defines, *own, _file("quantize_tokens_cuda.cu")])
-
-
-def _file(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def source(variant: Variant, primitives: tuple[str, ...] = ("ptx.cuh", "sm90.cuh")) -> str:
+    """The CUDA C++ to compile."""
+    return program(asdict(variant), *primitives, "quantize_tokens_cuda.cu")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ In arithmetic modulo 2**32, lo and hi the halves of a 64-bit integer::
     bits  = h * M[index & 7]
 
 To get n bits, take the upper n. The upper 16 are the stream of `lowbit.rounding`, whose docstring gives the reasons for
-this construction. This module has it in PyTorch and in Triton, ``random_bits.h`` in C++.
+this construction. ``random_bits.h`` is the same in C++.
 """
 
 from __future__ import annotations

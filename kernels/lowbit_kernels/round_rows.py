@@ -22,11 +22,13 @@ The Triton kernel makes two passes over a row; PyTorch ops make some forty passe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY
+from lowbit_kernels.library import register
 from lowbit_kernels.random_bits import hash_of, multiplier_of, random_bits, upper
 from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
 
@@ -50,20 +52,15 @@ def round_rows(
 
 
 def reference(
-    values: Tensor,
-    old: Tensor | None,
-    largest: Tensor | None,
-    first: Tensor | None,
-    start: int,
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
 ) -> tuple[Tensor, Tensor]:
     """The formula in PyTorch ops, on any device."""
     _check(values, old, largest, first)
     if largest is None:
         padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))
         largest = padded.abs().amax(1)
-    scale = (largest / torch.full_like(largest, 127)).clamp(
-        min=TINY
-    )  # by a tensor: a GPU multiplies with the reciprocal of a number
+    # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
+    scale = (largest / torch.full_like(largest, 127)).clamp(min=TINY)
     if old is not None:
         scale = torch.where(largest == old * 127, old, scale)
     scale = torch.where(largest == 0, 1.0, scale)
@@ -121,9 +118,8 @@ def _kernel(
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
     if STOCHASTIC:
         offset = tl.load(first + row) + start
-        multiplier = multiplier_of(
-            offset + tl.arange(0, BLOCK)
-        )  # of every block, because 8 divides BLOCK, or of the only one
+        # Valid for every block: 8 divides BLOCK, or there is only one block.
+        multiplier = multiplier_of(offset + tl.arange(0, BLOCK))
     for begin in tl.range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < columns
@@ -140,11 +136,7 @@ def _kernel(
 
 
 def _launch(
-    values: Tensor,
-    old: Tensor | None,
-    largest: Tensor | None,
-    first: Tensor | None,
-    start: int,
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
 ) -> tuple[Tensor, Tensor]:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
@@ -176,14 +168,8 @@ def _launch(
     return codes, scale
 
 
-def _fake(
-    values: Tensor,
-    old: Tensor | None,
-    largest: Tensor | None,
-    first: Tensor | None,
-    start: int,
-) -> tuple[Tensor, Tensor]:
-    _check(values, old, largest, first)
+def _fake(values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _check(values, *others[:3])
     codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     return codes, values.new_empty(values.shape[0])
 
@@ -208,9 +194,9 @@ def _check(
             )
 
 
-LIBRARY.define(
+register(
     "round_rows(Tensor values, Tensor? old, Tensor? largest, Tensor? first, SymInt start) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("round_rows", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::round_rows", _fake, lib=LIBRARY)

@@ -20,9 +20,7 @@ The dtype of the operands and the device choose the implementation:
 
     int8    CUDA, compute capability 9.0    int8_mm_sm90.cu, compiled at first use: TMA, wgmma, tiles of 128 x 256.
                                             Narrower tiles, or K in slices, where there are fewer tiles than
-                                            multiprocessors. Slices take 4·M·N bytes each for their int32 sums while
-                                            the product runs (17 MB for the four slices of a gradient of 512 x 2048
-                                            over 16384 rows)
+                                            multiprocessors. A slice takes 4·M·N bytes for its int32 sums
             other CUDA devices              Triton (int8_mm_triton)
             CPU                             PyTorch
     float8  CUDA, from capability 8.9 on    cuBLAS. On Hopper its sums have about 14 bits for 32 products or more
@@ -32,6 +30,7 @@ The dtype of the operands and the device choose the implementation:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +38,9 @@ from torch import Tensor
 
 from lowbit_kernels import int8_mm_sm90, int8_mm_triton, nvrtc
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.triton_runtime import runs_on
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPERANDS = {(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
 
@@ -115,14 +113,8 @@ def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
     return "float8 torch", _float8_by_torch
 
 
-def _empty_sum(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    *_, bias, out_dtype = others
     out = a.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
     return out if bias is None else out + bias.to(out_dtype)
 
@@ -193,14 +185,7 @@ def _takes_rows_in_any_dtype(device: torch.device) -> bool:
     return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:
     _check(a, b, a_scale, b_scale, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -245,9 +230,9 @@ def _check(
         )
 
 
-LIBRARY.define(
+register(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
-    "ScalarType out_dtype=bfloat16) -> Tensor"
+    "ScalarType out_dtype=bfloat16) -> Tensor",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("scaled_mm", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::scaled_mm", _fake, lib=LIBRARY)

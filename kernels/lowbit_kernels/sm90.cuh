@@ -1,12 +1,10 @@
-// Instructions of sm_90a in addition to ptx.cuh: barriers in shared memory, tile copies by the tensor memory
-// accelerator (TMA), products of warpgroups (four warps), clusters of blocks. Addresses are byte addresses in shared
-// memory.
+// Instructions of sm_90a: barriers in shared memory, tile copies by the tensor memory accelerator (TMA), products of
+// warpgroups (four warps), clusters of blocks. Addresses are byte addresses in shared memory.
 
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
 
-// Written by the driver's cuTensorMapEncodeTiled: describes a matrix in global memory and the boxes in which it is
-// copied.
+// A matrix in global memory and the boxes in which it is copied, as cuTensorMapEncodeTiled describes them.
 struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
@@ -56,8 +54,7 @@ DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
     } while (!over);
 }
 
-// The same with acquire at cluster scope: for reading what other blocks of the cluster sent to this block's shared
-// memory.
+// The same with acquire at cluster scope: for data that other blocks sent to this block's shared memory.
 DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
     uint32 over;
     do {
@@ -72,10 +69,12 @@ DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
 }
 
 // Named barrier 1..15: waits for `threads` threads of the block, which are whole warps.
-DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// Arrives at the named barrier without waiting.
-DEVICE void come(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
@@ -86,14 +85,14 @@ DEVICE uint32 cluster_rank() {
 }
 
 // Waits for all threads of the cluster.
-DEVICE void cluster_meet() {
+DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same in two steps: every thread has called cluster_come before a cluster_await returns. The relaxed arrival
+// The same in two steps: every thread has called cluster_arrive before a cluster_wait returns. The relaxed arrival
 // orders no earlier writes, except those to barriers that barrier_init_fence covers.
-DEVICE void cluster_come() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Sends 16 bytes to the same address in block `rank` of the cluster. They count for the barrier at `barrier` there.
 DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
@@ -121,8 +120,7 @@ DEVICE void prefetch(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies `bytes` from global to shared memory; both addresses and `bytes` are multiples of 16. They count for
-// `barrier`.
+// Copies `bytes` from global to shared memory and counts them for `barrier`. All are multiples of 16.
 DEVICE void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -211,12 +209,12 @@ DEVICE void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 
 }
 
 // Stores, and loads, the same with each matrix transposed.
-DEVICE void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
+DEVICE void store_matrices_transposed(uint32 address, const uint32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
 }
-DEVICE void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
+DEVICE void load_matrices_transposed(uint32 address, uint32 (&x)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(address)

@@ -12,24 +12,24 @@
 The sum is exact in int32. The other steps are those of `lowbit_kernels.scaled_mm`; the result equals that of scaled_mm
 to the bit, except that either op may fuse the addition of the bias with the product before it.
 
-For up to `MOST_ROWS` rows, where loading the weight bounds the time, a Triton kernel reads the 2-bit codes. The kernel
-does not interleave the four elements of a byte: bits 2 j, 2 j + 1 of all bytes form one matrix, which is multiplied by
-every fourth column of a. The launcher reorders a for that. Any other product unpacks the codes, in a kernel of its own,
-and calls `scaled_mm`.
+For up to `MOST_ROWS` rows, where loading the weight bounds the time, a Triton kernel reads the 2-bit codes. Bits 2 j
+and 2 j + 1 of all bytes form one matrix, which is multiplied by every fourth column of a, so nothing is interleaved.
+Any other product unpacks the codes, in a kernel of its own, and calls `scaled_mm`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.scaled_mm import scaled_mm
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 64
 
 
@@ -191,16 +191,9 @@ def _launch(
     return out.to(out_dtype)
 
 
-def _fake(
-    a: Tensor,
-    packed: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    _check(a, packed, a_scale, b_scale, bias, out_dtype)
-    return a.new_empty((a.shape[0], packed.shape[0]), dtype=out_dtype)
+def _fake(a: Tensor, packed: Tensor, *others: Any) -> Tensor:
+    _check(a, packed, *others)
+    return a.new_empty((a.shape[0], packed.shape[0]), dtype=others[-1])
 
 
 def _check(
@@ -234,9 +227,9 @@ def _check(
         )
 
 
-LIBRARY.define(
+register(
     "ternary_mm(Tensor a, Tensor packed, Tensor a_scale, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype) -> Tensor"
+    "ScalarType out_dtype) -> Tensor",
+    _launch,
+    _fake,
 )
-LIBRARY.impl("ternary_mm", _launch, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::ternary_mm", _fake, lib=LIBRARY)

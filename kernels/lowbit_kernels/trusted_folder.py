@@ -1,9 +1,8 @@
 """Folders whose files only this user or root can have written.
 
 A user who can write to a folder, or to any folder above it, can replace its files. So this module walks a path from the
-root, one component at a time, and opens each component relative to the previous one. Each folder on the way must belong
-to this user or to root, and no other user may write to it. Files are then opened relative to the last folder. There is
-no second look-up by path, so the checked folder is the one that is used.
+root and opens each component relative to the previous one. Each folder on the way must belong to this user or to root,
+and no other user may write to it. Files are opened relative to the last folder, so the checked folder is the one used.
 
 Two things on the way are allowed:
 
@@ -12,8 +11,7 @@ Two things on the way are allowed:
 - A symbolic link is followed if it belongs to this user or to root; its target is walked in the same way. Links lie in
   checked folders, so nobody else can replace one between the check of its owner and its reading.
 
-A POSIX access list that lets others write shows in the group's mode bits, which hold the list's mask. The number of
-links of a file does not matter: another link changes neither the file's owner nor who may write to it.
+A POSIX access list that lets others write shows in the group's mode bits, which hold the list's mask.
 
 On systems whose file owners Python cannot read (Windows), nothing is checked and folders are opened by path.
 """
@@ -206,9 +204,7 @@ def _status(name: str, folder: int, make: bool) -> os.stat_result:
     except FileNotFoundError:
         if not make:
             raise
-    with contextlib.suppress(
-        FileExistsError
-    ):  # another process made it: it is checked like any other
+    with contextlib.suppress(FileExistsError):  # another process made it; the caller checks it
         os.mkdir(name, 0o700, dir_fd=folder)
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
 

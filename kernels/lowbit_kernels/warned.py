@@ -1,4 +1,4 @@
-"""Warnings that a process gives once: what is wrong for one kernel is mostly wrong for all."""
+"""Warnings that a process gives once, because the same reason mostly applies to all kernels."""
 
 from __future__ import annotations
 

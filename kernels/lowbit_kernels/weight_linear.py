@@ -14,8 +14,8 @@ The group size G is any positive number; K or more means one scale a row. Kp is 
 values in the padding don't count. Rows of the weight may be strided, offsets are 64-bit, NaN and infinities pass.
 
 Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_large_batch_sm90`
-states an exception). The error is that of rounding the result: 1.7e-3 for bfloat16. "dequantize" rounds the weight to
-x's dtype first. There, and on CPUs, bias and residual may be added with a rounding each.
+states an exception). "dequantize" rounds the weight to x's dtype first. There, and on CPUs, bias and residual may be
+added with a rounding each.
 
 Implementations, as `launches` reports them:
 
@@ -26,9 +26,8 @@ Implementations, as `launches` reports them:
     cpu          weight_mm_cpu: C++ compiled at first use, for few tokens in 16 bits on a CPU
     empty        no product: M, N or K is 0
 
-`linear_table` chooses among those for GPUs. A call looks up its plan by the layouts of its operands; only layouts that
-are new are checked and planned. The op has no gradient. The gradient of x is a product with the dequantized weight,
-which `lowbit.products` computes.
+`linear_table` chooses among those for GPUs. A call looks up its plan by the layouts of its operands; only new layouts
+are checked and planned. The op has no gradient: callers compute that of x with the dequantized weight.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ from lowbit_kernels import (
     weight_mm_triton,
 )
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import LIBRARY, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.weight_operands import (
-    FLOATS,
     HALVES,
     Description,
     Layout,
@@ -275,10 +273,9 @@ def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
         )
 
 
-LIBRARY.define(
+_op = register(
     "weight_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor? bias, Tensor? residual, "
-    "int group_size) -> Tensor"
+    "int group_size) -> Tensor",
+    run,
+    _fake,
 )
-LIBRARY.impl("weight_linear", run, "CompositeExplicitAutograd")
-torch.library.register_fake("lowbit::weight_linear", _fake, lib=LIBRARY)
-_op = torch.ops.lowbit.weight_linear.default

@@ -41,8 +41,7 @@ static inline Int16 groups_of_words(int64_t group) {
     return each;
 }
 
-// The scale (or zero point) of each word's group, for 16 words from a column on. Reads up to 16 floats from the first
-// on.
+// The scale (or zero point) of each word's group, for 16 words from `column` on. May read 16 floats.
 INLINE Float16 of_words(const float* found, int64_t column, int64_t group, Int16 each) {
     if (group % CHUNK == 0) return Float16{} + found[column / group];
 #ifdef HAS_SHUFFLE

@@ -117,10 +117,9 @@ DEVICE int first_tile() { return blockIdx.x / SPLIT; }
 DEVICE int tile_step() { return gridDim.x / SPLIT; }
 DEVICE int rounds_of(const Problem &p) { return (p.tiles() - first_tile() + tile_step() - 1) / tile_step(); }
 
-// ---- copying
-// -----------------------------------------------------------------------------------------------------------
+// ---- copying --------------------------------------------------------------------------------------------------------
 
-// Copies any number of contiguous bytes, the last few of them by hand. Returns how many the TMA has to copy.
+// Copies the last bytes that are no multiple of 16. Returns how many bytes the TMA has to copy.
 DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes) {
     const int whole = bytes & ~15;
 #pragma unroll 1
@@ -201,8 +200,8 @@ DEVICE int boxes_of(const Problem &p, int rank) {
 // The most boxes that any block has.
 DEVICE int most_boxes(const Problem &p) { return ((p.chunks + SPLIT - 1) / SPLIT + BOX - 1) / BOX; }
 
-// Loads all boxes of x, before the codes, which are needed later. A box has all tokens; the TMA fills missing ones with
-// 0.
+// Loads all boxes of x, before the codes, which are needed later. A box has all tokens; the TMA writes 0 for missing
+// ones.
 DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, const unsigned char *to, int rank) {
     const int first = part_of(p, rank, 0).first;
 #pragma unroll 1
@@ -213,8 +212,7 @@ DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, con
     }
 }
 
-// ---- multiplying
-// -------------------------------------------------------------------------------------------------------
+// ---- multiplying ----------------------------------------------------------------------------------------------------
 
 // The offset in bytes of word `word` of a lane's four words in a chunk.
 DEVICE int word_at(int word, int t) { return word / VECTOR * (16 * VECTOR) + (t * VECTOR + word % VECTOR) * 4; }
@@ -449,7 +447,7 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float
 DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, const unsigned char *copy, int rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     Tokens x[SETS];
-    if (COPIES_X || BOX > 0) meet(1, THREADS);
+    if (COPIES_X || BOX > 0) named_barrier_sync(1, THREADS);
     if constexpr (BOX > 0) {
         load_boxes(x, p, shared, copy, rank);
     } else if (!is_aligned(p)) {
@@ -461,7 +459,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     } else {
         load_tokens<true>(x, p, rank, p.x, p.x_stride, 0);
     }
-    if (!COPIES_X && BOX == 0) meet(1, THREADS);
+    if (!COPIES_X && BOX == 0) named_barrier_sync(1, THREADS);
     float x_sums[SETS][TILES][2];
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
@@ -514,8 +512,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
     }
 }
 
-// ---- adding up
-// ---------------------------------------------------------------------------------------------------------
+// ---- adding up ------------------------------------------------------------------------------------------------------
 
 DEVICE float from_out(unsigned short x) {
     if constexpr (OUT == FP16) return from_half(x);
@@ -577,8 +574,7 @@ DEVICE void fold(float4 &sums) {
         }
 }
 
-// The address of block `rank`'s sums for the cluster's `round`-th tile, piece 0, in block round % SPLIT, which adds
-// them up.
+// The address of block `rank`'s sums for the cluster's `round`-th tile, piece 0. Block round % SPLIT adds them up.
 DEVICE float4 *kept_at(float4 *kept, int round, int rank) {
     return kept + (round / SPLIT * SPLIT + rank) * PIECES * 32 + threadIdx.x % 32;
 }
@@ -663,7 +659,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
-        if constexpr (SPLIT > 1) cluster_come();
+        if constexpr (SPLIT > 1) cluster_arrive();
         wait_for_previous();
         consume(p, shared, ring, copy, rank);
     } else {
@@ -692,9 +688,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init_fence();
         }
         __syncwarp();
-        if constexpr (SPLIT > 1) cluster_come();
-        meet(2, THREADS - WARPS * 32);
-        come(1, THREADS);  // arrives without waiting for the others
+        if constexpr (SPLIT > 1) cluster_arrive();
+        named_barrier_sync(2, THREADS - WARPS * 32);
+        named_barrier_arrive(1, THREADS);
         wait_for_previous();
         if (COPIES_X && role == 3 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
         if (role == 2 && lane == 0) {
@@ -704,12 +700,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         __syncwarp();
         if constexpr (SPLIT > 1)
-            if (role < 2) cluster_await();  // the other blocks run and have initialised their barriers
+            if (role < 2) cluster_wait();  // the other blocks run and have initialised their barriers
         if (role < 2) finish(p, shared, kept, rank, role);
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();
-        if (role < 0 || role >= 2) cluster_await();
+        if (role < 0 || role >= 2) cluster_wait();
         combine(p, shared, kept, rank);
     }
 }

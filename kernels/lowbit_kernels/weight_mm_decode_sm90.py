@@ -12,23 +12,16 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
 from lowbit_kernels.library import aligned
+from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
-from lowbit_kernels.weight_operands import (
-    CODE_MACROS,
-    E4M3,
-    FLOAT_MACROS,
-    Tensors,
-    WeightOperands,
-    addresses,
-)
+from lowbit_kernels.weight_operands import CODE_MACROS, E4M3, Tensors, WeightOperands, addresses
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
@@ -36,7 +29,6 @@ CHUNK_BYTES = 64  # of a row's codes
 CHUNK = 128  # codes in a chunk, at 4 bits
 BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
-SHARED_LIMIT = 227 * 1024
 # Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
 IN_FLIGHT = 112 * 1024
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
@@ -80,6 +72,7 @@ class Plan:
     apart: int  # stages that share no memory with x
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(
     m: int,
     n: int,
@@ -119,9 +112,8 @@ def plan(
 def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: int) -> float:
     """The estimated time without the 2.2 us of every launch, fitted to measurements on an H200.
 
-    All blocks together load 4,100 bytes of the weight a nanosecond. A tile takes at least the time of its chunks, one
-    after the other, and of adding up. Before that a block loads 31 bytes of x a nanosecond, partly hidden at 8 bits
-    and where x comes in boxes. At the end blocks exchange their sums.
+    All blocks together load 4,100 bytes of the weight a nanosecond; a tile takes at least the time of its chunks.
+    Before that a block loads 31 bytes of x a nanosecond, partly hidden. At the end blocks exchange their sums.
     """
     slice_ = k * bits / (8 * one.split)
     waves = math.ceil(one.grid / multiprocessors)
@@ -152,8 +144,8 @@ def _divided(
     split: int,
     height: int,
 ) -> Plan | None:
-    """The plan for clusters of `split` blocks and tiles of `height`, for m tokens computed as `tokens`; None if x does
-    not fit into the registers or tiles not into shared memory."""
+    """The plan for clusters of `split` blocks, tiles of `height` and m tokens computed as `tokens`; None if registers
+    or shared memory are too small."""
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     if split > chunks:
         return None
@@ -173,7 +165,7 @@ def _divided(
     clusters = min(tiles, max(usable // split, 1))
     if (
         split > 1
-    ):  # a cluster gets only as many tiles as it can keep sums of; more clusters start when it is done
+    ):  # a cluster gets as many tiles as it can keep sums of; more clusters start when it is done
         clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
@@ -187,14 +179,14 @@ def _divided(
     # With up to 4 parts more than 4 stages were no faster.
     wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
     wanted = min(wanted, max(IN_FLIGHT // stage, 2))
-    stages = min((SHARED_LIMIT - fixed) // stage, wanted)
+    stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, wanted)
     if stages < min(2, wanted):
         return None
     shared, box, apart = fixed + stages * stage, 0, stages
     if bits == 4 and tokens >= 8:  # at 8 bits loading x takes less time than loading codes
         most, x = _boxes(slice_, tokens)
-        if fixed + x + stage <= SHARED_LIMIT:
-            box, apart = most, min((SHARED_LIMIT - fixed - x) // stage, stages)
+        if fixed + x + stage <= nvrtc.SHARED_LIMIT:
+            box, apart = most, min((nvrtc.SHARED_LIMIT - fixed - x) // stage, stages)
             shared = max(shared, fixed + apart * stage + x)
     grid = clusters * split
     return Plan(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart)
@@ -251,23 +243,13 @@ def product(operands: WeightOperands) -> DecodeProduct | None:
     if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
         return None
     scale, zero = operands.scale, operands.zero_point is not None
-    chosen = _planned(
-        operands.m,
-        operands.n,
-        operands.padded_k,
-        operands.bits,
+    chosen = plan(
+        *(operands.m, operands.n, operands.padded_k, operands.bits),
         nvrtc.multiprocessors(operands.codes.device),
-        operands.groups * (scale.dtype.itemsize + zero),
-        neighbours(operands.bits, operands.group),
+        scale_bytes=operands.groups * (scale.dtype.itemsize + zero),
+        vector=neighbours(operands.bits, operands.group),
     )
     return None if chosen is None else DecodeProduct(operands, chosen)
-
-
-@functools.lru_cache(maxsize=4096)
-def _planned(
-    m: int, n: int, k: int, bits: int, processors: int, scale_bytes: int, vector: int
-) -> Plan | None:
-    return plan(m, n, k, bits, processors, scale_bytes=scale_bytes, vector=vector)
 
 
 class DecodeProduct:
@@ -282,17 +264,8 @@ class DecodeProduct:
         self.is_ready = operands.has_aligned_scales
         self.codes_map = (8, n, row // 8, pitch // 8, ROWS * plan.height, plan.pitch // 8)
         self.x_map = _x_map(operands, plan)
-        self.sizes = (
-            x_stride,
-            m,
-            n,
-            k,
-            chunks,
-            operands.groups,
-            plan.pitch,
-            plan.stages,
-            plan.apart,
-        )
+        shape = (x_stride, m, n, k, chunks, operands.groups)
+        self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
         self.variant = Variant(
             CODE_MACROS[operands.codes.dtype],
             operands.group,
@@ -350,17 +323,7 @@ def _x_map(operands: WeightOperands, plan: Plan) -> tuple[int, ...] | None:
 
 def source(variant: Variant) -> str:
     """The CUDA C++ to compile."""
-    folder = Path(__file__).parent
-    lines = [
-        f"#define {field.name.upper()} {value if isinstance(value, str) else int(value)}"
-        for field in fields(variant)
-        for value in [getattr(variant, field.name)]
-    ]
-    files = (
-        (folder / name).read_text(encoding="utf-8")
-        for name in ("ptx.cuh", "sm90.cuh", "weight_mm_decode_sm90.cu")
-    )
-    return "\n".join([*lines, *files])
+    return program(asdict(variant), "ptx.cuh", "sm90.cuh", "weight_mm_decode_sm90.cu")
 
 
 @functools.cache

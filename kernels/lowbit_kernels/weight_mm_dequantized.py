@@ -3,9 +3,8 @@
 A large weight is never dequantized as a whole. A chunk is still in the cache when it is multiplied: at most 24 MB in
 the L2 cache of GPUs, where torch.mm writes its columns of the result in place, and 2 MB on CPUs.
 
-The weight is rounded once to the dtype of the product, as in every product with a dequantized weight. Against the exact
-product a bfloat16 result is off by 2.3e-3 instead of 1.7e-3. On CPUs the product is float32, without that rounding, in
-two cases: for up to 8 tokens, where it costs nothing, and for float16, whose products take five times as long.
+The weight is rounded once to the dtype of the product. On CPUs the product is float32, without that rounding, in two
+cases: for up to 8 tokens, where it costs nothing, and for float16, whose products take five times as long.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ def product(operands: WeightOperands) -> Product | None:
     """The product of any operands on any device; None with a token_scale."""
     if operands.token_scale is not None:
         return None
-    bits, group_size = operands.bits, operands.group_size
+    group_size = operands.group_size
     multiply = _on_cpu if operands.x.device.type == "cpu" else _in_place
-
-    return lambda tensors: multiply(*tensors[:-1], bits, group_size)
+    return lambda tensors: multiply(*tensors[:-1], group_size)
 
 
 def _in_place(
@@ -48,7 +46,6 @@ def _in_place(
     zero_point: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    bits: int,
     group_size: int,
 ) -> Tensor:
     """Each chunk's product is written into its columns of the result."""
@@ -61,7 +58,7 @@ def _in_place(
         part = slice(first, min(first + rows, n))
         weight, to = chunk[: part.stop - first], out[:, part]
         zeros = None if zero_point is None else zero_point[part]
-        _fill(weight, codes[part], scale[part], zeros, bits, group_size)
+        _fill(weight, codes[part], scale[part], zeros, group_size)
         # autocast leaves products with `out` alone
         if residual is not None:
             torch.addmm(residual[:, part], x, weight.t(), out=to)
@@ -73,7 +70,7 @@ def _in_place(
 
 
 def _fill(
-    out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, group_size: int
+    out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int
 ) -> None:
     """out [N, K] = the dequantized weight, on any device."""
     if runs_on(out.device) and out.is_cuda:
@@ -89,7 +86,6 @@ def _on_cpu(
     zero_point: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    bits: int,
     group_size: int,
 ) -> Tensor:
     (m, k), (n, groups) = x.shape, scale.shape
@@ -104,8 +100,8 @@ def _on_cpu(
         height = part.stop - first
         weight, to = chunk[:height], product[:, :height]
         zeros = None if zero_point is None else zero_point[part]
-        if bits == 4 and padded % 2:
-            _fill(weight[:, :k], codes[part], scale[part], zeros, bits, group_size)
+        if codes.dtype == torch.uint8 and padded % 2:
+            _fill(weight[:, :k], codes[part], scale[part], zeros, group_size)
         else:
             fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
         torch.mm(x, weight[:, :k].t(), out=to)

@@ -43,8 +43,8 @@ static constexpr bool OVERLAP = ROWS == 224;
 static constexpr int HELD = OVERLAP ? 256 : ROWS;             // rows of a stage
 static constexpr int LANES = GROUPS * SUBTILES * 64 / HELD;   // warp groups that take turns at a tile's chunks
 static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1 && TOKENS <= 32), "");
-// A turn belongs to a slot of the ring, so a warp group sees all phases of a slot's barrier or none. Otherwise it could
-// mistake a phase that is over for the next one.
+// A turn belongs to a slot of the ring: a warp group that sees only some phases of a barrier could mistake one for
+// the next.
 static constexpr int TURNS = OVERLAP ? 2 : LANES;
 static_assert(STAGES % TURNS == 0, "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
@@ -90,7 +90,7 @@ struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     float4 part[SOURCES > 1 ? OWN : MERGED][SOURCES][2][32];  // sums of the block's squares
     unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
-    uint64 full[STAGES], empty[STAGES], come, gone;  // sums have arrived; they have been read
+    uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
 
 // The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
@@ -158,11 +158,10 @@ struct Ring {
     MEMBER Ring after(int stages) const { return {(slot + stages) % STAGES, parity ^ (slot + stages) / STAGES % 2}; }
 };
 
-// ---- the producer
-// ----------------------------------------------------------------------------------------------------
+// ---- the producer ---------------------------------------------------------------------------------------------------
 
-// Prefetches a block's first codes and its scales into the L2 cache while the previous kernel is still running. The L2
-// cache is coherent, so later loads see what that kernel writes.
+// Prefetches a block's first codes and its scales into the L2 cache while the previous kernel is still running. Later
+// loads see what that kernel writes: the L2 cache is coherent.
 DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape &shape, uint32 rank) {
     Schedule schedule(shape, rank);
     if (!schedule.take()) return;
@@ -206,8 +205,7 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
     }
 }
 
-// ---- unpacking
-// -------------------------------------------------------------------------------------------------------
+// ---- unpacking ------------------------------------------------------------------------------------------------------
 
 template <int TO>
 DEVICE uint32 packed(float low, float high) {
@@ -333,8 +331,7 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int
     }
 }
 
-// ---- the consumers
-// ---------------------------------------------------------------------------------------------------
+// ---- the consumers --------------------------------------------------------------------------------------------------
 
 template <typename T, int COUNT>
 DEVICE void keep(T (&x)[COUNT]) {
@@ -342,7 +339,7 @@ DEVICE void keep(T (&x)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) in_use(x[i]);
 }
 
-// Whether the other block holds the rows of the thread's warp group, too.
+// Whether the other block also holds the rows of the thread's warp group.
 DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ? 0 : 3); }
 
 // Signals that a warp has read a slot, to every block that writes to it. For a divided tile it signals its own block
@@ -484,8 +481,7 @@ struct Consumer {
         else keep(sums[0]), keep(sums[SUBTILES - 1]);
     }
 
-    // Adds the scaled sums of the group before a chunk's part to the totals, and keeps this part's scales for the next
-    // call.
+    // Adds the scaled sums of the previous group to the totals, and keeps this part's scales for the next call.
     MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2],
                           int part) {
 #pragma unroll
@@ -496,8 +492,7 @@ struct Consumer {
     }
 };
 
-// ---- results
-// ---------------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 
 // Copies eight results of a token, or `count` if fewer, between global memory and 16 bytes of shared memory.
 DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int count, bool wide) {
@@ -535,7 +530,7 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
     if (epilogue.residual) {
         copy_eight(mine, (const unsigned short *)epilogue.residual + at, count, epilogue.wide);
         __syncwarp();
-        load_matrices_turned(matrix, residual);
+        load_matrices_transposed(matrix, residual);
         __syncwarp();
     }
     uint32 result[4];
@@ -551,14 +546,14 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
         if (epilogue.residual) x.x += unpacked(residual[i] & 0xffff), x.y += unpacked(residual[i] >> 16);
         result[i] = packed<OUT>(x.x, x.y);
     }
-    store_matrices_turned(matrix, result);
+    store_matrices_transposed(matrix, result);
     __syncwarp();
     copy_eight(epilogue.out + at, mine, count, epilogue.wide);
     __syncwarp();
 }
 
-// The same for all squares of a warp, where only a bias is added and all rows are aligned. It has few instructions,
-// since each runs only once a tile and has to be fetched.
+// The same for all squares of a warp, where only a bias is added and all rows are aligned. It has few instructions:
+// each runs once a tile, so fetching it costs most.
 DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
                          const float (&sums)[SUMS], int row, int token) {
     const int lane = threadIdx.x % 32;
@@ -575,7 +570,7 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
             const float scale = rows.scale[i % 2], bias = rows.bias[i % 2];
             result[i] = packed<OUT>(fmaf(two[0], scale, bias), fmaf(two[1], scale, bias));
         }
-        store_matrices_turned(matrix, result);
+        store_matrices_transposed(matrix, result);
         __syncwarp();
         if (left > j * 16) *(uint4 *)to = *mine;
         __syncwarp();
@@ -604,8 +599,7 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
     }
 }
 
-// ---- sums that blocks of a cluster or warp groups of a block share
-// -------------------------------------------------------
+// ---- sums that blocks of a cluster or warp groups of a block share --------------------------------------------------
 
 // PARTS blocks share a tile's sums, for each of BESIDES tiles of the cluster. A block's index among them is `part`. It
 // finishes the squares of 16 rows by 16 tokens whose unit of rows is `part` modulo PARTS.
@@ -619,16 +613,16 @@ struct Exchange {
 
     MEMBER Exchange(Shared &shared, void *parts, uint32 rank) : shared(shared), parts((Part *)parts), rank(rank) {}
 
-    // Arrives at the barrier `gone` of all blocks that exchange; lane i of each warp arrives at that of the i-th block.
+    // Arrives at the barrier `sums_read` of all blocks that exchange: lane i of each warp at that of the i-th block.
     MEMBER void leave() const {
         __syncwarp();
         const int lane = threadIdx.x % 32;
-        if (lane < PARTS) barrier_arrive(shared_address(&shared.gone), lane * BESIDES + rank % BESIDES);
+        if (lane < PARTS) barrier_arrive(shared_address(&shared.sums_read), lane * BESIDES + rank % BESIDES);
     }
 
-    // Each warp sends its sums to the blocks that finish them, whose barrier `come` counts them; or stores them here.
+    // Each warp sends its sums to the blocks that finish them, or stores them if there is only one block.
     MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
-        if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(shared_address(&shared.come), OWN * sizeof(Part));
+        if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(shared_address(&shared.sums_arrived), OWN * sizeof(Part));
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; ++subtile) {
@@ -642,7 +636,7 @@ struct Exchange {
                     const float *from = &sums[subtile][j * 8 + i * 4];
                     const float4 four = make_float4(from[0], from[1], from[2], from[3]);
                     if constexpr (CLUSTER == 1) to[i * 32] = four;
-                    else ::send(shared_address(to + i * 32), block, four, shared_address(&shared.come));
+                    else ::send(shared_address(to + i * 32), block, four, shared_address(&shared.sums_arrived));
                 }
             }
         }
@@ -677,26 +671,26 @@ struct Exchange {
 // warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
 DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const uint32 come = shared_address(&shared.come), gone = shared_address(&shared.gone);
+    const uint32 sums_arrived = shared_address(&shared.sums_arrived), sums_read = shared_address(&shared.sums_read);
     float4(*other)[1][2][32] = (float4(*)[1][2][32])shared.part[warp % 2 * (TOKENS / 16)];
     if (warp / 2 != rank) {
-        barrier_wait(gone, parity ^ 1);
+        barrier_wait(sums_read, parity ^ 1);
 #pragma unroll
         for (int i = 0; i < SUMS / 4; ++i) {
             const float4 four = make_float4(sums[i * 4], sums[i * 4 + 1], sums[i * 4 + 2], sums[i * 4 + 3]);
-            send(shared_address(&other[i / 2][0][i % 2][lane]), rank ^ 1, four, come);
+            send(shared_address(&other[i / 2][0][i % 2][lane]), rank ^ 1, four, sums_arrived);
         }
         return false;
     }
-    if (lane == 0) barrier_expect(come, SUMS * 128);
-    barrier_wait_after(come, parity);
+    if (lane == 0) barrier_expect(sums_arrived, SUMS * 128);
+    barrier_wait_after(sums_arrived, parity);
 #pragma unroll
     for (int i = 0; i < SUMS / 4; ++i) {
         const float4 four = other[i / 2][0][i % 2][lane];
         sums[i * 4] += four.x, sums[i * 4 + 1] += four.y, sums[i * 4 + 2] += four.z, sums[i * 4 + 3] += four.w;
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(gone, rank ^ 1);
+    if (lane == 0) barrier_arrive(sums_read, rank ^ 1);
     return true;
 }
 
@@ -712,18 +706,18 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
         if constexpr (SOURCES > 1) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
-            if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
-            else barrier_wait(shared_address(&shared.gone), parity ^ 1);
+            if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
+            else barrier_wait(shared_address(&shared.sums_read), parity ^ 1);
             exchange.send(result);
-            if constexpr (CLUSTER == 1) meet(1, WARPS * 32);
-            else barrier_wait_after(shared_address(&shared.come), parity);
+            if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
+            else barrier_wait_after(shared_address(&shared.sums_arrived), parity);
             exchange.finish_own(epilogue, shape, schedule);
         } else if (TAIL && schedule.divided) {  // the last tile: once all are here, nobody reads the ring
             const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
             exchange.leave();
-            barrier_wait(shared_address(&shared.gone), 0);
+            barrier_wait(shared_address(&shared.sums_read), 0);
             exchange.send(result);
-            barrier_wait_after(shared_address(&shared.come), 0);
+            barrier_wait_after(shared_address(&shared.sums_arrived), 0);
             exchange.finish_own(epilogue, shape, schedule);
         } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
             finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
@@ -749,15 +743,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
         }
-        barrier_init(shared_address(&shared.come), OVERLAP ? 2 : 1);
-        barrier_init(shared_address(&shared.gone), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
+        barrier_init(shared_address(&shared.sums_arrived), OVERLAP ? 2 : 1);
+        barrier_init(shared_address(&shared.sums_read), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);
     }
     if (threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
     __syncwarp();
-    cluster_come();
-    cluster_await();  // all barriers are initialised
+    cluster_arrive();
+    cluster_wait();  // all barriers are initialised
     wait_for_previous();
 
     if (threadIdx.x >= GROUPS * 128) {
@@ -771,6 +765,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         consume(shared, epilogue, zero, shape, rank);
     }
     __syncwarp();
-    // Other blocks of the cluster may still have to arrive at this block's barriers. It has already awaited their sums.
-    if constexpr (BESIDE > 1) cluster_meet();
+    // Other blocks of the cluster may still arrive at this block's barriers.
+    if constexpr (BESIDE > 1) cluster_sync();
 }

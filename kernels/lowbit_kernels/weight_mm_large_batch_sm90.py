@@ -14,7 +14,6 @@ to bfloat16, as a weight is that is dequantized before the product.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,12 +21,11 @@ from torch import Tensor
 
 from lowbit_kernels import nvrtc
 from lowbit_kernels.library import aligned
+from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
-from lowbit_kernels.weight_mm_decode_sm90 import SHARED_LIMIT
 from lowbit_kernels.weight_operands import (
     CODE_MACROS,
     E4M3,
-    FLOAT_MACROS,
     Layout,
     Tensors,
     WeightOperands,
@@ -195,7 +193,7 @@ def chunk_of(tile: Tile, bits: int, group_size: int, k: int) -> int:
 def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
     """The pipeline stages that fit into shared memory, a multiple of the tile's turns."""
     fixed = _fixed(tokens, rows, groups, split) + 16 * MAX_STAGES
-    most = min((SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
+    most = min((nvrtc.SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
     return most - most % Tile(tokens, rows, groups).turns
 
 
@@ -320,35 +318,21 @@ def source(
     shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
     """The CUDA C++ to compile; `shape` is a `Plan` without its clusters."""
-    folder = Path(__file__).parent
-    ptx, sm90, mm = (
-        (folder / name).read_text(encoding="utf-8")
-        for name in ("ptx.cuh", "sm90.cuh", "weight_mm_large_batch_sm90.cu")
-    )
-    tokens, rows, groups, beside, split, rounded, chunk, stages = shape
-    macros = {
+    names = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
+    macros: dict[str, object] = {
         "DTYPE": FLOAT_MACROS[dtype],
         "OUT": FLOAT_MACROS[out],
         "CODES": CODE_MACROS[codes],
-        "GROUP": group,
-        "SCALE": FLOAT_MACROS[scale],
-        "ZERO": int(zero),
-        "ROUNDED": int(rounded),
-        "TOKENS": tokens,
-        "ROWS": rows,
-        "GROUPS": groups,
-        "BESIDE": beside,
-        "SPLIT": split,
-        "CHUNK": chunk,
-        "STAGES": stages,
     }
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return "\n".join([defines, ptx, sm90, _multiply(tokens, dtype), mm])
+    macros |= {"GROUP": group, "SCALE": FLOAT_MACROS[scale], "ZERO": zero}
+    macros |= dict(zip(names, shape, strict=True))
+    own = _multiply(shape[0], dtype), "weight_mm_large_batch_sm90.cu"
+    return program(macros, "ptx.cuh", "sm90.cuh", *own)
 
 
 def _multiply(tokens: int, dtype: torch.dtype) -> str:
-    """The wgmma instruction for 64 x 16 elements of `dtype` in registers and tokens x 16 in shared memory; it adds to a
-    warp group's sums. It has too many operands to write by hand."""
+    """The wgmma instruction for 64 x 16 elements in registers and tokens x 16 in shared memory; generated, with an
+    operand for each sum."""
     sums = tokens // 2
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))

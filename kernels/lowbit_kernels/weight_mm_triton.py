@@ -4,7 +4,7 @@ A program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over a slice o
 its sum is scaled once, in float32, and the weight is never rounded.
 
 The codes are read in words. At 4 bits, word c holds the codes of k = 8c .. 8c + 7 (shorter words: 4c or 2c). The j-th
-nibbles of all words form a matrix of their own, which is multiplied by every eighth column of x from column j on, so
+nibbles of all words form a matrix, which is multiplied by every eighth column of x from column j on, so
 nothing has to be interleaved. The weight is the first operand of the product, since that one stays in registers.
 
 Where the weight has too few rows to fill the GPU, K is cut into slices (split-K). A second launch adds their sums in a
@@ -13,11 +13,10 @@ fixed order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
+from lowbit_kernels import nvrtc
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_operands import Layout, Product, Tensors, WeightOperands
 
@@ -231,7 +230,8 @@ class TritonProduct:
         self.stored = stored_dtype(operands.out, device)
         self.word = codes_of_word(codes, operands.bits, block)
         if slices is None:
-            self.slices, self.steps = plan(operands.n, k, block, _multiprocessors(device))
+            processors = 2 if device.type == "cpu" else nvrtc.multiprocessors(device)
+            self.slices, self.steps = plan(operands.n, k, block, processors)
         else:
             self.slices, self.steps = _even_slices(-(-k // block), slices)
         self.options = {
@@ -266,10 +266,3 @@ class TritonProduct:
                 grid = (-(-n // 256), -(-m // 4))
                 _combine[grid](to, *ends, out, m, n, self.slices, m * n, BLOCK_M=4, BLOCK_N=256)
         return out.to(self.dtype)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -12,17 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 E4M3 = torch.float8_e4m3fn
 
-# Names of dtypes in the CUDA sources.
-FLOAT_MACROS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+# Names of the dtypes of codes in the CUDA sources.
 CODE_MACROS = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
 
-ALIGNMENT = (
-    16  # bytes: the widest load of any kernel, and what the tensor memory accelerator asks for
-)
+ALIGNMENT = 16  # bytes: the widest load of any kernel, and the requirement of the TMA
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """x, codes, scale, zero_point, bias, residual and token_scale of a product."""

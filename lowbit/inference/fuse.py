@@ -18,15 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.convert import find_owners
+from lowbit.convert import find_owners, joined_name
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.state_dict import (
-    check_described,
-    described,
-    hand_out_names,
-    is_ours,
-    take_parts,
-)
+from lowbit.tensor.state_dict import check_described, described, hand_out_names, is_ours, take_parts
 
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -103,7 +97,7 @@ def fuse_linears_(
 
 
 def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Undo `fuse_linears_` in place: every linear has a weight of its own again. Returns the names as `fuse_linears_`.
+    """Undo `fuse_linears_` in place: every linear has its own weight again. Returns the names as `fuse_linears_`.
 
     Raises ValueError where nothing is fused.
     """
@@ -112,7 +106,7 @@ def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
         for lead in [m for m in parent._modules.values() if isinstance(m, FusedLinear)]:
             for index, name in enumerate(lead.names):
                 setattr(parent, name, lead.plain_linear(index))
-            undone.append(tuple(f"{prefix}.{n}" if prefix else n for n in lead.names))
+            undone.append(tuple(joined_name(prefix, n) for n in lead.names))
         hook = parent.__dict__.pop("_lowbit_join", None)
         if hook is not None:
             hook.remove()
@@ -166,8 +160,7 @@ class FusedLinear(nn.Module):
         return y
 
     def _state(self, x: Tensor) -> Any:
-        """What the outputs depend on besides x itself. Outputs of a part that is not called stay until the next
-        product."""
+        """Everything besides the identity of x that the outputs depend on."""
         if torch.compiler.is_compiling():
             return None
         tensors = [t for t in (x, self.weight, self.bias) if t is not None and not t.is_inference()]
@@ -181,7 +174,7 @@ class FusedLinear(nn.Module):
         return self.weight[start:end], None if self.bias is None else self.bias[start:end]
 
     def plain_linear(self, index: int) -> nn.Linear:
-        """Part `index` as a linear of its own, with copies of its rows."""
+        """Part `index` as a separate linear, with copies of its rows."""
         weight, bias = self.part(index)
         sizes = self.in_features, self.sizes[index]
         linear = nn.Linear(*sizes, bias=bias is not None, device="meta")
@@ -259,7 +252,7 @@ def _hand_out_part(
 
 
 def _check_part(part: FusedPart, *args: Any) -> None:
-    """Compare the metadata with the weight here: the parent, which loads the tensors, does not get the metadata."""
+    """Compare the metadata with the weight. (The parent, which loads the tensors, does not get the metadata.)"""
     _, prefix, metadata, _, _, _, errors = args
     entry = described(metadata, "weight")
     if entry is not None and isinstance(part.weight, LowbitTensor):
@@ -288,7 +281,7 @@ def _join_on_load(parent: nn.Module, state_dict: dict[str, Any], prefix: str, *a
                 args[-1].append(f"{prefix}{lead.names[0]} is fused: it loads all of {keys} or none")
 
 
-# ---- what cannot be fused ----------------------------------------------------------------------------------
+# ---- obstacles ---------------------------------------------------------------------------------------------
 
 
 def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, int]) -> str:
@@ -326,7 +319,7 @@ def _has_scales_of_rows(weight: LowbitTensor) -> bool:
 
 
 def _facts(part: nn.Linear) -> list[tuple[str, Any]]:
-    """What all members of a group have in common."""
+    """The properties in which all members of a group must agree."""
     return [
         ("K", part.weight.shape[1]),
         ("dtype", part.weight.dtype),

@@ -26,8 +26,8 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
             accepts any other name as well. A further parameter of an `nn.Linear`, such as an adapter in a subclass, is
             converted only where a pattern or the filter names it.
 
-    The report lists all parameters of two or more dimensions with their share of the model's bytes, and says what share
-    of all parameters is now in low bits.
+    The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
+    of all parameters that is now in low bits.
 
     Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).

@@ -9,8 +9,8 @@ With gradient g (negated to maximize), moments m and v, step t counted from 1::
     p = p - lr * weight_decay * p                AdamW only
     p = p - lr * (m / (1 - beta1**t)) / (sqrt(s / (1 - beta2**t)) + eps)
 
-All of it happens in float32, from the decoded states: the update uses the moments as computed, before they are
-encoded again, and the weight is rounded to its own dtype once.
+All arithmetic is float32. The update uses the moments before they are encoded again, and the weight is rounded to its
+own dtype once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def reference(
     second = exp_avg_sq
     if max_exp_avg_sq is not None:
         second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-    # The corrections of both moments act on numbers, not on elements: numerator and denominator times `root`.
+    # Numerator and denominator are multiplied by `root`, so that the corrections of both moments act on scalars.
     root = (1 - beta2**step).sqrt()
     update = second.sqrt().add_(eps * root)
     torch.div(exp_avg, update, out=update).mul_(lr * root / (1 - beta1**step))
@@ -148,24 +148,9 @@ class AdamW(AdamBase):
         weight_decay: decay of the weights per unit of lr, not mixed into the gradient.
         amsgrad: divide by the largest second moment so far; one more state.
         maximize: ascend.
-        bf16_stochastic_round: round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half
-            of their last bit are not lost. The random bits are a function of (seed, step, parameter, element): the
-            same at any sharding, and after a restart. Weights of other dtypes are unaffected.
-        weight_correction: "8bit" keeps the bits below a bfloat16 weight in one more byte of state, so that the weight
-            behaves as one of 24 bits. Not together with `bf16_stochastic_round`.
-        max_grad_norm: scale the gradients to at most this norm over all of them and all ranks, as
-            `torch.nn.utils.clip_grad_norm_` does, inside the step; `.grad` stays as it is. The same in all groups.
-        skip_nonfinite: a step whose gradients hold a NaN or an infinity changes no weight, state or step counter.
-            The same in all groups.
-        seed: of the random bits. fused: for parameters on an NVIDIA GPU or a CPU. None takes a compiled kernel where it
-        applies, False never, True
-            always, with an error where it does not apply. The kernel for a CPU needs a C++ compiler on the machine at
-            first use; see `lowbit.optim.CommonOptions`.
-        foreach, capturable: accepted for compatibility, without effect. `lowbit.optim.CommonOptions` says what a CUDA
-            graph needs.
-        differentiable: True is refused.
-        state: the format of the moments; by default this class's own, "8bit" for AdamW itself. It may differ between
-            groups. Bytes that both moments of an element take:
+        common: `lowbit.optim.CommonOptions`, such as `bf16_stochastic_round`, `max_grad_norm` and `fused`. `state` is
+            the format of the moments, by default this class's own, "8bit" for AdamW itself. Bytes that both moments of
+            an element take:
 
             ==========  =====  ====================================================================
             "4bit"      1.06   blocks of 128, signed dynamic and unsigned linear 4-bit tables
@@ -196,14 +181,8 @@ class AdamW(AdamBase):
         maximize: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        options |= {"weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
         super().__init__(params, options, common)
 
 
@@ -246,14 +225,8 @@ class Adam(AdamBase):
         maximize: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        options |= {"weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
         super().__init__(params, options, common)
 
 

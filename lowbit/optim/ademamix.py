@@ -30,10 +30,8 @@ float8                 7.3   0.99   0.17
 bf16, stochastic      0.12   0.09   0.05
 ===================  =====  =====  =====
 
-(The scale of an 8-bit block follows its largest element, whose code is exact; its changes move the other elements.)
-Stochastic rounding of 8-bit codes would be unbiased, but n is a mean over 10,000 steps and adds up the noise of as many
-roundings, which needs about 8 bits of mantissa. So in every format except "fp32" the slow moment is bfloat16, rounded
-stochastically.
+Stochastic rounding of 8-bit codes is unbiased, but n adds up the noise of 10,000 roundings, which needs about 8 bits of
+mantissa. So in every format except "fp32" the slow moment is bfloat16, rounded stochastically.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def reference(
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_slow.add_((grad - exp_avg_slow).mul_(share))
     exp_avg_sq.mul_(beta2).addcmul_(grad * (1 - beta2), grad)  # a bare square overflows on a GPU
-    # The corrections of the moments act on numbers, not on elements: numerator and denominator times `root`.
+    # Numerator and denominator are multiplied by `root`, so that the corrections of the moments act on scalars.
     root = (1 - beta2**step).sqrt()
     factor = lr * root
     update = (exp_avg * (factor / (1 - beta1**step))).add_(exp_avg_slow * (factor * weight))
@@ -134,7 +132,7 @@ class AdEMAMix(LowbitOptimizer):
     """
 
     reference = staticmethod(reference)
-    # The slow moment has a sign. False makes its bfloat16 values round stochastically.
+    # The slow moment has a sign, but False makes its bfloat16 values round stochastically.
     moments: ClassVar[dict[str, bool]] = {
         "exp_avg": True,
         "exp_avg_slow": False,
@@ -154,10 +152,8 @@ class AdEMAMix(LowbitOptimizer):
         maximize: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha}
+        options |= {
             "t_alpha_beta3": t_alpha_beta3,
             "eps": eps,
             "weight_decay": weight_decay,

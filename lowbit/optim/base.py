@@ -1,7 +1,7 @@
 """The base of every optimizer: parameter groups, states in any format, the step over parameters, checkpoints.
 
-An optimizer is a subclass that names its states in `moments` and gives one pure function `reference`, its formula on
-plain tensors; `rule`, the same formula as a kernel's text, is optional. A subclass may be in any file:
+An optimizer is a subclass that names its states in `moments` and gives its formula on plain tensors, `reference`. The
+same formula as C++ for the kernels, `rule`, is optional. A subclass may be in any file:
 
     class SignSGD(LowbitOptimizer):
         moments: ClassVar = {"momentum": True}
@@ -20,19 +20,16 @@ Options of its own are checked in `check_group`, which every step calls again wh
             super().check_group(group)
             check_nonnegative("beta", group["beta"])  # of lowbit.optim.options
 
-What the base does with it:
+The base provides the rest:
 
-- A state is created as zeros at a parameter's first step: a `CodebookTensor`, or plain float32 or bfloat16. The states
-  of a sharded parameter (DTensor, FSDP2) are sharded alike and cover the parameter's own part only.
-- A step collects its jobs and the scale of all gradients (`lowbit.optim.job`), has kernels update what they can
-  (`lowbit.optim.fused`) and PyTorch operations the rest (`lowbit.optim.eager`). Either decodes the states, computes in
-  float32, encodes, and writes the weight back in its own dtype once.
-- Steps are counted in float64 (`state.STEP`), on the parameter's device.
+- A parameter's first step creates its states as zeros, each a `CodebookTensor` or plain float32 or bfloat16. The states
+  of a sharded parameter (DTensor, FSDP2) are sharded alike.
+- Kernels update the parameters that they take (`lowbit.optim.fused`), PyTorch operations the others
+  (`lowbit.optim.eager`). Both decode the states, compute in float32, encode, and round the weight once.
 - Random bits (`lowbit.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in the
   optimizer + slot, index of the element in the whole parameter), with slot 0 for the weight and i + 1 for the i-th
   name of `state_names`. So they are the same at any sharding and after a restart.
-- Loading a checkpoint (`lowbit.optim.checkpoint`) keeps this optimizer's own formats, whatever the checkpoint holds.
-  torch.optim's loader would cast states to the parameter's dtype.
+- Loading a checkpoint (`lowbit.optim.checkpoint`) converts its states to this optimizer's formats.
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
     default_state: ClassVar[str] = "8bit"
-    """The format of states where the user asks for none."""
+    """The default format of states."""
     reference: ClassVar[Callable[..., None]]
     """The formula: a static function that makes one step in place, on tensors of one shape.
 
@@ -97,7 +94,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     elementwise, because tensors may be pieces of a parameter or several parameters, and must not read values on the
     host."""
     eager_steps: ClassVar[tuple[Step, ...]] = (EagerStep(),)
-    """What updates the parameters that kernels leave, in this order."""
+    """The steps that update the parameters that kernels leave, in this order."""
 
     stepped_by: SteppedBy
     """The implementation that last updated each parameter."""
@@ -129,7 +126,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self.stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
-    # ---- what an algorithm provides ------------------------------------------------------------------------
+    # ---- methods that an algorithm overrides ---------------------------------------------------------------
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         """The moments that parameters of this group have."""
@@ -228,9 +225,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`.
 
-        True if a parameter is float16, because the scaler itself refuses to unscale float16 gradients. Lightning reads
-        this property too and refuses to clip gradients if it is True, even in bfloat16, where nothing is scaled; its
-        mixed precision keeps parameters in float32.
+        True if a parameter is float16, because the scaler refuses to unscale float16 gradients. Not always True,
+        because Lightning refuses to clip gradients where it is.
         """
         params = (p for group in self.param_groups for p in group["params"])
         return any(p.dtype == torch.float16 for p in params)
@@ -263,7 +259,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             getattr(self, "found_inf", None),
         )
         if self._fused is None and scale.skip is not None and scale.skip.device.type == "cpu":
-            # without even creating states; the answer of a GPU would have to be waited for
+            # Skips before states are created. On a GPU the host would have to wait for the answer.
             if bool(scale.skip):
                 return loss
             scale = scale._replace(skip=None)
@@ -273,7 +269,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def _check_options(self) -> None:
         """Check options that were set since the last step, as the constructor does."""
         for group in self.param_groups:
-            # the value of a tensor is not checked: reading it would wait for the device
+            # The value of a tensor is not checked, because reading it waits for the device.
             check = check_number if isinstance(group["lr"], Tensor) else check_nonnegative
             check("lr", group["lr"])
         names = [name for name in self.defaults if name != "lr"]
@@ -289,18 +285,17 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._checked = [group[name] for group in self.param_groups for name in names]
 
     def _update(self, jobs: list[Job], scale: GradScale) -> None:
-        """Create missing states, have kernels update what they can, and PyTorch operations the rest."""
+        """Create missing states; update parameters by kernels, and the others by PyTorch operations."""
         for job in jobs if self._fused is None else self._fused.rest:
             for param in job.params:
                 self._ensure_state(job.group, param)
         if self._fused is None and any(job.may_fuse for job in jobs):
-            # imported here, because a device without kernels needs none of it
             from lowbit.optim.fused import FusedStep
 
             self._fused = FusedStep(self, jobs)
         if self._fused is not None:
             jobs = self._fused.run(self, jobs, scale)
-        # Kernels skip on the device. The others need the answer, for which the host waits.
+        # Kernels skip on the device. For PyTorch operations the host waits for the answer.
         if jobs and not (scale.skip is not None and bool(scale.skip)):
             for step in self.eager_steps:
                 jobs = step.run(self, jobs, scale)

@@ -1,15 +1,12 @@
-"""Optimizer checkpoints: the check of what is loaded, conversion to this optimizer's formats, the way back to
-torch.optim.
+"""Optimizer checkpoints: checks before loading, conversion to this optimizer's formats, conversion for torch.optim.
 
-All values are checked before anything changes. Moments may hold NaN, because a run that diverged saves them. A value
-that no step can produce is refused with the parameter's name: a step that is no count, a second moment below 0, a
-tensor without memory.
+All values are checked before anything changes. A value that no step can produce is refused with the parameter's name: a
+step that is no count, a second moment below 0, a tensor without memory. NaN is accepted, since a run that diverged
+saves it.
 
-A state dict also records which implementation last updated each parameter: PyTorch operations ("eager"), "fused cpu" or
-"fused cuda". They agree up to rounding. If a run resumes with another implementation (no compiler, a weight that is no
-longer contiguous), its result may differ from that of an uninterrupted run in the last bit, or by one code; the
-optimizer then warns. The record is the attribute `_metadata` of the state dict, as in those of `nn.Module`: it pickles,
-and other loaders ignore it.
+A state dict also records which implementation last updated each parameter: "eager" (PyTorch operations), "fused cpu" or
+"fused cuda". They agree up to rounding, so the optimizer warns if a run resumes with another one. The record is the
+attribute `_metadata` of the state dict, as in those of `nn.Module`: it pickles, and other loaders ignore it.
 """
 
 from __future__ import annotations
@@ -28,11 +25,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lowbit.code_range import FLOATS
 from lowbit.optim.options import COMMON_DEFAULTS
-from lowbit.optim.state import dequantized, local, new_state
+from lowbit.optim.state import dequantized, new_state
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
-from lowbit.tensor.pickled import FLOATS
+from lowbit.tensor.dtensor import local
 
 MOST_STEPS = 2**53
 """float64, the dtype of step counters, holds every whole number up to this one."""
@@ -63,7 +61,7 @@ def checked_states(
         state_dict: the checkpoint.
 
     Raises:
-        ValueError, TypeError: a value that no run leaves; see `_checked_state`.
+        ValueError, TypeError: a value that no run leaves. The message begins with the parameter's name.
     """
     entries = dict(state_dict["state"])
     params = chain.from_iterable(group["params"] for group in groups)
@@ -75,11 +73,7 @@ def checked_states(
 
 
 def _checked_state(name: str, param: Tensor, saved: Any) -> dict[str, Any]:
-    """The saved state of a parameter, its step as a float.
-
-    Raises:
-        ValueError, TypeError: no run leaves these values.
-    """
+    """The saved state of a parameter, its step as a float. Raises ValueError or TypeError as `checked_states`."""
     if not isinstance(saved, Mapping):
         raise TypeError(
             f"{name}: its state in the checkpoint must be a dict of its step and tensors, got {saved!r}"
@@ -99,12 +93,7 @@ def _checked_state(name: str, param: Tensor, saved: Any) -> dict[str, Any]:
 
 
 def _step_of(name: str, value: Any) -> float:
-    """The number of steps that a checkpoint gives a parameter, from a number or anything that holds one.
-
-    Raises:
-        ValueError: it is not one whole number from 0 to 2**53.
-        TypeError: it is no number.
-    """
+    """The number of steps in a checkpoint, from a number or a tensor or array that holds one."""
     accepted = f"{name}: step must be one whole number from 0 to 2**53"
     number = local(value) if isinstance(value, Tensor) else value
     if isinstance(number, Tensor | np.ndarray):
@@ -145,7 +134,7 @@ def _check_values(label: str, key: str, value: Tensor) -> None:
 def _below_zero(part: Tensor) -> float | None:
     """The lowest value if it is below 0, else None."""
     if isinstance(part, CodebookTensor):
-        # Unsigned tables hold nothing below 0. float8 has a sign bit, so there the codes count too.
+        # Values of unsigned tables have the sign of their scale. float8 codes have a sign bit of their own.
         has_table = not part.signed and part.format != "float8"
         part = part.scale if has_table else part.dequantize()
     elif isinstance(part, LowbitTensor):
@@ -214,7 +203,8 @@ def fill(state: Tensor, value: Tensor, param: Tensor) -> None:
         )
     if isinstance(param, DTensor):
         value = _shard_like(param, value)
-    if isinstance(value, CodebookTensor) and not _has_format_of(target, value):
+    keeps_codes = isinstance(target, CodebookTensor) and target._is_stored_like(value)
+    if isinstance(value, CodebookTensor) and not keeps_codes:
         value = value.dequantize()
     target.copy_(value)
 
@@ -235,10 +225,6 @@ def _shard_like(param: Any, value: Any) -> Tensor:
     for dim in sharded:
         value = value.narrow(dim, offset[dim], shape[dim])
     return value
-
-
-def _has_format_of(target: Tensor, value: CodebookTensor) -> bool:
-    return isinstance(target, CodebookTensor) and target.meta() == value.meta()
 
 
 def check_is_state_dict(state_dict: Any) -> None:

@@ -2,10 +2,9 @@
 
 Every tensor of a parameter (gradient, weight, correction, codes, scales) is viewed as `[rows, width]`, with as many
 rows as its states have (`lowbit.tensor.codebook_tensor`). Where no state has codes, a row is one element. A large
-parameter is updated some rows at a time, so that decoded values stay in the processor's cache. On a CPU, where one
-operation costs as much as a thousand elements, the rows of many small parameters are gathered into one piece, and the
-results are scattered back. All of the work is elementwise or within a row, so cutting and gathering change no bit. A
-weight that rounds itself (`LowbitTensor.update_`) is decoded piece by piece too.
+parameter is updated some rows at a time, so that decoded values stay in the cache. On a CPU, where one operation costs
+as much as a thousand elements, the rows of many small parameters are gathered into one piece and the results scattered
+back. All work is elementwise or within a row, so cutting and gathering change no bit.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from lowbit.optim.job import GradScale, Job, piece_of, rows_of
 from lowbit.rounding import bits_at, join_bf16, keys, round_bf16, split_bf16
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.dtensor import local
 
 
 class EagerStep:
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(slots=True)
 class Kind:
-    """What the parts of one piece have in common."""
+    """The properties that the parts of one piece share."""
 
     cols: int
     widest: int
@@ -141,20 +141,20 @@ class Update:
             target.copy_(values.view(target.shape))
 
     def _part(self, index: int) -> tuple[Any, Kind, Part] | None:
-        """What the parameter can be gathered by, and its tensors as rows; None where it has no elements."""
+        """The key by which parameters are gathered, and the tensors as rows; None for an empty parameter."""
         param = self.job.params[index]
         rounds = states.rounds_itself(param)
         weight = states.memory(param)
         if weight.numel() == 0:
             return None
         state = self.state[param]
-        stored: list[Any] = [states.local(state[name]) for name in self.signs]
+        stored: list[Any] = [local(state[name]) for name in self.signs]
         formats = tuple(t.format if isinstance(t, CodebookTensor) else t.dtype for t in stored)
         key, kind = self._kind(param, weight, formats, stored, rounds)
         rows = weight.numel() // kind.cols
         tensors = [self.job.grads[index], weight]
         if kind.corrected:
-            tensors.append(states.local(state["weight_correction"]))
+            tensors.append(local(state["weight_correction"]))
         for t in stored:
             tensors.extend((t.codes, t.scale) if isinstance(t, CodebookTensor) else (t,))
         if rounds:
@@ -165,9 +165,7 @@ class Update:
             else t.reshape(rows, -1)
             for t in tensors
         ]
-        if (
-            rounds
-        ):  # alone, in the order of the parameters, because ranks may have to do it together
+        if rounds:  # alone, in the order of the parameters, because ranks may round it together
             key = (index, *key)
         elif viewed[1] is not weight and not weight.is_contiguous():
             self.unfinished.append((weight, viewed[1]))
@@ -181,7 +179,7 @@ class Update:
         stored: list[Any],
         rounds: bool,
     ) -> tuple[Any, Kind]:
-        """What to gather by, and the kind; computed once for parameters of one shape."""
+        """The key by which parameters are gathered, and the kind; computed once a shape."""
         at = (weight.shape, param.shape, weight.dtype, formats, rounds)
         if at not in self.kinds:
             coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
@@ -235,7 +233,7 @@ class Update:
         self, kind: Kind, piece: list[Part], slot: int, values: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """A state without codes. A second moment in bfloat16 is rounded stochastically: with beta2 = 0.999 it shrinks
-        by less than half of a bfloat16 step at a time, so rounded to nearest it would never shrink."""
+        by less than half a unit in the last place, so rounded to nearest it would never shrink."""
         if dtype == torch.bfloat16 and not self.signs[kind.states[slot - 1][0]]:
             return round_bf16(values, self._random_bits(kind, piece, slot))
         return values if values.dtype == dtype else values.to(dtype)
@@ -252,7 +250,7 @@ class Update:
     def _random_bits(self, kind: Kind, piece: list[Part], slot: int) -> Tensor:
         """Random bits [rows, cols], with the key that `lowbit.optim.base` defines."""
         if slot not in self.keys:
-            # filled in one by one: copying a list to a GPU would wait for the GPU
+            # Filled one by one, because copying a list to a GPU waits for the GPU.
             numbers = [torch.full((), 4 * i + slot, device=self.device) for i in self.job.indices]
             found = keys(self.group["seed"], self.steps.to(torch.int64), torch.stack(numbers))
             self.keys[slot] = [k.to(torch.int32) for k in found]

@@ -1,15 +1,14 @@
 """The compiled step of an optimizer: which kernel updates a parameter, and which launches a step takes.
 
-One launch (`lowbit.optim.launch`) updates all parameters with the same algorithm, dtypes, state format and rounding.
-Parameters that round themselves take one launch for every few of them (`lowbit.optim.rounded`). A `FusedStep` keeps
-what does not change between steps. Each step checks whether that still holds: the same parameters have gradients, and
-weights and states have their addresses and shapes of before. Then it collects the addresses of the gradients. On a GPU
-the table of addresses is copied to the device if anything in it has changed, by a pinned, asynchronous copy of some
-kilobytes; on a CPU the kernel reads it in place. The host reads nothing back.
+One launch (`lowbit.optim.launch`) updates all parameters with the same algorithm, dtypes, state format and rounding;
+those that round themselves take more (`lowbit.optim.rounded`). A `FusedStep` keeps what does not change between steps:
+which parameters have gradients, and the addresses and shapes of weights and states. Each step checks these, and
+collects the addresses of the gradients. On a GPU the table of addresses is copied to the device if it has changed, by a
+pinned, asynchronous copy of some kilobytes; on a CPU the kernel reads it in place. The host reads nothing back.
 
-A `FusedStep` has weak references to states, so that they are freed with the optimizer, or with what the user takes out
-of it. It has the ids of parameters, because weak references would keep `nn.Module.to` from swapping them. The
-optimizer's `state` keeps these parameters alive, so no other object can take their ids.
+A `FusedStep` holds weak references to states, so that they are freed with the optimizer. It holds ids of parameters,
+because weak references would keep `nn.Module.to` from swapping them. The optimizer's `state` keeps these parameters
+alive, so no other object can take their ids.
 """
 
 from __future__ import annotations
@@ -24,14 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lowbit.optim import state as states
 from lowbit.optim.job import GradScale, Job, local_grad
 from lowbit.optim.launch import Item, Launch, compiled, has_own_memory, variant
 from lowbit.optim.rounded import RoundedLaunch
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
-from lowbit_kernels import fused_step, host_compiler
+from lowbit.tensor.dtensor import local
+from lowbit_kernels import host_compiler, nvrtc
 from lowbit_kernels.fused_step import Variant
+from lowbit_kernels.sources import FLOAT_MACROS
 from lowbit_kernels.warned import warn_once
 
 _GRAD, _CODES, _SCALE = map(operator.attrgetter, ("grad", "codes", "scale"))
@@ -75,7 +77,7 @@ class FusedStep:
             self._remember(optimizer, jobs)
 
     def _remember(self, optimizer: Any, jobs: list[Job]) -> None:
-        """Keep what `holds` compares."""
+        """Store the values that `holds` compares."""
         groups = optimizer.param_groups
         params = _params(optimizer)
         self._params = list(map(id, params))
@@ -83,26 +85,26 @@ class FusedStep:
         self._options = [options_of(optimizer, group) for group in groups]
         used = {index for job in jobs for index in job.indices}
         self._idle = [i not in used for i in range(len(params))]
-        # In the order of the parameters, in which all ranks exchange data. Ranks may differ in what kernels take.
-        self._sharded = sorted(i for i in used if states.is_dtensor(params[i]))
+        # In the order of the parameters: all ranks exchange data in it, even if their kernels take different ones.
+        self._sharded = sorted(i for i in used if isinstance(params[i], DTensor))
         taken = {id(params[index]) for launch in self.launches for index in launch.indices}
         self._is_taken = [id(key) in taken for key in optimizer.state]
         tensors = self._tensors_of(optimizer)
         self._tensors = list(map(_weak, tensors))
-        parts = list(map(states.local, tensors))
+        parts = list(map(local, tensors))
         self._has_codes = [isinstance(part, CodebookTensor) for part in parts]
         self._is_plain = [
             isinstance(part, Tensor) and not isinstance(part, CodebookTensor) for part in parts
         ]
-        self._is_sharded = any(map(states.is_dtensor, tensors))
+        self._is_sharded = any(isinstance(t, DTensor) for t in tensors)
         self._addresses = self._addresses_of(tensors)
 
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, optimizer: Any) -> bool:
-        """Whether this still describes the optimizer. If so, take up its gradients; if not, make another one.
+        """Whether this still describes the optimizer; if so, it takes the gradients of this step.
 
-        This is most of the host's work in a step. Loops in Python would take three times as long as these in C.
+        This is most of the host's work in a step. Python loops would take three times as long as `map` and `compress`.
         """
         groups, params = optimizer.param_groups, _params(optimizer)
         if not self.launches or list(map(id, params)) != self._params:
@@ -130,7 +132,7 @@ class FusedStep:
         if len(optimizer.state) != len(self._is_taken):
             return False
         tensors = self._tensors_of(optimizer)
-        return _are(tensors, self._tensors) and self._addresses_of(tensors) == self._addresses
+        return _are_same(tensors, self._tensors) and self._addresses_of(tensors) == self._addresses
 
     def _tensors_of(self, optimizer: Any) -> list[Any]:
         """The states of the parameters that kernels update."""
@@ -139,7 +141,7 @@ class FusedStep:
 
     def _addresses_of(self, tensors: list[Any]) -> list[int]:
         if self._is_sharded:
-            tensors = list(map(states.local, tensors))
+            tensors = list(map(local, tensors))
         coded = list(compress(tensors, self._has_codes))
         memory = chain(compress(tensors, self._is_plain), map(_CODES, coded), map(_SCALE, coded))
         return list(map(Tensor.data_ptr, memory))
@@ -177,8 +179,7 @@ def _weak(value: Any) -> Callable[[], Any]:
     return weakref.ref(value) if isinstance(value, Tensor) else lambda: value
 
 
-def _are(found: list[Any], kept: list[Callable[[], Any]]) -> bool:
-    """Whether these are the same objects."""
+def _are_same(found: list[Any], kept: list[Callable[[], Any]]) -> bool:
     return len(found) == len(kept) and all(map(operator.is_, found, map(operator.call, kept)))
 
 
@@ -191,13 +192,13 @@ def variant_of(
     """The kernel to compile for a parameter, whose states exist; None where no kernel applies.
 
     Raises:
-        RuntimeError: no kernel applies, and `fused=True` asks for one.
+        RuntimeError: no kernel applies, and the group has `fused=True`.
     """
     reason = _obstacle(optimizer, group, param, grad)
     if reason is None:
         own, state = states.memory(param), optimizer.state[param]
         signs = optimizer.state_names(group)
-        formats = tuple(str(_format(states.local(state[name]))) for name in signs)
+        formats = tuple(str(_format(local(state[name]))) for name in signs)
         dtype = _dtype(param)
         rule, rounding = optimizer.rule(group), _rounding(group, dtype)
         found = variant(rule, dtype, grad.dtype, formats, tuple(signs.values()), rounding)
@@ -230,8 +231,7 @@ def _format(state: Tensor) -> str | None:
 
 
 def _dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the weight that the kernel writes: float32 for a weight that rounds itself
-    (`lowbit.optim.rounded`)."""
+    """The dtype of the weight that the kernel writes: float32 for a weight that rounds itself."""
     return torch.float32 if states.rounds_itself(param) else states.memory(param).dtype
 
 
@@ -253,7 +253,7 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
     if own.dtype != param.dtype:
         return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
     for name, tensor in (("it", own), ("its gradient", grad)):
-        if tensor.dtype not in fused_step.DTYPES:
+        if tensor.dtype not in FLOAT_MACROS:
             return f"{name} has the dtype {tensor.dtype}"
         if tensor is own and states.rounds_itself(param):
             continue  # the launch puts its values into memory
@@ -263,7 +263,7 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
             return f"{name} has no memory"
     if not own.is_contiguous() or own.is_neg():
         return f"its strides are {own.stride()}, or it is a view with the sign turned"
-    stored = [states.local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
+    stored = [local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
     formats = {_format(state) for state in stored}
     if None in formats:
         return "its states are not stored as the kernel reads them"
@@ -284,7 +284,7 @@ def device_obstacle(device: torch.device, float8: bool) -> str | None:
         return f"there is none for {device.type}"
     if torch.version.cuda is None:
         return "the GPU is not NVIDIA's"
-    if not fused_step.is_available():
+    if not nvrtc.is_available():
         warn_once(
             "optimizer: no cuda-bindings",
             "lowbit's CUDA optimizer step needs the package cuda-bindings (part of torch's CUDA builds), which is "
@@ -315,8 +315,7 @@ def _no_compiler() -> str | None:
 
 @functools.cache
 def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
-    """Why this machine's compiler does not compile the kernel for a CPU, found by compiling it; None if it does, or if
-    the kernel is for a GPU."""
+    """Why the kernel for a CPU does not compile on this machine; None if it does, or if it is for a GPU."""
     if device.type != "cpu":
         return None
     try:

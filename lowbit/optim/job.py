@@ -1,7 +1,7 @@
-"""What a step works on: jobs, which are parameters with gradients, and what applies to all gradients together.
+"""The work of a step: jobs, which are parameters with gradients, and the factor that scales all gradients.
 
 Both implementations of a step (`lowbit.optim.fused` and `lowbit.optim.eager`) build on this module and not on each
-other. The optimizer asks the compiled one first and gives what it leaves to the one in PyTorch operations.
+other. The optimizer runs the compiled one first; PyTorch operations update the remaining parameters.
 
 Clipping, unscaling and skipping leave `.grad` alone. The norm is computed in float64, in which squares of float32
 numbers cannot overflow: the norm is finite exactly if every gradient is. For a DTensor the norm is summed over the mesh
@@ -11,6 +11,7 @@ dimensions that shard the DTensor. A plain parameter counts once, because it is 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -28,12 +29,12 @@ class Step(Protocol):
     """One implementation of the step."""
 
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
-        """Update what this implementation can, and return the jobs that it leaves.
+        """Update the parameters that this implementation takes, and return the remaining jobs.
 
         Args:
             optimizer: the `LowbitOptimizer`. All states exist.
-            jobs: what is still to be updated.
-            scale: what applies to every gradient.
+            jobs: the remaining work.
+            scale: the factor of all gradients, and whether to skip the step.
         """
 
 
@@ -53,7 +54,7 @@ class Job:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether to look for a kernel. On a device without kernels: only if the user asks, who then reads why not."""
+        """Whether to look for a kernel. On other devices only with fused=True, which then raises an error."""
         wanted = self.group["fused"]
         return self.grads[0].device.type in ("cuda", "cpu") if wanted is None else wanted
 
@@ -83,7 +84,7 @@ def collect(groups: list[dict[str, Any]]) -> list[Job]:
                 found.append((group, param, index))
             index += 1
     jobs: dict[Any, Job] = {}
-    # after all checks: ranks may have to exchange data for a gradient
+    # After all checks, because ranks may exchange data for a gradient.
     for group, param, index in found:
         kind = (id(group), param.device, param.dtype)
         if kind not in jobs:
@@ -131,7 +132,7 @@ def rows_of(weight: Tensor, rows: int) -> Tensor:
 
 
 class GradScale(NamedTuple):
-    """What applies to every gradient of a step: tensors on the device of the first parameter, or None for nothing."""
+    """Applies to every gradient of a step: tensors on the device of the first parameter, or None."""
 
     coefficient: Tensor | None
     """float32 without dimensions: gradients are multiplied by it."""
@@ -175,25 +176,32 @@ def _norm(jobs: list[Job], device: torch.device) -> Tensor:
     # In the optimizer's order, which all ranks share. Jobs may differ between ranks.
     each = (e for job in jobs for e in zip(job.indices, job.params, job.grads, strict=True))
     for _, param, grad in sorted(each, key=itemgetter(0)):
-        alike[_sharding(param), grad.device].append(grad)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (sharding, _), grads in alike.items():
+        alike[sharding(param), grad.device].append(grad)
+    squares = []
+    for (mesh_dims, _), grads in alike.items():
         norms = torch._foreach_norm(grads, 2.0, dtype=torch.float64)
-        squares = torch.stack(norms).square().sum()
-        if sharding is not None:
-            mesh, dims = sharding
-            # to the device on which ranks communicate: a part may be offloaded
-            squares = squares.to(mesh.device_type)
+        squares.append((mesh_dims, torch.stack(norms).square().sum()))
+    return norm_over_ranks(squares, device)
+
+
+def norm_over_ranks(squares: Iterable[tuple[Any, Tensor]], device: torch.device) -> Tensor:
+    """The root of the sum of all `squares`, float64 without dimensions, each given with its `sharding`."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for mesh_dims, square in squares:
+        if mesh_dims is not None:
+            mesh, dims = mesh_dims
+            square = square.to(mesh.device_type)  # the device on which ranks communicate
             for dim in dims:
-                dist.all_reduce(squares, group=mesh.get_group(dim))
-        total += squares.to(device)
+                dist.all_reduce(square, group=mesh.get_group(dim))
+        total += square.to(device)
     return total.sqrt()
 
 
-def _sharding(param: Tensor) -> Any:
+def sharding(param: Tensor) -> Any:
     """The mesh of a DTensor and the mesh dimensions over which its parts differ; None for any other tensor."""
     if not isinstance(param, DTensor):
         return None
+    # Under tensor parallelism FSDP2 shards by a placement whose is_shard() is False.
     placements = enumerate(param.placements)
     dims = [i for i, placement in placements if not isinstance(placement, Replicate)]
     return param.device_mesh, tuple(dims)

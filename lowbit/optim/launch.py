@@ -22,6 +22,7 @@ from lowbit.optim import state as states
 from lowbit.optim.job import GradScale
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
+from lowbit.tensor.dtensor import local
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, StepKernel, Table, Variant
 from lowbit_kernels.fused_step_cpu import StepKernelCpu
@@ -33,7 +34,7 @@ class Item(NamedTuple):
     """A parameter of a launch under construction, or some rows of one."""
 
     param: Tensor
-    own: Tensor  # what the step writes to, see `states.memory`
+    own: Tensor  # the tensor that the step writes to, see `states.memory`
     group: int  # index in param_groups
     param_index: int  # among the parameters of the optimizer
     grad: Tensor
@@ -66,7 +67,7 @@ class Launch:
     scalars: Tensor
     words: np.ndarray
     table: Tensor  # the same on the device; on a CPU, the same memory
-    others: np.ndarray  # the bits of all addresses of a parameter except its gradient's, or-ed
+    others: np.ndarray  # bitwise or of all addresses of a parameter except its gradient's
     params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
     dense: bool = False  # whether a gradient's memory is simply its values
@@ -100,7 +101,7 @@ class Launch:
         first = np.cumsum(counts) - counts
         rows[:, COLUMN["first_tile"]] = first
         total = int(counts.sum())
-        scratch = (len(pieces), fused_step.SCALARS_WORDS)
+        scratch, table = (len(pieces), fused_step.SCALARS_WORDS), torch.from_numpy(words)
         made = cls(
             variant=variant,
             indices=[item.param_index for item in items],
@@ -112,7 +113,7 @@ class Launch:
             locate=copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
-            table=torch.from_numpy(words) if device.type == "cpu" else _empty(words, device),
+            table=table if device.type == "cpu" else torch.empty_like(table, device=device),
             others=others,
             params=[item.param for item in items],
             grads=[item.grad for item in items],
@@ -140,7 +141,7 @@ class Launch:
         if not _are_shaped(own, self.shapes) or not all(map(Tensor.is_contiguous, own)):
             return False
         grads = list(map(_GRAD, params))
-        inner = map(states.local, grads) if self.wrapped else grads
+        inner = map(local, grads) if self.wrapped else grads
         if not all(map(has_own_memory, set(map(type, inner)))):  # None has none either
             return False
         if set(map(_DTYPE, grads)) != {self.variant.grad}:
@@ -188,7 +189,7 @@ class Launch:
         written = self.params
         if self.wrapped:
             written = [*written, *map(states.memory, written)]
-        # For autograd, which may hold them for a backward pass, and for low-bit tensors, which cache the weight inside.
+        # Autograd may hold them for a backward pass, and low-bit tensors cache values by version.
         torch.autograd.graph.increment_version(written)
         self.params, self.grads = [], []  # let them be freed
 
@@ -244,10 +245,10 @@ class Launch:
         if self.table.device.type == "cpu":
             return self.table
         if self.table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A graph reads its own copy at every replay: later steps must not write to it.
+            # A graph reads its own copy at every replay, so later steps must not write to it.
             source = _pinned(self.words, self.table.device)
             table = torch.empty_like(self.table)
-            # kept as long as the graph may be replayed, whatever launches and states follow
+            # The graph may be replayed at any later time.
             written = [(states.memory(p), dict(optimizer.state[p])) for p in self.params]
             kept = (self._scratch(), self.kernels, source, table, written)
             optimizer.__dict__.setdefault("_captured", []).append(kept)
@@ -262,19 +263,16 @@ class Launch:
 def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
     """Write a row of the table, except the gradient's address and the first tile.
 
-    Returns:
-        The bits of all addresses, or-ed, and also 1 if rows don't begin at a multiple of eight elements. If the last
-        four bits are 0, the kernel can read eight elements at once.
+    Returns the bitwise or of all addresses, with bit 0 set if rows don't begin at multiples of eight elements. If the
+    last four bits are 0, the kernel can read eight elements at once.
     """
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
     addresses = {}
-    if not isinstance(
-        item.own, LowbitTensor
-    ):  # a RoundedLaunch puts its values into memory at each step
+    if not isinstance(item.own, LowbitTensor):  # RoundedLaunch.run sets the address of those
         addresses["param"] = _start(item.own, item)
     for slot, name in enumerate(optimizer.state_names(group)):
-        part = states.local(state[name])
+        part = local(state[name])
         if isinstance(part, CodebookTensor):
             addresses[f"state_{slot}"] = _start(part.codes, item)
             addresses[f"scale_{slot}"] = _start(part.scale, item)
@@ -282,7 +280,7 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
         else:
             addresses[f"state_{slot}"] = _start(part, item)
     if states.has_correction(group, item.param):
-        addresses["correction"] = _start(states.local(state["weight_correction"]), item)
+        addresses["correction"] = _start(local(state["weight_correction"]), item)
     bits = 0
     for name, address in addresses.items():
         row[COLUMN[name]] = address
@@ -329,16 +327,12 @@ def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def _empty(like: np.ndarray, device: torch.device) -> Tensor:
-    return torch.empty(len(like), dtype=torch.int64, device=device)
-
-
 def copied(values: np.ndarray, device: torch.device) -> Tensor:
     return _pinned(values, device).to(device, non_blocking=True)
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a device the current one, unless it is already: switching costs more than asking."""
+    """Make a device the current one, unless it is: switching costs more than the test."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)

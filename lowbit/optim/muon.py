@@ -33,12 +33,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim import state as states
 from lowbit.optim.adam import AdamBase
 from lowbit.optim.eager import EagerStep, Update, bound, count_step
 from lowbit.optim.job import GradScale, Job, Step
 from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
+from lowbit.tensor.base import contiguous_strides
 from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.dtensor import local
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
@@ -164,7 +165,7 @@ def _step_matrices(state: dict[Tensor, Any], job: Job, coefficient: Tensor | Non
         for param, grad, result in zip(job.params, job.grads, results, strict=True)
     ]
     ratio = learning_rate_ratio(shape, group["adjust_lr_fn"])
-    # rounds and corrects weights as every optimizer does; without states, because the momentum is stored already
+    # Without states, because the momentum is stored already; weights are rounded and corrected as for every optimizer.
     Update(state, job, {}, functools.partial(bound(descend, group), ratio=ratio), None).run()
 
 
@@ -175,7 +176,7 @@ def _direction(
     grad = grad.float()
     if coefficient is not None:
         grad = grad * coefficient.to(grad.device)
-    stored = states.local(state["momentum_buffer"])
+    stored = local(state["momentum_buffer"])
     momentum = stored.dequantize() if isinstance(stored, CodebookTensor) else stored.float()
     update = bound(direction, group)(grad, momentum, step=state["step"])
     if momentum is not stored:
@@ -206,7 +207,7 @@ def gathered(param: Tensor, part: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return part
     mesh, shape = param.device_mesh, param.shape
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    stride = contiguous_strides(shape)
     sharded = DTensor.from_local(
         part, mesh, param.placements, run_check=False, shape=shape, stride=stride
     )
@@ -230,7 +231,7 @@ class Muon(AdamBase):
 
     The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
     two: parameters of 2 and more dimensions go to Muon, the others to AdamW. This rule cannot distinguish an embedding
-    or an output layer from a hidden matrix: give those in a group of their own with `use_muon=False`. More than 2
+    or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`. More than 2
     dimensions are flattened to [first, rest], as for a convolution. Experts stacked in one parameter are not one
     matrix; AdamW is the better choice for them.
 
@@ -283,27 +284,12 @@ class Muon(AdamBase):
         maximize: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
-        decay = adamw_weight_decay
-        self._adamw = {
-            "lr": adamw_lr,
-            "weight_decay": decay,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-        }
-        options = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": adamw_betas,
-            "amsgrad": False,
-            "maximize": maximize,
-            "use_muon": None,
-        }
+        self._adamw: dict[str, Any] = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
+        self._adamw |= {"betas": adamw_betas, "eps": adamw_eps}
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        options |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
+        options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "betas": adamw_betas}
+        options |= {"amsgrad": False, "maximize": maximize, "use_muon": None}
         super().__init__(params, options, common)
 
     # ---- groups ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """CPUOffloadOptimizer: the states (and gradients) of any optimizer in host memory, its step on the CPU.
 
 Each parameter has a copy in host memory, and the base optimizer is built over these copies: its states are created and
-updated there, and never move. Two things move, through pinned memory and on streams of their own:
+updated there, and never move. Two things move, through pinned memory and on separate streams:
 
     gradient   device -> host   as soon as backward has it, by a hook on the parameter
     weight     host -> device   as soon as the CPU has updated it, while the CPU goes on with others
@@ -9,9 +9,9 @@ updated there, and never move. Two things move, through pinned memory and on str
 A step updates some parameters at a time, the last ones first, because backward delivers them first: it waits for their
 gradients, updates, and starts their copies back. The device's next work runs after those copies; nothing else waits.
 
-A copy that is under way can become stale: by clipping or unscaling, by another backward that adds to the gradient, by
-`load_state_dict` on the model. All of these change tensors in place, which changes their version counters. So an
-arrived copy is used only if its source has not changed since; otherwise `step` copies again.
+Clipping, unscaling, another backward and `load_state_dict` can make a copy stale. All of these change tensors in place,
+which changes their version counters. So a copy is used only if its source has not changed; otherwise `step` copies
+again.
 
 ZeRO-Offload, arXiv 2101.06840, describes the scheme.
 """
@@ -24,16 +24,16 @@ from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.checkpoint import checked_states
+from lowbit.optim.job import norm_over_ranks, sharding
 from lowbit.optim.options import check_flag
-from lowbit.optim.state import is_dtensor, local
 from lowbit.optim.transfers import Slot, Transfers, transfers_for
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.dtensor import local
 
 # Elements that one call of the base optimizer updates: small beside the model, large beside the cost of a call.
 BUCKET = 2**24
@@ -142,8 +142,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return {**options, "params": hosts}
 
     def _mirror_new_groups(self) -> None:
-        """Add the groups of the base optimizer, over the device's parameters. It may have split the groups it was
-        given."""
+        """Add the groups of the base optimizer, which may have split those it was given, over device parameters."""
         params = {slot.host: param for param, slot in self._slots.items()}
         for theirs in self.base.param_groups[len(self.param_groups) :]:
             own = {**theirs, "params": [params[host] for host in theirs["params"]]}
@@ -230,7 +229,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return [slot for slot in reversed(slots) if slot.has_grad]
 
     def _buckets(self, slots: list[Slot]) -> Iterator[list[Slot]]:
-        # sizes of whole parameters, not of this rank's parts: an optimizer may communicate, so ranks must agree
+        # By sizes of whole parameters, so that ranks agree: an optimizer may communicate.
         limit = BUCKET if self._is_separable() else float("inf")
         bucket: list[Slot] = []
         size = 0
@@ -338,27 +337,14 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
 def _total_norm(slots: list[Slot]) -> Tensor:
     """The norm of all gradients on the host; over all ranks where they are sharded."""
-    squares: dict[Any, Tensor] = {}  # by the mesh, and its dimensions that shard
+    squares: dict[Any, Any] = {}
     for slot in slots:
         grad = slot.arrive()
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         square = torch.linalg.vector_norm(grad, dtype=dtype).double() ** 2
-        key = None
-        if is_dtensor(slot.param):
-            placements = slot.param.placements  # type: ignore[attr-defined]
-            # under tensor parallelism FSDP2 shards by a placement that answers is_shard() with False
-            sharding = tuple(i for i, p in enumerate(placements) if not p.is_replicate())
-            key = slot.param.device_mesh, sharding  # type: ignore[attr-defined]
-        squares[key] = squares.get(key, torch.zeros((), dtype=torch.float64)) + square
-    total = torch.zeros((), dtype=torch.float64)
-    for key, square in squares.items():
-        if key is not None:
-            mesh, sharding = key
-            square = square.to(mesh.device_type)  # the device on which ranks communicate
-            for dim in sharding:
-                dist.all_reduce(square, group=mesh.get_group(dim))
-        total += square.cpu()
-    return total.sqrt().float()
+        key = sharding(slot.param)
+        squares[key] = squares.get(key, 0.0) + square
+    return norm_over_ranks(squares.items(), torch.device("cpu")).float()
 
 
 def _check_class(base_class: Any) -> None:

@@ -1,6 +1,6 @@
 """The options that every optimizer takes, and the checks of options and parameters.
 
-A check raises before anything has changed. Its message says what it got, what is accepted, and the way out.
+A check raises before anything has changed. Its message names the value, the accepted values, and the way out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from lowbit.code_range import FLOATS
 from lowbit.optim import state as states
-
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CommonOptions(TypedDict, total=False):
@@ -71,7 +70,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
 SHARED = ("max_grad_norm", "skip_nonfinite")
 """Options with one value for all groups."""
 KEPT_ON_LOADING = ("state", "foreach", "fused")
-"""Options of how an optimizer works, not of what it computes. Loading a checkpoint leaves them as they are."""
+"""Options that do not change the result. Loading a checkpoint keeps the optimizer's own values."""
 
 
 def check_common(group: dict[str, Any]) -> None:
@@ -166,7 +165,7 @@ def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
 
 def check_param(name: str, param: Any) -> None:
     """Raise TypeError for a parameter of a dtype that cannot be trained, called `name` in the message if not empty."""
-    if not isinstance(param, Tensor) or param.dtype in PARAM_DTYPES:
+    if not isinstance(param, Tensor) or param.dtype in FLOATS:
         return  # torch.optim refuses anything that is no tensor
     label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
     if param.is_complex():
@@ -175,5 +174,5 @@ def check_param(name: str, param: Any) -> None:
         way_out = (
             "pass only parameters to train: (p for p in model.parameters() if p.requires_grad)"
         )
-    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
     raise TypeError(f"{label} is {param.dtype}; accepted are {accepted}. Way out: {way_out}")

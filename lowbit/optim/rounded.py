@@ -1,11 +1,10 @@
 """The compiled step of weights that round themselves (`LowbitTensor.update_`), as int8 weights do.
 
 The kernel reads and writes float32 values. A few parameters at a time, or some rows of a large one, write their values
-to shared memory; the kernel updates them there with their states, and the weights take them back, rounded. The shared
-memory is bounded (`job.piece_of`: 64 MiB on a GPU), parameters use it one after another, and it is freed at the end of
-the step. A parameter takes some eight launches, and the host waits for no answer of the device.
+to a buffer; the kernel updates them there, and the weights take them back, rounded. The buffer is bounded
+(`job.piece_of`: 64 MiB on a GPU) and freed at the end of the step. The host waits for no answer of the device.
 
-All rows are in one table, as those of `Launch`. A pass is a part of the table whose values are in memory together.
+All rows are in one table, as those of `Launch`. A pass is a part of the table whose values are in the buffer together.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from lowbit.optim.job import GradScale, piece_of, rows_of
 from lowbit.optim.launch import Item, Launch, copied, is_random
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.dtensor import local
 from lowbit_kernels import fused_step
 from lowbit_kernels.fused_step import COLUMN, Variant
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     end: int
     rows: int  # of the whole parameter; 1: it is updated as a whole
     skipped: int  # elements of the parameter before these
-    offset: int  # of the values in the shared memory
+    offset: int  # of the values in the buffer
 
 
 class Pass(NamedTuple):
@@ -57,14 +57,14 @@ class RoundedLaunch(Launch):
     pieces: list[Rows] = field(default_factory=list)
     """By row of the table."""
     passes: list[Pass] = field(default_factory=list)
-    size: int = 0  # of the shared memory, in elements
+    size: int = 0  # of the buffer, in elements
     counted: list[tuple[int, int, int]] = field(default_factory=list)
     """Parameters with several rows in the table: (index in the launch, first row, last row)."""
     steps: Tensor | None = None
     """Counters, float64 [rows of the table]. The kernel counts a step for each row. So all rows of a parameter except
     the last one count here; the last row counts in the parameter's state."""
     values: Tensor | None = None
-    """The shared memory, during a step."""
+    """The buffer, during a step."""
     skip: Tensor | None = None
     """`GradScale.skip` of this step."""
 
@@ -77,7 +77,7 @@ class RoundedLaunch(Launch):
         return made
 
     def _plan(self, cut: list[list[Item]]) -> None:
-        """Give each row of the table its part of the shared memory, and begin a new pass where the memory is full."""
+        """Give each row of the table its part of the buffer, and begin a new pass where the buffer is full."""
         limit = piece_of(self.table.device)
         bounds, offset = [0], 0
         for index, pieces in enumerate(cut):
@@ -157,7 +157,7 @@ class RoundedLaunch(Launch):
                 _update(weight, values, self.skip)
 
     def _taken(self, piece: Rows) -> tuple[LowbitTensor, Tensor]:
-        """The rows of the weight, and the shared memory for their values."""
+        """The rows of the weight, and the part of the buffer for their values."""
         assert self.values is not None
         whole: Any = states.memory(self.params[piece.owner])
         if piece.rows > 1:
@@ -167,7 +167,7 @@ class RoundedLaunch(Launch):
 
 
 def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
-    """Have the weight take the values, unless the device says that the step is to be skipped."""
+    """Have the weight take the values, unless the device decides to skip the step."""
     if weight.numel() == 0:
         return
     if skip is None:
@@ -185,7 +185,7 @@ def _cut(optimizer: Any, variant: Variant, item: Item) -> Iterator[Item]:
     a row together."""
     weight, state = item.own, optimizer.state[item.param]
     names = optimizer.state_names(optimizer.param_groups[item.group])
-    stored = [states.local(state[name]) for name in names]
+    stored = [local(state[name]) for name in names]
     cols = [t.cols_of(weight.shape) for t in stored if isinstance(t, CodebookTensor)]
     width = max(cols, default=weight.shape[-1])
     if is_random(variant):

@@ -7,13 +7,12 @@ With gradient g (negated to maximize) and momentum b, whose first value is the g
     p = p - lr * (g + momentum * b)             with nesterov
     p = p - lr * b                              otherwise; without momentum p = p - lr * g
 
-Because states start at zero, the first step is the ordinary one without dampening. The step counter on the device tells
-which step is the first.
+Because states start at zero, the first step is the ordinary one without dampening.
 
-The error of a format depends on how long the momentum remembers: a step changes the momentum by a share of 1 -
-momentum, and a change below half the distance of two codes is lost. See `lowbit.optim.lion` for figures. The training
-loss of a small network (600 steps, batches of 32) was above that with a float32 momentum by at most 0.3% with "bf16",
-"8bit" and "float8". With "4bit" it was 0.8% above with momentum = 0.9, but 56% with 0.99, which 4 bits cannot hold.
+A step changes the momentum by a share of 1 - momentum, and a change below half the distance of two codes is lost (see
+`lowbit.optim.lion`). The loss of a small network (600 steps) was at most 0.3% above that with a float32 momentum for
+"bf16", "8bit" and "float8". With "4bit" it was 0.8% above for momentum = 0.9, and 56% for 0.99, which 4 bits cannot
+hold.
 """
 
 from __future__ import annotations
@@ -99,14 +98,8 @@ class SGD(LowbitOptimizer):
         maximize: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        options |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
         super().__init__(params, options, common)
 
     def check_group(self, group: dict[str, Any]) -> None:

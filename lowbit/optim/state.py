@@ -1,7 +1,4 @@
-"""The states of a parameter in any format: how they are created, where they live, and what a step writes to.
-
-`lowbit.optim.checkpoint` loads them.
-"""
+"""The states of a parameter in any format: how they are created and placed, and which tensor a step writes to."""
 
 from __future__ import annotations
 
@@ -11,26 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor, row_layout
+from lowbit.tensor.dtensor import local, placed
 
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements over all shards; a smaller tensor keeps float32 states
 SHORTEST_ROW = 32  # elements; scales of shorter rows would take as much memory as their codes
 STEP = torch.float64
 """Dtype of step counters. float32 stops counting at 2**24; float64 counts to 2**53."""
-
-
-def is_dtensor(tensor: object) -> bool:
-    return isinstance(tensor, DTensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory (under no_grad); any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def memory(param: Tensor) -> Tensor:
@@ -42,18 +30,10 @@ def memory(param: Tensor) -> Tensor:
 
 
 def like_param(param: Tensor, state: Tensor) -> Tensor:
-    """`state`, shaped like the local part of `param`, as a DTensor where `param` is one."""
+    """`state`, contiguous and shaped like the local part of `param`, as a DTensor where `param` is one."""
     if not isinstance(param, DTensor):
         return state
-    stride = tuple(math.prod(param.shape[i + 1 :]) for i in range(param.ndim))
-    mesh, placements = param.device_mesh, param.placements
-    if state.device.type != mesh.device_type:
-        # FSDP2 offloads like this: the parts in host memory, the mesh of GPUs. from_local would move them to a GPU.
-        meta = TensorMeta(param.shape, stride, state.dtype)
-        return DTensor(state, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
-    return DTensor.from_local(
-        state, mesh, placements, run_check=False, shape=param.shape, stride=stride
-    )
+    return placed(param, state, param.placements, param.shape)
 
 
 def stored_format(shape: torch.Size, format: str) -> str:

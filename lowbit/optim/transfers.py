@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lowbit.optim.state import is_dtensor, local
+from lowbit.tensor.dtensor import local
 
 
 class Event(Protocol):
@@ -24,7 +25,7 @@ class Event(Protocol):
 
 
 class Transfers:
-    """Copies between the host and one device, in the order in which they are asked for.
+    """Copies between the host and one device, in the order of the calls.
 
     This class is for parameters on the CPU: a copy is done when its call returns, and there is no event to wait for.
     """
@@ -81,8 +82,7 @@ def transfers_for(device: torch.device) -> Transfers:
 
 
 class _HandOver:
-    """The hook that hands over a parameter's gradient. The parameter may outlive the optimizer and must not keep it
-    alive."""
+    """The hook that hands over a parameter's gradient. It must not keep the optimizer alive."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = weakref.ref(slot)
@@ -97,7 +97,7 @@ class Slot:
     """One parameter: its copy on the host, its gradient there, and the copies under way."""
 
     def __init__(self, param: Tensor, transfers: Transfers, offload_gradients: bool) -> None:
-        self.param = param
+        self.param: Any = param
         self.transfers = transfers
         self.offload_gradients = offload_gradients
         part = local(param)
@@ -128,7 +128,7 @@ class Slot:
     def may_be_reduced_later(self) -> bool:
         """Whether a gradient may still change between its hook and the end of backward: DistributedDataParallel
         averages it over the ranks in between, and neither hooks nor version counters show that."""
-        is_plain = not is_dtensor(self.param)
+        is_plain = not isinstance(self.param, DTensor)
         return is_plain and dist.is_initialized() and dist.get_world_size() > 1
 
     @torch.no_grad()
@@ -144,10 +144,10 @@ class Slot:
                 "cannot be offloaded; use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
             )
         grad = own
-        if is_dtensor(own) and own.placements != self.param.placements:  # type: ignore[attr-defined]
+        if isinstance(own, DTensor) and own.placements != self.param.placements:
             if in_backward:
                 return  # redistributing communicates; in the step all ranks do it in the same order
-            grad = own.redistribute(self.param.device_mesh, self.param.placements)  # type: ignore[attr-defined]
+            grad = own.redistribute(self.param.device_mesh, self.param.placements)
         part = local(grad)
         if self.offload_gradients:
             self._add(part)
@@ -237,11 +237,9 @@ class Slot:
 
     def _wrapped(self, part: Tensor) -> Tensor:
         """`part`, which stays on the host, as a DTensor sharded as the parameter. (from_local would move it.)"""
-        if not is_dtensor(self.param):
+        if not isinstance(self.param, DTensor):
             return part
-        from torch.distributed.tensor import DTensor
-
-        return DTensor(part, self.param._spec, requires_grad=False)  # type: ignore
+        return DTensor(part, self.param._spec, requires_grad=False)
 
 
 def _wait(event: Event | None) -> None:

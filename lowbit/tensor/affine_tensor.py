@@ -14,8 +14,8 @@ Arithmetic, as tools that merge adapters into a model do it:
     weight += delta, weight.data = values  quantizes the result again, in the weight's own scheme
 
 A write quantizes again, so a change smaller than half a quantization step is mostly lost. Each block keeps its scale
-unless a new one is nearer: values that do not change keep their bits, and a small change that is taken back leaves
-no trace. `lowbit.dequantize_(model)` before merging loses nothing.
+unless a new one has the smaller error, so values that do not change keep their bits. `lowbit.dequantize_(model)` before
+merging loses nothing.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return self.codes
         return (unpack(self.codes, fmt.bits, columns).view(fmt.dtype)) + int(fmt.quant_min)
 
-    # ---- what the base asks for ------------------------------------------------------------------------------
+    # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 
     def dequantize(self) -> Tensor:
         """Values [..., N, K] in this tensor's dtype: (code − zero_point) · scale in float32, rounded once."""
@@ -206,9 +206,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),
             "scale": (blocks, self.scale.dtype),
         }
-        if (
-            self.spec.has_zero_point
-        ):  # the spec decides, so that a checkpoint without it does not fit
+        if self.spec.has_zero_point:  # the spec decides, so a checkpoint without it does not fit
             is_code = self.spec.mapping != "float_zero_point"
             dtype = self.spec.format.dtype if is_code else self.scale.dtype
             found["zero_point"] = (blocks, dtype)
@@ -275,13 +273,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def _view(self, shape: tuple[int, ...]) -> Self | None:
         """Merges or splits leading dimensions; the blocked ones must stay."""
         leading = self._blocks_along(0) == 1 and self.ndim > 1
-        if (
-            self.transposed
-            or not shape
-            or not leading
-            or shape[-1] != self.shape[-1]
-            or len(shape) < 2
-        ):
+        if self.transposed or not leading or len(shape) < 2 or shape[-1] != self.shape[-1]:
             return None
         if any(self._blocks_along(dim) != 1 for dim in range(self.ndim - 1)):
             return None
@@ -380,11 +372,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
                 _requantize(part, own)
 
     def _assign_data(self, values: Any) -> None:
-        """`self.data = values`: takes the inner tensors of a low-bit tensor stored alike, or new ones, quantized from
-        plain values. Aliases of this tensor keep the old ones.
-
-        Raises ValueError for another shape, dtype or device, and as `requantize_` does.
-        """
+        """`self.data = values`: takes the inner tensors of a low-bit tensor, or quantizes plain values. Aliases of this
+        tensor keep the old inner tensors. Raises ValueError for another shape, dtype or device, and as
+        `requantize_`."""
         facts = {
             "shape": (tuple(values.shape), tuple(self.shape)),
             "dtype": (values.dtype, self.dtype),
@@ -425,7 +415,7 @@ def representation_of(spec: Spec) -> type[AffineTensor]:
     return next((kind for kind in AffineTensor._kinds if kind.stores(spec)), AffineTensor)
 
 
-# ---- a frozen weight that is asked for gradients -----------------------------------------------------------------
+# ---- requires_grad of a frozen weight ----------------------------------------------------------------------------
 
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _WAYS_TO_TRAIN = (
@@ -436,11 +426,8 @@ _WAYS_TO_TRAIN = (
 
 
 def _asks_for_gradient(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `func` is `requires_grad_`, which changes nothing here. Warns where it asks a parameter for a gradient.
-
-    `load_state_dict(assign=True)` calls it on tensors that are no parameters yet, which does not warn. Raises
-    NotImplementedError for `requires_grad = True`.
-    """
+    """Whether `func` is `requires_grad_`, which changes nothing here and warns for a parameter, but not for a tensor,
+    on which `load_state_dict(assign=True)` calls it. Raises NotImplementedError for `requires_grad = True`."""
     if func is Tensor.requires_grad_:
         asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if asked and isinstance(args[0], nn.Parameter):
@@ -477,9 +464,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Products of all experts at once, in high precision. The weight may be either operand."""
     for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
-        if (
-            weight.activation is not None
-        ):  # here it cannot tell inputs from gradients, which are not to be rounded
+        if weight.activation is not None:  # inputs cannot be told from gradients here
             raise weight._unsupported(
                 f"{func}, as its scheme quantizes inputs (accepted: F.linear of one expert, weight[i], at a time, or a "
                 "weight-only scheme)"

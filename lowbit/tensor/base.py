@@ -45,6 +45,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ()
     meta_attrs: ClassVar[tuple[str, ...]] = ()
+    cast_attrs: ClassVar[tuple[str, ...]] = ()
+    """The inner tensors that a conversion to another dtype converts too."""
     already: ClassVar[str] = ""
     """Why a conversion leaves a weight of this class alone, where the class name does not say enough."""
     way_out: ClassVar[str] = "call .dequantize() for a plain tensor first"
@@ -55,7 +57,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
     """The classes that a description may name, by that name. Each class enters itself."""
     stored_as: ClassVar[str | None] = None
-    """What `lowbit.products` chooses the product of a frozen weight by, besides its metadata; None for others."""
+    """The key by which `lowbit.products` chooses the product of a frozen weight; None for other tensors."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
@@ -143,7 +145,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def _map(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         return self._with({name: fn(t) for name, t in self.inner_tensors().items()}, **changes)
 
-    # ---- what a representation provides --------------------------------------------------------------------
+    # ---- methods that representations override --------------------------------------------------------------------
 
     def dequantize(self) -> Tensor:
         """The values, as a plain tensor of this tensor's shape and dtype."""
@@ -167,8 +169,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return None
 
     def _assign_data(self, values: Tensor) -> None:
-        """`self.data = values`. Accepts this tensor's own inner tensors only: `self.data += x` assigns the tensor that
-        it has changed in place already."""
+        """`self.data = values` of a tensor with the same inner tensors, as `self.data += x` assigns after its
+        change."""
         own = self.inner_tensors()
         given = values.inner_tensors() if type(values) is type(self) else {}
         if own.keys() != given.keys() or any(t is not given[name] for name, t in own.items()):
@@ -232,7 +234,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return self._with(shape=shape, transposed=not self.transposed)
 
     def _expert(self, index: int) -> Self:
-        """Entry `index` of dimension 0, where each has inner tensors of its own."""
+        """Entry `index` of dimension 0, where each has its own inner tensors."""
         if self.transposed:
             return self._transposed()._expert(index)._transposed()
         shape = tuple(self.shape[1:])
@@ -320,7 +322,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """torch.compile's caches key a graph by this: all that dispatch may depend on, lowbit's own code included."""
+        """The key of torch.compile's caches: everything that dispatch depends on, including lowbit's own code."""
         _, context = self.__tensor_flatten__()
         tensors = {"": self, **self.inner_tensors()}
         layout = [
@@ -342,12 +344,12 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch's own setter would change the wrapper only, and the values are in the inner tensors
+        # torch's setter would change only the wrapper, not the inner tensors.
         if func == _SET_DATA and isinstance(args[0], LowbitTensor):
             return args[0]._assign_data(args[1])
         if (
             func is Tensor.share_memory_
-        ):  # torch's own takes the address of the wrapper, which has no memory
+        ):  # torch's own takes the address of the wrapper, which has none
             for t in args[0].inner_tensors().values():
                 t.share_memory_()
             return args[0]
@@ -369,7 +371,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             if fn is not None:
                 return fn(func, args, kwargs or {})
         if torch.is_inference_mode_enabled():
-            # composite operations arrive whole, since autograd, which decomposes them, is off
+            # Composite operations arrive whole, because autograd, which decomposes them, is off.
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result

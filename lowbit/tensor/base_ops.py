@@ -38,12 +38,12 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     dtype = kwargs.get("dtype") or self.dtype
     if not dtype.is_floating_point:
         raise self._unsupported(f"conversion to {dtype} (accepted: floating dtypes)")
-    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
-
-    def move(t: Tensor) -> Tensor:
-        return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)
-
-    return self._map(move, dtype=dtype)
+    options = {"device": kwargs.get("device"), "non_blocking": kwargs.get("non_blocking", False)}
+    moved = {
+        name: t.to(dtype=dtype if name in self.cast_attrs else t.dtype, copy=True, **options)
+        for name, t in self.inner_tensors().items()
+    }
+    return self._with(moved, dtype=dtype)
 
 
 @_implements(aten.copy_.default)
@@ -52,9 +52,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(dst, LowbitTensor):
         if isinstance(dst, nn.Parameter):
             _warn_of_plain_parameter()
-        return dst.copy_(
-            src.master()
-        )  # the high-precision values of a QAT weight, so nothing is lost
+        return dst.copy_(src.master())  # of a QAT weight the high-precision values: nothing is lost
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     meta: dict[str, Any] = {}
@@ -78,8 +76,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _warn_of_plain_parameter() -> None:
-    """Say that a copy into a plain parameter leaves a model in high precision. `load_state_dict` makes such copies for
-    a model that was not prepared, and reports that all keys matched."""
+    """`load_state_dict` makes such copies for a model that was not prepared, and reports that all keys matched."""
     warnings.warn(
         "a plain parameter takes the values of a low-bit tensor, so the model stays in high precision. For a low-bit "
         "model call load_state_dict(state_dict, assign=True); if the values are what you want, call .dequantize() on "
@@ -143,12 +140,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
 def _index(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
     check_not_flat(self, "indexing")
-    if (
-        dim != 0
-        or self.transposed
-        or (func is aten.index.Tensor and len(args[1]) != 1)
-        or rows.ndim != 1
-    ):
+    has_one_index = func is aten.index_select.default or len(args[1]) == 1
+    if dim != 0 or self.transposed or not has_one_index or rows.ndim != 1:
         raise self._unsupported("this indexing (accepted: one 1-D index of dimension 0)")
     if rows.dtype is torch.bool:
         if len(rows) != self.shape[0]:

@@ -104,8 +104,7 @@ class BitNetTensor(MasterWeightTensor):
         return self.precomputed[0]
 
     def _state(self) -> tuple[int, int]:
-        """Changes with every write: kernels that write to `weight` count its version, operations on this tensor count
-        `writes`."""
+        """Changes with every write: kernels increase the version of `weight`, operations on this tensor `writes`."""
         return self.weight._version, 0 if self.writes is None else self.writes[0]
 
     def ternary(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -172,7 +171,7 @@ class BitNetTensor(MasterWeightTensor):
             dist.all_reduce(total, group=mesh.get_group())
         return scale_of(total, outer_size[-2:].numel())
 
-    # ---- what the base asks for ------------------------------------------------------------------------------
+    # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 
     def _is_stored_like(self, other: Tensor) -> bool:
         """Regardless of the weights that they are parts of."""
@@ -285,7 +284,7 @@ class _Linear(torch.autograd.Function):
         tokens = quantize_tokens(x)
         codes, scale = weight.ternary(scale)
         ctx.dtype, ctx.note = x.dtype, note
-        # A gathered weight has its own scale, which FSDP2 overwrites at the next gather. An alias is saved because a
+        # A gathered weight has its own scale, which FSDP2 overwrites at the next gather. Save an alias, because a
         # weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass.
         own = None if isinstance(weight, GatheredBitNet) else scale
         kept = tokens if ctx.needs_input_grad[1] else ()
@@ -301,7 +300,7 @@ class _Linear(torch.autograd.Function):
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         grad_x = grad_weight = grad_bias = None
-        if rows or for_weight:  # the weight's term would be missing
+        if rows or for_weight:
             check_first_derivative(weight)
         if rows or columns:
             codes, scales, codes_t, scales_t = kernels.quantize_rowcol.quantize_rowcol(

@@ -42,11 +42,7 @@ class _Format:
     block_size: int  # by default
 
 
-FORMATS = {
-    "4bit": _Format(4, 128),
-    "8bit": _Format(8, 256),
-    "float8": _Format(8, 256),
-}
+FORMATS = {"4bit": _Format(4, 128), "8bit": _Format(8, 256), "float8": _Format(8, 256)}
 
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
@@ -162,7 +158,7 @@ class CodebookTensor(LowbitTensor):
     def _layout(self) -> tuple[tuple[int, ...], int]:
         return row_layout(self.flat_from or self.shape, self.block_size)
 
-    # ---- what the base asks for ---------------------------------------------------------------------------
+    # ---- LowbitTensor's methods ---------------------------------------------------------------------------
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return inner_shapes(shape, self.format, self.block_size)

@@ -1,7 +1,7 @@
 """Read the codes of an AffineTensor on a CPU by one compiled kernel, `lowbit_kernels.dequantize_cpu`.
 
-The values are to the bit what `Spec.dequantize` computes by PyTorch operations. Those take 25 operations a weight, at a
-few microseconds each: on small models they, and not the arithmetic, took the time of a decoded token.
+The values equal those of `Spec.dequantize` to the bit. That takes 25 PyTorch operations a weight, of a few microseconds
+each, which dominate the time of a decoded token on small models.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LAYOUTS = ("integers", "float8", "ternary")
 
 
 class Reader(NamedTuple):
-    """What reads a weight's codes, found once for each weight."""
+    """The kernel that reads a weight's codes, found once for each weight."""
 
     spec: Spec
-    """Of the weight when the reader was made. A copy into the weight may change its spec."""
+    """The weight's spec when the reader was made. A copy into the weight may change the spec."""
     layout: Dequantizer | None
     """None where no kernel reads such codes."""
     is_padded: bool
@@ -86,7 +86,7 @@ def rows_of_embedding(
     *options: Any,
     **others: Any,
 ) -> Tensor | None:
-    """`F.embedding(...)` of a float32 weight by one kernel; it computes the same whatever the other options.
+    """`F.embedding(...)` of a float32 weight by one kernel; the other options do not change the result.
 
     None where the kernel cannot run, or refuses an index.
     """
@@ -117,7 +117,7 @@ def layout_of(weight: Any) -> Dequantizer | None:
 
 
 def _may_run() -> bool:
-    """False while something compiles, traces or watches operations: the kernel is not one of them."""
+    """False while something compiles, traces or intercepts operations, which would not see the kernel."""
     return not (_is_compiling() or _dispatch_modes() or _is_traced())
 
 

@@ -49,8 +49,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
         )
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Accepts the other symmetric mapping, with which training then continues. Only a parameter can take it: a view
-        would lose it."""
+        """Accepts the other symmetric mapping, for a parameter; a view would lose it."""
         return (
             type(self) is type(other)
             and isinstance(self, nn.Parameter)
@@ -95,8 +94,8 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return self.fake_quantized().to(self.dtype)
 
     def check_placement(self, param: Any) -> None:
-        """Parts that cut through a block would each find a scale of their own, and `convert_` would compute other
-        values from the whole weight."""
+        """Refuse parts that cut through a block: each would have its own scale, which `convert_` would not
+        reproduce."""
         spec = self.scheme.weight
         sizes = spec.block_size(spec.padded_shape(param.shape))
         for mesh_dim, placement in enumerate(param.placements):

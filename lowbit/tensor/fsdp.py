@@ -71,7 +71,7 @@ class FSDPHooks:
         names = shard._row_attrs()
         if (
             mesh.size() == 1
-        ):  # torch 2.13 gathers the first only, and the shard holds the others already
+        ):  # torch 2.13 gathers the first only; the shard already holds the others
             names = names[:1]
         inputs = tuple(as_bytes(getattr(shard, name)) for name in names)
         return inputs, (shard, outer_size, names)
@@ -102,7 +102,7 @@ class FSDPHooks:
         for name, t in inner.items():
             if names is None or name not in names:  # the others were gathered in place
                 held = getattr(target, name)
-                # the values are those of forward, so what autograd saved is not stale
+                # The values are those of forward, so tensors that autograd saved are not stale.
                 with torch.autograd._unsafe_preserve_version_counter(held):
                     held.copy_(t)
         return None

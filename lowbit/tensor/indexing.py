@@ -1,8 +1,7 @@
 """Indexing of a low-bit matrix: `weight[i]` reads one row as plain values, `weight[i] = values` writes it.
 
-A row of a packed tensor is a dequantized copy. A write to this copy would be lost, so the row is a `RowCopy`: it reads
-like a tensor and refuses writes, also as a read-only NumPy array. A weight that keeps its high-precision values gives
-views of these instead.
+A row of a packed tensor is a dequantized copy. Writes to it would be lost, so it is a `RowCopy`, which refuses them. A
+weight that keeps its high-precision values returns views of these instead.
 """
 
 from __future__ import annotations
@@ -15,12 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 READS = {
-    Tensor.__getitem__,
-    Tensor.__iter__,
-    Tensor.select,
-    torch.select,
-    Tensor.unbind,
-    torch.unbind,
+    *(Tensor.__getitem__, Tensor.__iter__),
+    *(Tensor.select, torch.select, Tensor.unbind, torch.unbind),
 }
 """The functions that return rows."""
 
@@ -80,7 +75,7 @@ def _writes(func: Any) -> bool:
     return name.endswith("_") and name not in _NEUTRAL
 
 
-_IN_PLACE = {
+_IN_PLACE = [
     "add",
     "sub",
     "mul",
@@ -94,17 +89,14 @@ _IN_PLACE = {
     "lshift",
     "rshift",
     "matmul",
-}
+]
 
 
 def _share(result: Tensor, other: Any) -> bool:
     if not isinstance(other, RowCopy) or torch.compiler.is_compiling():
         return False
-    if (
-        result.is_meta
-        or result.layout is not torch.strided
-        or type(result) not in (Tensor, RowCopy)
-    ):
+    is_plain = type(result) in (Tensor, RowCopy) and result.layout is torch.strided
+    if result.is_meta or not is_plain:
         return False
     return result.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
@@ -146,8 +138,7 @@ def write(tensor: Any, index: Any, value: Any) -> bool:
 
 
 def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | None:
-    """For each dimension the slice that `index` selects, and whether the result keeps the dimension; None for masks and
-    lists."""
+    """For each dimension its slice, and whether the result keeps the dimension; None for masks and lists."""
     if any(each is Ellipsis for each in index):
         at = next(i for i, each in enumerate(index) if each is Ellipsis)
         filler = [slice(None)] * (tensor.ndim - len(index) + 1)

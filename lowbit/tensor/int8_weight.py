@@ -6,16 +6,14 @@
 | scale  | [..., N, 1]  | float32, absmax / 127 of the row; 1 for a row of zeros, NaN for one with a NaN   |
 | place  | [..., N, 1]  | int64, random-number offset of the row (`round_rows`)                            |
 
-So a weight takes 1 byte an element and 12 bytes a row. There is no high-precision copy: the float32 result of an
-optimizer is rounded stochastically (arXiv 2010.06192). An update far below the distance of two codes then moves the
-weight with the right probability. The random number of an element is a function of (seed, the parameter's name, number
-of updates, index of the element in the whole parameter): `place` starts at a hash of the first two plus the row's first
-index, and every update advances it by `NEXT`. It lies beside the row, so it is sharded, saved and resumed with it,
-whichever optimizer updates the weight. Replicas, any sharding and a restart give the same weights.
+There is no high-precision copy: the float32 result of an optimizer is rounded stochastically (arXiv 2010.06192), so
+that an update far below the distance of two codes moves the weight with the right probability. The random number of an
+element is a function of (seed, the parameter's name, number of updates, index of the element in the whole parameter):
+`place` starts at a hash of the first two plus the row's first index, and every update advances it by `NEXT`. It is
+sharded, saved and resumed with the row. So replicas, any sharding and a restart give the same weights.
 
-torch.optim's in-place operations round once each. A multiplication by a positive number (decoupled weight decay) is the
-exception: it multiplies the scales, exactly. lowbit's optimizers round once a step. Copies of plain values, as loading
-and initialising make them, round to nearest.
+lowbit's optimizers round once a step, torch.optim's in-place operations once each, except a multiplication by a
+positive number (decoupled weight decay), which multiplies the scales. Copies of plain values round to nearest.
 
 Products dequantize the weight, or run int8 x int8, as the scheme `Int8Weight` says.
 """
@@ -280,7 +278,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.place is None:
             self.put_at(name, _rows_of(param))
 
-    # ---- what the base asks for ------------------------------------------------------------------------------
+    # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
@@ -344,8 +342,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return self._map(lambda t: t.view(*shape[:-1], t.shape[-1]), shape=shape)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
-        """One of this shape gets the offsets too: it is this parameter, or this part of it, in other memory. Rows of
-        zeros have none."""
+        """An empty tensor of this shape gets the offsets too, as this parameter in other memory."""
         made = super()._new(shape, dtype, device, make)
         if made.place is None or made.is_meta:
             return made
@@ -387,8 +384,7 @@ def _whole(columns: Columns, shape: Sequence[int]) -> Columns | None:
 
 
 def _largest(rows: Tensor, group: Any) -> Tensor:
-    """The largest magnitude of each row, whose columns are spread over a group. A maximum over ranks may lose a NaN,
-    but not an infinity."""
+    """The largest magnitude of each row over all ranks. NaN becomes infinity, which a maximum over ranks keeps."""
     largest = rows.abs().amax(1)
     return all_reduce(torch.where(largest.isfinite(), largest, torch.inf), "max", group)
 

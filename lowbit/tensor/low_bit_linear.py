@@ -2,9 +2,8 @@
 
 The input is quantized once: along rows for the output, and along columns, transposed, for the weight's gradient.
 Backward keeps these codes, one byte an element, and not the input. The weight is quantized along rows for the output,
-and along columns for the input's gradient: that costs a hundredth of the products, and keeping both would cost a byte a
-weight. The gradient of the output is quantized once too, along rows and columns. So every product reads both operands
-along the dimension that it sums over (`lowbit_kernels.scaled_mm`).
+and again along columns for the input's gradient, which costs a hundredth of the products. The gradient of the output is
+quantized once, along rows and columns. So every product reads both operands along the dimension that it sums over.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
     quantized = quantized_input(
-        x,
-        scheme.forward_format,
-        rows=scheme.output,
-        columns=columns,
-        tensorwise=scheme.one_scale,
+        x, scheme.forward_format, rows=scheme.output, columns=columns, tensorwise=scheme.one_scale
     )
     y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
     return unflattened(y, x)
@@ -66,12 +61,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Tensor | None,
-        note: Note | None,
-        *quantized: Tensor,
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, note: Note | None, *quantized: Tensor
     ) -> Tensor:
         scheme = weight.scheme
         codes, scale, codes_t, scale_t = quantized
@@ -120,8 +110,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _seed_of(grad: Tensor, seed: int) -> Tensor:
-    """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`, independent of the order of summation.
-    So no counter of steps or microbatches is needed, and replicas with equal gradients round them alike."""
+    """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`. So no counter of steps is needed, and
+    replicas with equal gradients round them alike."""
     some = grad[:: max(1, grad.shape[0] // 64)].float()
     return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
 

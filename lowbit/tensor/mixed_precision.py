@@ -23,6 +23,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
     already = "prepared for training already; lowbit.train.restore_(model) gives back plain weights"
 
     schemes = (MixedPrecision,)
+    cast_attrs = ("weight",)
     stays = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
     # an embedding tied to it arrives as aten.embedding below
     products: ClassVar[dict[Any, str]] = {
@@ -136,19 +137,3 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
 def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     """For a weight that an embedding and a linear share. Dequantizes only the rows that it looks up."""
     return args[0].rows(args[1])
-
-
-@MixedPrecisionTensor.implements(aten._to_copy.default)
-def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    """Casts the high-precision weight too, since it is the tensor's own memory."""
-    self = args[0]
-    dtype = kwargs.get("dtype") or self.dtype
-    if not dtype.is_floating_point:
-        raise self._unsupported(f"conversion to {dtype} (accepted: floating dtypes)")
-    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
-
-    def move(t: Tensor) -> Tensor:
-        to = dtype if t is getattr(self, "weight", None) else t.dtype
-        return t.to(device=device or t.device, dtype=to, non_blocking=non_blocking, copy=True)
-
-    return self._map(move, dtype=dtype)

@@ -198,8 +198,7 @@ def describe_part(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def _check_flags(value: Any) -> None:
-    """Raise ValueError for a field that is not a bool and should be: a pickle restores a frozen dataclass without the
-    checks of its constructor."""
+    """Raise ValueError for a wrong bool: a pickle restores a dataclass without the checks of its constructor."""
     if not is_dataclass(value):
         return
     for each in fields(value):

@@ -100,8 +100,7 @@ def _plan(weight: Any, x: Any, last: int) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def _local_bias(bias: Any, mesh: Any, placed: Any, output: Any, grad_weight: Any) -> Tensor:
-    """This rank's term of the bias. Only the first rank adds it to a partial output. Its gradient, that of the sum, is
-    the same on all ranks."""
+    """This rank's term of the bias. Only the first rank adds it to a partial output; all ranks have its gradient."""
     if not isinstance(bias, DTensor):
         bias = DTensor.from_local(bias, mesh, [Replicate()] * mesh.ndim, run_check=False)
     pairs = zip(placed, grad_weight, strict=True)

@@ -84,7 +84,7 @@ class TernaryTensor(AffineTensor):
     zero_point = None
 
     def __new__(cls, weight: Tensor) -> Self:
-        """Ternarize `weight` [..., N, K]; each of several matrices has a scale of its own.
+        """Ternarize `weight` [..., N, K]; each matrix of a stack has its own scale.
 
         Raises ValueError as `AffineTensor.from_float` does.
         """

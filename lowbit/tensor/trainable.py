@@ -9,7 +9,7 @@ A representation is one subclass in one file. Besides what `LowbitTensor` asks f
   precision, and pass the gradient straight through to the weight;
 - `frozen()`: the weight for inference, or `stays`, why there is none.
 
-To everything but the functions in `products` (optimizers, norms, initialisers) the tensor is its master values.
+Every other function (optimizers, norms, initialisers) sees the master values.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TrainableTensor(LowbitTensor):
         return self._with(dtype=torch.float32).dequantize()
 
     def values(self) -> Tensor:
-        """What high-precision products multiply by: plain, without gradient."""
+        """The operand of high-precision products: plain, without gradient."""
         return self.dequantize()
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
@@ -264,8 +264,8 @@ class TrainableTensor(LowbitTensor):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """x [M, K] times the dequantized weight [N, K], transposed, plus bias [N]. Backward dequantizes again, so that
-    autograd keeps the low-bit weight only."""
+    """x [M, K] times the dequantized weight [N, K], transposed, plus bias [N]. Backward dequantizes again, to save
+    memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: TrainableTensor, bias: Tensor | None) -> Tensor:
@@ -298,7 +298,7 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
     return unflattened(_DequantizedLinear.apply(x.reshape(m, k), weight, bias), x)
 
 
-# ---- what optimizers, initialisers and norms do to a weight --------------------------------------------------------
+# ---- operations of optimizers, initialisers and norms --------------------------------------------------------------
 
 _INITIALISE = (
     *(aten.zero_.default, aten.fill_.Scalar, aten.normal_.default, aten.uniform_.default),

@@ -41,7 +41,8 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     Low-bit products run on GPUs with units for them (int8: compute capability 8.0, float8: 8.9), where measurements
     show a gain: `prepare_` leaves too small weights alone, and products with too few rows run in high precision. The
     report names every weight that a rule of the scheme leaves alone, even if that is the whole model. On a CPU, all
-    products run in high precision, unless the scheme has `always=True`. `lowbit.trace` says which products ran in what.
+    products run in high precision, unless the scheme has `always=True`. `lowbit.trace` reports the format of each
+    product.
 
     Raises also ValueError for weights on a GPU that has no such units.
     """

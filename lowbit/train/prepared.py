@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lowbit.convert import Entry, Report
+from lowbit.convert import Entry, Report, joined_name
 from lowbit.tracer import LEFT_ALONE
 
 
@@ -12,7 +12,7 @@ def remember_prepared(model: nn.Module, report: Report) -> None:
     """Note that `prepare_` was called on `model`, and which weights it left alone."""
     left = report.left
     for prefix, module in model.named_modules():
-        names = {name: f"{prefix}.{name}" if prefix else name for name in module._parameters}
+        names = {name: joined_name(prefix, name) for name in module._parameters}
         setattr(module, LEFT_ALONE, {name: left[fqn] for name, fqn in names.items() if fqn in left})
 
 
@@ -28,11 +28,7 @@ def forget_prepared(model: nn.Module, report: Report) -> Report:
         if report.converted:
             continue
         for name, why in left.items():
-            fqn = f"{prefix}.{name}" if prefix else name
-            shape = (
-                tuple(module._parameters[name].shape)
-                if module._parameters.get(name) is not None
-                else ()
-            )
-            report.entries.append(Entry(fqn, shape, False, f"prepare_ left it alone: {why}"))
+            param, note = module._parameters.get(name), f"prepare_ left it alone: {why}"
+            shape = () if param is None else tuple(param.shape)
+            report.entries.append(Entry(joined_name(prefix, name), shape, False, note))
     return report

@@ -1,4 +1,4 @@
-"""What sharded weights have to know beyond their own part: where it lies, and the scale of the whole."""
+"""Facts that sharded weights need beyond their own part: its offset, and the scale of the whole weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a module-level function in several processes and hand back what each returned.
+"""Run a module-level function in several processes and return their results.
 
     from tests.distributed.launch import launch
 

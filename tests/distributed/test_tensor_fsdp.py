@@ -1,4 +1,4 @@
-"""Two processes under FSDP2: quantized and QAT weights give what one process gives, and travel in low bits.
+"""Two processes under FSDP2: quantized and QAT weights give the results of one process, and are sent in low bits.
 
 Every check runs over all representations in one call, since starting processes is what takes the time.
 """
@@ -174,7 +174,7 @@ def check_training(rank, world_size):
                 if isinstance(found, LowbitTensor):
                     found, expected = found.master(), expected.detach().master()
                 off = (found - expected).abs() > 2e-5 + 1e-5 * expected.abs()
-                # an int8 weight is off by a whole code where a draw is next to what it decides on
+                # Where a random number is next to its threshold, an int8 weight may differ by a whole code.
                 most = 0.02 if case.kind is Int8WeightTensor else 0
                 assert off.float().mean() <= most, (case.name, rows, name)
     return True

@@ -61,7 +61,7 @@ def check_parallel_block(rank, world_size):
             found = outcome(model)
             for name, expected in outcome(whole).items():
                 error = relative_error(found[name], expected)
-                # an activation quantized in parts has scales of its own in each
+                # Each part of an activation has its own scales.
                 limit = 0.02 if case.activation is not None else 1e-5
                 assert error < limit, (case.name, name, error)
     return True

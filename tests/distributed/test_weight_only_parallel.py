@@ -1,4 +1,4 @@
-"""int4 and int8 linears split by columns and rows: the local shards reach the kernels, in sizes of their own."""
+"""int4 and int8 linears split by columns and rows: the kernels get the local shards, with local sizes."""
 
 from __future__ import annotations
 

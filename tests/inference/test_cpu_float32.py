@@ -108,7 +108,7 @@ def test_gradients_are_of_the_values_at_forward() -> None:
 
 @pytest.fixture
 def expected() -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
-    """A layer that has seen a product, what it was with, and the result."""
+    """A layer after a first product, its input, and the result."""
     linear, x = layer(), torch.randn(1, 48)
     with torch.no_grad():
         linear(x)
@@ -118,7 +118,7 @@ def expected() -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @torch.no_grad()
 def test_traces_contain_the_codes() -> None:
-    """They do not contain the memory that the next product writes to."""
+    """Results do not share the memory that the next product overwrites."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     linear, x = layer(lb.Int8WeightOnly()), torch.randn(1, 48)

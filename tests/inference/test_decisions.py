@@ -1,4 +1,4 @@
-"""A weight remembers which implementation runs its products: nothing that decides this may be overlooked."""
+"""A weight caches the implementation of its products, by every property that decides it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_equal_products_are_decided_once(name: str, asked: list[str]) -> None:
 
 @every_row
 @torch.no_grad()
-def test_what_decides_is_compared(name: str, asked: list[str]) -> None:
+def test_every_deciding_property_is_compared(name: str, asked: list[str]) -> None:
     model, x = layer(name)
     residual = torch.zeros(3, 48, dtype=x.dtype)
     calls = [
@@ -196,7 +196,7 @@ def test_weights_that_move_are_copied_or_viewed(name: str, asked: list[str]) -> 
 @every_row
 @torch.no_grad()
 def test_parts_that_no_longer_fit_are_refused(name: str) -> None:
-    """They are refused, rather than read beyond their end."""
+    """An error, instead of a read beyond their end."""
     model, x = layer(name)
     model(x)
     model.weight.codes = model.weight.codes[:4].clone()

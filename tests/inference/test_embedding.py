@@ -1,4 +1,4 @@
-"""Quantized embeddings: gather, then dequantize only the rows asked for."""
+"""Quantized embeddings: gather the rows, then dequantize only them."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_unregistering_takes_every_registration() -> None:
     assert not impl.shapes
 
 
-def test_what_is_chosen_on_cpu() -> None:
+def test_the_implementation_on_cpu() -> None:
     x = torch.randn(3, 16)
     chosen = {
         name: choose_linear(x, quantized(scheme).weight).name
@@ -174,6 +174,6 @@ def test_modules_and_functions_run_the_same_implementation(registered) -> None:
     ],
     ids=["K", "bfloat16", "float64", "integers", "as input", "twice", "relu", "exp", "lerp to"],
 )
-def test_what_a_quantized_weight_refuses(call, error, match) -> None:
+def test_operations_that_a_quantized_weight_refuses(call, error, match) -> None:
     with pytest.raises(error, match=match):
         call(quantized())

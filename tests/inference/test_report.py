@@ -162,7 +162,7 @@ def test_a_filter_sees_modules_and_names() -> None:
     assert set(report.left) == {"layers.0.down.weight", "layers.1.down.weight", "head.weight"}
 
 
-def test_a_filter_that_takes_all_leaves_what_has_no_product() -> None:
+def test_a_filter_that_takes_all_leaves_parameters_without_product() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.Bilinear(4, 4, 2), nn.LSTM(8, 8))
     report = lb.quantize_(model, INT8, lambda m, name: True)
     assert report.converted == ["0.weight"]
@@ -290,7 +290,7 @@ def test_one_parameter_under_two_names_of_one_module_stays_one() -> None:
     assert report.converted == ["first", "second"]
 
 
-def test_what_has_no_low_bit_product_is_reported() -> None:
+def test_parameters_without_low_bit_product_are_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 4))
     report = lb.quantize_(model, lb.Int8WeightOnly(), lambda module, name: True)
     assert report.left == {"0.weight": "no low-bit product for Conv2d"}

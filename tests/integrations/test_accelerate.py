@@ -1,4 +1,4 @@
-"""accelerate: prepare, mixed precision, accumulation and clipping give what a plain loop gives."""
+"""accelerate: prepare, mixed precision, accumulation and clipping give the results of a plain loop."""
 
 from __future__ import annotations
 

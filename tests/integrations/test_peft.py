@@ -1,4 +1,4 @@
-"""PEFT's adapters over a quantized base: they train, save and load, and merge, or say what to call before."""
+"""PEFT's adapters over a quantized base: they train, save, load and merge, or an error names the way out."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_merged_into_the_quantized_base(scheme, adapter, safe) -> None:
 
 @every_scheme
 @every_adapter
-def test_dequantized_first_nothing_is_lost(scheme, adapter) -> None:
+def test_merging_after_dequantize_loses_nothing(scheme, adapter) -> None:
     model = trained(scheme, adapter)
     expected = logits(model)
     with warnings.catch_warnings():
@@ -131,7 +131,7 @@ def test_merged_and_unmerged(scheme, adapter) -> None:
             assert torch.equal(p.dequantize(), before[name])
 
 
-def test_merging_says_what_it_costs() -> None:
+def test_merging_warns_of_its_rounding() -> None:
     model = trained("int4", "lora", steps=2)
     with pytest.warns(UserWarning, match=r"rounded to its own codes.*lowbit\.dequantize_\(model\)"):
         model.merge_adapter()

@@ -38,7 +38,7 @@ def test_state_dicts(case, tmp_path):
     assert same_bits(model(x), source(x))
 
 
-def test_load_model_names_what_is_missing(tmp_path):
+def test_load_model_names_missing_tensors(tmp_path):
     model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 8))
     lowbit.quantize_(model, lowbit.Int4WeightOnly(16))
     state = {name: t for name, t in model.state_dict().items() if not name.startswith("1.weight")}

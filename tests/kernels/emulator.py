@@ -100,7 +100,7 @@ def quantize_tokens(*arguments) -> None:
     """``quantize_tokens_cuda.quantize`` on CPU tensors."""
 
     def kernel(variant: quantize_tokens_cuda.Variant, device: int):
-        source = quantize_tokens_cuda.source(variant, primitives=HEADER.read_text())
+        source = quantize_tokens_cuda.source(variant, primitives=(HEADER.read_text(),))
         return _emulated("typedef unsigned int uint32;\n" + source + TOKENS_FOOTER)
 
     with _on_cpu(quantize_tokens_cuda, kernel):

@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def interpreted(code: str) -> Any:
-    """What `code` prints, as JSON, where Triton kernels run on CPU tensors. Skips the test if Triton is missing."""
+    """The JSON that `code` prints where Triton kernels run on CPU tensors. Skips the test if Triton is missing."""
     pytest.importorskip("triton")
     check = "from torch import device; from lowbit_kernels import triton_runtime as t; assert t.runs_on(device('cpu'))"
     return in_new_process(f"{check}\n{code}", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 def in_new_process(code: str, **environment: str) -> Any:
-    """What `code` prints in a fresh process, as JSON."""
+    """The JSON that `code` prints in a new process."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -196,9 +196,9 @@ static inline void barrier_wait(uint32 at, uint32 parity) {
 }
 static inline void barrier_wait_after(uint32 at, uint32 parity) { barrier_wait(at, parity); }
 static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
-static inline void cluster_meet() { emulation::meet(1, emulation::threads * emulation::cluster); }
-static inline void cluster_come() { emulation::come(1); }
-static inline void cluster_await() { emulation::await(1, emulation::threads * emulation::cluster); }
+static inline void cluster_sync() { emulation::meet(1, emulation::threads * emulation::cluster); }
+static inline void cluster_arrive() { emulation::come(1); }
+static inline void cluster_wait() { emulation::await(1, emulation::threads * emulation::cluster); }
 static inline void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
     emulation::load([=, &own = emulation::block(rank)] {
         memcpy(own.memory + address, &x, 16);
@@ -207,13 +207,13 @@ static inline void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
         finish_phase(b);
     });
 }
-static inline void come(int id, int threads) {
+static inline void named_barrier_arrive(int id, int threads) {
     emulation::Meeting &own = emulation::block().meetings[id];
     if (++own.come == threads) own.come = 0, ++own.count;
 }
-static inline void meet(int id, int threads) {
+static inline void named_barrier_sync(int id, int threads) {
     const long before = emulation::block().meetings[id].count;
-    come(id, threads);
+    named_barrier_arrive(id, threads);
     while (emulation::block().meetings[id].count == before) emulation::yield();
 }
 static inline void wait_for_previous() {}
@@ -344,10 +344,10 @@ static inline void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, 
         memcpy(emulation::memory() + emulation::fibers[me - lane + matrix * 8 + lane / 4].address + lane % 4 * 4, &x[matrix], 4);
     emulation::meet_warp();
 }
-static inline void store_matrices_turned(uint32 address, const uint32 (&x)[4]) {
+static inline void store_matrices_transposed(uint32 address, const uint32 (&x)[4]) {
     transposed_matrices(address, [&](unsigned short *p, int matrix, int i) { *p = x[matrix] >> 16 * i; });
 }
-static inline void load_matrices_turned(uint32 address, uint32 (&x)[4]) {
+static inline void load_matrices_transposed(uint32 address, uint32 (&x)[4]) {
     for (uint32 &one : x) one = 0;
     transposed_matrices(address, [&](unsigned short *p, int matrix, int i) { x[matrix] |= (uint32)*p << 16 * i; });
 }

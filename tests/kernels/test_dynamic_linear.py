@@ -80,7 +80,7 @@ def of_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("of_numbers")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.n * c.k], ids=lambda c: c.name)
-def test_few_tokens_go_as_numbers(case: Case) -> None:
+def test_codes_of_small_batches_are_multiplied_as_floats(case: Case) -> None:
     arguments = case.arguments()
     with launches.counted() as calls:
         assert_close(op(*arguments), case, arguments, sums=1e-6)
@@ -202,7 +202,7 @@ def test_cuda(case: Case) -> None:
         ),
     ],
 )
-def test_cuda_few_tokens_go_as_numbers(
+def test_cuda_codes_of_small_batches_are_multiplied_as_floats(
     format: str, m: int, scales: str, dtype: torch.dtype
 ) -> None:
     options = {"bias": True, "residual": True} | ({} if scales == "by_row" else {scales: True})
@@ -218,7 +218,7 @@ def test_cuda_few_tokens_go_as_numbers(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [4, 12, 40, 200])
-def test_cuda_what_is_not_finite_is_where_the_reference_has_it(m: int) -> None:
+def test_cuda_nan_and_infinity_are_where_the_reference_has_them(m: int) -> None:
     x, codes, *rest = Case("", m, 48, 96, "e4m3", bias=True).arguments("cuda")
     x[1, 3], x[2, 5], x[3, 6] = math.nan, math.inf, -math.inf
     codes.view(torch.uint8)[7, 11] = 255  # NaN

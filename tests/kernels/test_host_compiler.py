@@ -1,4 +1,4 @@
-"""Compiling for this machine's processor: what is cached, and what happens where compiling fails."""
+"""Compiling for this machine's processor: the cache, and failures of the compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = 'extern "C" int answer() { return 42; }'
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
-    """An own cache, and nothing remembered from other tests."""
+    """A new cache, and no state of other tests."""
     remembered = (
         *(host_compiler.library, host_compiler.compiler, host_compiler._version),
         *(fused.compile_obstacle, launch.compiled),
@@ -204,7 +204,7 @@ def test_without_a_compiler_pytorch_does_it_and_a_warning_says_so_once(monkeypat
 
 
 def broken(monkeypatch, tmp_path, how):
-    """Break the compiler in this way; return what the warning says."""
+    """Break the compiler in this way; return the text of the warning."""
     script = tmp_path / "cxx"
     compiler = shlex.join(host_compiler.compiler())
     monkeypatch.setenv("CXX", str(script))

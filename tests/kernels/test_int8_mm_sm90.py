@@ -14,7 +14,7 @@ from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close
 
 
-def test_k_is_sliced_where_tiles_are_few() -> None:
+def test_k_is_sliced_for_products_with_few_tiles() -> None:
     plans = {
         (8192, 8192, 8192): (256, 8, 1),
         (8192, 4096, 4096): (256, 4, 1),
@@ -44,7 +44,7 @@ def test_the_ring_fits_shared_memory(width: int) -> None:
 
 
 @given(st.integers(1, 2000), st.sampled_from(int8_mm_sm90.WIDTHS))
-def test_all_rows_are_copied_and_few_others(m: int, width: int) -> None:
+def test_copies_cover_all_rows_and_few_others(m: int, width: int) -> None:
     plan = int8_mm_sm90.Plan(width, 8, 1)
     rows = plan.a_rows(m)
     assert rows % 8 == 0 and rows <= 128 // plan.beside

@@ -43,7 +43,7 @@ def same(a: tuple, b: tuple) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if not c.tensorwise], ids=lambda c: c.name)
-def test_is_what_the_schemes_compute(case: Case) -> None:
+def test_equals_the_dynamic_schemes(case: Case) -> None:
     x, format, _ = case.arguments()
     codes, scale = quantize_tokens(x, format)
     assert codes.shape == (case.m, -(-case.k // 16) * 16) and not codes[:, case.k :].float().any()
@@ -127,7 +127,7 @@ def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
 def emulated(
     x: torch.Tensor, format: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the CUDA kernel writes when the CPU runs it; codes that it does not write stay -1."""
+    """The output of the CUDA kernel when the CPU emulates it; codes that it does not write stay -1."""
     codes = torch.full(x.shape, -1.0).to(dtype or FORMATS[format])
     scale = torch.full((len(x),), -1.0)
     emulator.quantize_tokens(x, codes, scale, format)

@@ -215,7 +215,7 @@ def accepting(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
 
 
 @pytest.mark.parametrize("case", [c for c in SMALL if c not in INT8], ids=lambda c: c.name)
-def test_cublas_gets_what_it_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_gets_operands_that_it_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", accepting)
     monkeypatch.setattr(module, "_takes_rows_in_any_dtype", lambda device: False)
     arguments = case.arguments()

@@ -1,4 +1,4 @@
-"""Which folders are safe to run code from, and what happens if there is none."""
+"""Folders that are safe to run code from, and the behaviour without one."""
 
 from __future__ import annotations
 

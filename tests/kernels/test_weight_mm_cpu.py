@@ -1,4 +1,4 @@
-"""The CPU kernel for few tokens: the products that it takes, and that it reads the weight's present values."""
+"""The small-batch kernel for CPUs: the products that it takes; it reads the weight's present values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++
 
 
 @needs_compiler
-def test_the_kernel_takes_few_tokens_in_16_bits() -> None:
+def test_the_kernel_takes_small_batches_in_16_bits() -> None:
     for bits, most in weight_mm_cpu.MOST_TOKENS.items():
         for m in (1, most, most + 1):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):

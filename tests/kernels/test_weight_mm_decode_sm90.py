@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels import weight_mm_decode_sm90
+from lowbit_kernels import nvrtc, weight_mm_decode_sm90
 from lowbit_kernels.weight_mm_decode_sm90 import (
     CHUNK_BYTES,
     Variant,
@@ -61,10 +61,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
     assert chosen.tokens >= m and chosen.grid % chosen.split == 0
     assert chosen.grid <= processors or chosen.split > 1
-    assert (
-        chosen.shared <= weight_mm_decode_sm90.SHARED_LIMIT
-        and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
-    )
+    assert chosen.shared <= nvrtc.SHARED_LIMIT and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
     for start, end in itertools.pairwise(
         chunks * r // chosen.split for r in range(chosen.split + 1)
     ):
@@ -192,7 +189,7 @@ def test_rows_that_lanes_read_at_once_lie_in_different_banks(bits: int, group: i
 # ---- the source ----------------------------------------------------------------------------------
 
 
-def test_source_defines_what_the_kernel_asks_for() -> None:
+def test_source_defines_every_macro_of_the_kernel() -> None:
     for variant in (
         VARIANT,
         replace(VARIANT, codes="INT8", group=0, zero=True, scale="FP32", split=4, box=0),
@@ -284,7 +281,7 @@ def test_only_float16_holds_float8() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("vector", [1, 2, 4])
-def test_mma_meets_the_same_k_on_both_sides(bits: int, vector: int) -> None:
+def test_both_operands_of_mma_have_the_same_k(bits: int, vector: int) -> None:
     """The fragments of mma.m16n8k16, lane by lane, give the product of a chunk."""
     generator = torch.Generator().manual_seed(1)
     chunk = CHUNK_BYTES * 8 // bits

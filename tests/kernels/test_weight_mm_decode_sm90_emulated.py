@@ -105,7 +105,7 @@ def test_float8(m: int, k: int, split: int, dtype: torch.dtype) -> None:
     check(case, blocks=2 * split, split=split)
 
 
-def test_what_is_not_finite_of_float8_stays_in_its_row_and_column() -> None:
+def test_nan_of_float8_stays_in_its_row_and_column() -> None:
     """The memory after a row of the weight may hold NaN, too."""
     case = float8_operands(3, 40, 96, extras=True, device="cpu")
     clean = run(case)
@@ -132,7 +132,7 @@ def test_strided_rows() -> None:
     assert torch.equal(run({**case, "x": x[:, 3:515]}), expected)
 
 
-def test_what_is_not_finite_stays_with_its_token() -> None:
+def test_nan_and_infinity_stay_with_their_token() -> None:
     """Also where the registers hold the x of another chunk in other columns."""
     case = operands(2, 20, 2304, device="cpu")
     clean = run(case)

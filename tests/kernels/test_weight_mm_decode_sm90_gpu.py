@@ -243,7 +243,7 @@ def test_equal_tokens_lose_nothing_to_the_codes_offset(bits: int, value: float) 
 
 
 @pytest.mark.gpu
-def test_what_is_not_finite_stays_where_it_is() -> None:
+def test_nan_and_infinity_stay_in_their_outputs() -> None:
     case = operands(9, 40, 288, 4, 32)
     clean = run(case)
     case["x"][2, 5], case["x"][8, 287] = float("nan"), float("inf")
@@ -281,7 +281,7 @@ def test_plans_of_one_variant_do_not_take_each_others_shared_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_in_a_graph_after_what_writes_its_operands() -> None:
+def test_in_a_graph_after_the_kernel_that_writes_its_operands() -> None:
     case = operands(3, 512, 4096)
     run(case)
     source_codes, source_x = case["codes"].clone(), case["x"].clone()

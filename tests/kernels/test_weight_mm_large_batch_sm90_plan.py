@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import weight_mm_large_batch_sm90
-from lowbit_kernels.weight_mm_large_batch_sm90 import BAND, SHARED_LIMIT, Plan, Tile, plan, stages
+from lowbit_kernels import nvrtc, weight_mm_large_batch_sm90
+from lowbit_kernels.weight_mm_large_batch_sm90 import BAND, Plan, Tile, plan, stages
 
 
 def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
@@ -74,7 +74,7 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, processors, ma
     stage = weight_mm_large_batch_sm90._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
     assert (
         chosen.stages * stage + weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split)
-        <= SHARED_LIMIT
+        <= nvrtc.SHARED_LIMIT
     )
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):

@@ -45,7 +45,7 @@ def test_float32_states_follow_torch(theirs, ours, options):
 
 
 @pairs
-def test_the_reference_step_is_what_the_class_does(theirs, ours):
+def test_the_class_steps_as_its_reference(theirs, ours):
     (p,) = parameters((40, 130))
     q = p.detach().double()
     m, v = torch.zeros_like(q), torch.zeros_like(q)
@@ -271,7 +271,7 @@ def test_the_step_counter_is_float64_whatever_the_default_dtype():
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW4bit, CPUOffloadOptimizer], ids=lambda c: c.__name__)
-def test_a_compiled_training_step_runs_it(cls):
+def test_a_compiled_training_step_runs_the_optimizer(cls):
     pairs = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -258,7 +258,7 @@ def check_sharded(rank, world_size):
         train(first, own[1], 3)
         second.load_state_dict(first.state_dict())
         gathered = [get_optimizer_state_dict(first, own[1], options=options)]
-        torch.distributed.broadcast_object_list(gathered)  # only rank 0 gets all of it
+        torch.distributed.broadcast_object_list(gathered)  # only rank 0 gets the whole state dict
         set_optimizer_state_dict(second, own[2], gathered[0], options=options)
         train(whole, own[0], 2, first=3)
         train(second, own[2], 2, first=3)

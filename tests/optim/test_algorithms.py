@@ -1,6 +1,6 @@
 """Lion, SGD and AdEMAMix in every format: their reference steps, torch.optim.SGD, training, refusals, CUDA texts.
 
-`test_against_torch` and the files beside it have what no algorithm does in its own way.
+`test_against_torch` and the files beside it test the behaviour that all algorithms share.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowbit import optim
-from lowbit.rounding import join_bf16, random_bits, round_bf16, split_bf16
+from lowbit.rounding import bits_at, join_bf16, keys, round_bf16, split_bf16
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
 
 every = pytest.mark.parametrize("state", FORMATS)
@@ -49,7 +49,8 @@ def test_the_random_bits_are_those_of_the_key():
             (0, p, q),
             (2, optimizer.state[p]["exp_avg_sq"], full.state[q]["exp_avg_sq"]),
         ):
-            bits = random_bits((70, 100), seed=7, step=step, tensor=4 * 1 + slot)
+            key = map(torch.as_tensor, keys(7, step, 4 * 1 + slot))
+            bits = bits_at(torch.arange(7000).view(70, 100), *key)
             assert torch.equal(new, round_bf16(exact.detach(), bits)), (step, slot)
         exact = full.state[q]["exp_avg"]
         assert torch.equal(optimizer.state[p]["exp_avg"], exact.bfloat16())

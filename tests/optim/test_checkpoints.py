@@ -237,7 +237,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("change,error,message", BROKEN.values(), ids=BROKEN)
-def test_what_does_not_fit_is_refused_and_changes_nothing(change, error, message):
+def test_a_misfit_is_refused_and_changes_nothing(change, error, message):
     params, state_dict = broken(change)
     copies, other = fresh(params, lr=0.5, state="8bit")
     run(other, copies, 1)
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, error, message
 
 
 @pytest.mark.parametrize("given", [None, {}, {"state": {}}], ids=repr)
-def test_what_is_no_checkpoint_is_refused(given):
+def test_values_that_are_no_checkpoint_are_refused(given):
     _, optimizer = trained()
     with pytest.raises(TypeError, match=r"state_dict must be.*'param_groups', got"):
         optimizer.load_state_dict(given)

@@ -1,4 +1,4 @@
-"""CodebookTensor: layout, encoding, slices that stay exact, and what torch does to an optimizer state."""
+"""CodebookTensor: layout, encoding, exact slices, and torch operations on optimizer states."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_bytes_an_element(name, signed):
     assert stored / t.numel() == {"4bit": 0.53125, "8bit": 1.015625, "float8": 1.015625}[name]
 
 
-def test_refuses_what_it_cannot_store():
+def test_refuses_values_that_it_cannot_store():
     with pytest.raises(ValueError, match=r"'4bit', '8bit', 'float8', got 'int4'"):
         CodebookTensor.zeros((4, 4), "int4", signed=True)
     for block in (0, 3, 2.0, True):

@@ -312,7 +312,7 @@ def run_steps(optimizer, params, steps, first=0):
         optimizer.step()
 
 
-def test_what_the_kernel_does_not_take(device):
+def test_parameters_without_a_kernel(device):
     """float64 weights and transposed ones are updated by PyTorch operations, in the same step."""
     params = [
         nn.Parameter(rand(64, 128, dtype=torch.float64).to(device)),

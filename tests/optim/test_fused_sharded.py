@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
-from lowbit.optim import state as states
+from lowbit.tensor.dtensor import local as to_local
 from tests.distributed.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES, count, emulate
@@ -56,7 +56,7 @@ def check_rows(rank, world_size, how):
             for key, expected in reference.state[p].items():
                 found = own.state[q][key]
                 if key != "step":
-                    assert states.local(found).shape == q.to_local().shape, (name, key)
+                    assert to_local(found).shape == q.to_local().shape, (name, key)
                     found = found.full_tensor()
                 assert torch.equal(found, expected), (name, key, p.shape)
     return True

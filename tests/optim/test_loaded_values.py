@@ -152,7 +152,7 @@ def test_random_bits_differ_in_every_step_beyond_float32():
     assert not torch.equal(moves[1], moves[2])
 
 
-def test_rows_of_a_large_int8_weight_count_alike():
+def test_rows_of_a_large_int8_weight_count_the_same_steps():
     """Each row of the kernel's table has its own counter."""
     from lowbit.optim import job, rounded
     from lowbit.train import Int8Weight, prepare_
@@ -172,7 +172,7 @@ def test_rows_of_a_large_int8_weight_count_alike():
     assert optimizer.state[weight]["step"] == 2**24 + 2
 
 
-def test_a_counter_in_float32_that_someone_put_there():
+def test_a_float32_counter_set_by_the_user():
     params, optimizer = trained(optim.AdamW, {})
     for param in params:
         optimizer.state[param]["step"] = torch.tensor(5.0)

@@ -1,4 +1,4 @@
-"""Tensors and options replaced between two compiled steps: the step notices, and reads nothing stale."""
+"""Tensors and options replaced between two compiled steps: the step reads the new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models moved or converted after a step: the optimizer does not block it, and reads nothing stale."""
+"""Models moved or converted after a step: the optimizer allows it, and reads the new tensors."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_offloaded_plain_weights_may_be_swapped():
     assert all(((p != 1.0) & (p > 0.98) & (p < 1.02)).all() for p in model.parameters())
 
 
-def test_offloaded_gradients_are_copied_anew_where_a_new_one_has_the_old_ones_place():
+def test_a_new_gradient_at_an_old_address_is_copied_again():
     """A freed gradient may be followed by one with the same address, version and id."""
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = CPUOffloadOptimizer([param], torch.optim.SGD, lr=1.0)

@@ -149,7 +149,7 @@ def train(model, optimizer, steps, first=0, tokens=16):
 
 @every
 def test_groups_and_their_adamw_part(state):
-    """The groups for AdamW get bit for bit what AdamW gives."""
+    """The groups for AdamW equal those of AdamW, bit for bit."""
     model, other = Model(), Model()
     optimizer = Muon(groups(model), lr=0.02, adamw_lr=0.01, adamw_eps=1e-6, state=state)
     assert [g["use_muon"] for g in optimizer.param_groups] == [True, False, False]

@@ -1,4 +1,4 @@
-"""CPUOffloadOptimizer gives what its base optimizer gives, bit for bit, in every way a training loop uses it.
+"""CPUOffloadOptimizer gives the results of its base optimizer, bit for bit, in every kind of training loop.
 
 On the CPU the copies are made at once, or, by `Late`, as late as a GPU could make them: what is read too early is NaN,
 and what is overwritten too early is wrong.
@@ -47,7 +47,7 @@ def test_equals_the_base_optimizer(base, offload_gradients, passes):
 
 @gradients
 def test_bfloat16_weights_with_stochastic_rounding(offload_gradients):
-    """Random bits depend on a parameter's index in the optimizer, which is the same."""
+    """Random bits depend on a parameter's index in the optimizer, which offload keeps."""
     both = pair("AdamW8bit", offload_gradients, torch.bfloat16, bf16_stochastic_round=True, seed=3)
     for model, optimizer in both:
         train(model, optimizer, 3, passes=2)

@@ -1,4 +1,4 @@
-"""CPUOffloadOptimizer in two processes: FSDP2, distributed checkpoints and DDP give what the base optimizer gives."""
+"""CPUOffloadOptimizer in two processes: FSDP2, distributed checkpoints and DDP give the base optimizer's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that a user defines in a file of their own, without and with a rule for the kernels."""
+"""Optimizers that a user defines in a separate file, without and with a rule for the kernels."""
 
 from __future__ import annotations
 

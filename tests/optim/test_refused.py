@@ -1,4 +1,4 @@
-"""Options and parameters that optimizers refuse, by name and with what is accepted, before anything changes."""
+"""Refused options and parameters: errors give the name and the accepted values, before anything changes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_unknown_option_is_refused_with_those_that_exist():
 
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 2.0}, {"skip_nonfinite": True}], ids=str)
-def test_what_concerns_all_gradients_is_the_same_in_all_groups(options):
+def test_options_of_all_gradients_are_the_same_in_all_groups(options):
     optimizer = optim.AdamW(parameters((4, 4)))
     with pytest.raises(ValueError, match=r"in one group and .* in another: it concerns"):
         optimizer.add_param_group({"params": parameters((4, 4)), **options})

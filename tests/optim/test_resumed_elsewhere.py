@@ -125,7 +125,7 @@ def test_muons_matrices_are_eager_everywhere():
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"stepped_by": 3}, {"stepped_by": {0: 7}}, 5])
-def test_state_dicts_without_it_load(metadata):
+def test_state_dicts_without_a_record_load(metadata):
     saved = checkpoint()
     if metadata is None:
         saved = dict(saved)
@@ -149,13 +149,13 @@ def test_the_keys_of_a_state_dict_stay_those_of_torch():
     silent(optimizer, params)
 
 
-def test_a_copied_state_dict_keeps_it():
+def test_a_copied_state_dict_keeps_the_record():
     _, optimizer = made()
     optimizer.load_state_dict(copy.deepcopy(checkpoint()))
     assert optimizer.state_dict()._metadata == {"stepped_by": {0: "fused cpu", 1: "fused cpu"}}
 
 
-def test_a_refused_state_dict_leaves_it():
+def test_a_refused_state_dict_keeps_the_record():
     params, optimizer = made()
     run(optimizer, params, 1)
     saved = checkpoint(fused=False)
@@ -165,7 +165,7 @@ def test_a_refused_state_dict_leaves_it():
     silent(optimizer, params, 1)
 
 
-def test_a_parameter_without_gradient_is_by_nobody():
+def test_a_parameter_without_gradient_has_no_record():
     params, optimizer = made()
     set_grads(params, 0)
     params[1].grad = None

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lowbit import Int8Weight, Int8WeightTensor, optim, train
 from lowbit.optim import job
 from lowbit.optim import state as states
+from lowbit.tensor.dtensor import local as to_local
 from tests.distributed.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES
@@ -52,7 +53,7 @@ def check_alike(whole, parts, reference, own, name):
         for key, value in reference.state[p].items():
             state = own.state[q][key]
             if key != "step":
-                assert states.local(state).shape == q.to_local().shape, (name, key)
+                assert to_local(state).shape == q.to_local().shape, (name, key)
                 state = state.full_tensor()
             assert torch.equal(state, value), (name, key, p.shape)
 
@@ -71,7 +72,7 @@ def check_rows(rank, world_size, how, piece):
             own = trained(parts, lambda t: distribute_tensor(t, mesh, [Shard(0)]), options)
             assert LAUNCHES
         check_alike(whole, parts, reference, own, name)
-    assert 0 in {states.local(p).numel() for p in parts} or rank == 0
+    assert 0 in {to_local(p).numel() for p in parts} or rank == 0
     return True
 
 

@@ -1,4 +1,4 @@
-"""Two processes: FSDP2, tensor parallelism and distributed checkpoints give what one process gives, bit for bit.
+"""Two processes: FSDP2, tensor parallelism and distributed checkpoints give the results of one process, bit for bit.
 
 Every check runs over all formats in one call, since starting processes is what takes the time.
 """

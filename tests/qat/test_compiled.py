@@ -1,4 +1,4 @@
-"""A compiled prepared model computes what the converted one will, to the bit, and its gradients arrive."""
+"""A compiled prepared model equals the converted one, bit for bit, and computes gradients."""
 
 from __future__ import annotations
 

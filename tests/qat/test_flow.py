@@ -1,4 +1,4 @@
-"""prepare_ and convert_ over whole models: reports, ties, what they refuse, and what is left as it was."""
+"""prepare_ and convert_ over whole models: reports, ties, refusals, and weights that are left alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_prepared_parameters_share_memory_with_the_old_ones() -> None:
 
 
 def test_a_weight_that_is_not_contiguous() -> None:
-    """Its codes are row-major all the same, and it is converted to what was trained."""
+    """Its codes are row-major, and it is converted to the trained values."""
     strided, plain = nn.Linear(64, 24), nn.Linear(64, 24)
     strided.weight = nn.Parameter(torch.randn(64, 24).t())
     plain.load_state_dict(strided.state_dict())

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a QAT weight gives the products and gradients of the weight itself, to the bit."""
+"""The form that FSDP2 gathers of a QAT weight has the products and gradients of the weight itself, to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _check(spec: Spec) -> None:
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_codes_that_clip_are_told_apart(fmt: Int, mapping) -> None:
+def test_codes_that_clip_are_distinguished(fmt: Int, mapping) -> None:
     _check(Spec(fmt, PerRow(), mapping))
     _check(Spec(fmt, PerGroup(16), mapping))
 
@@ -50,8 +50,8 @@ def test_one_byte_an_element() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_what_is_not_finite_is_the_same(fmt: Int, mapping, bad: float) -> None:
-    """Of a weight that diverged in training: its values, and the gradient that reaches it."""
+def test_nan_and_infinity_are_the_same(fmt: Int, mapping, bad: float) -> None:
+    """The values and the gradient of a weight that diverged in training."""
     weight = FakeQuantizedTensor(torch.randn(3, 40), Scheme(Spec(fmt, PerGroup(16), mapping)))
     weight.weight[1, 20] = bad
     own, gathered = nn.Parameter(weight), nn.Parameter(weight._wire())

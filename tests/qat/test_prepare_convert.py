@@ -158,7 +158,7 @@ def test_the_integer_path_is_close(scheme: lb.Scheme) -> None:
 
 
 @over(QAT_SCHEMES)
-def test_converting_is_quantizing_what_was_trained(scheme: lb.Scheme) -> None:
+def test_converting_quantizes_the_trained_weights(scheme: lb.Scheme) -> None:
     model = prepared(scheme)
     with torch.no_grad():
         model[0].weight.mul_(1.5).add_(0.01)
@@ -194,7 +194,7 @@ def test_embeddings(scheme: lb.Scheme, dtype: torch.dtype) -> None:
 @over({"int4-g8": lb.Int4WeightOnly(8), "float8": lb.Float8WeightOnly()})
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_a_transformer_layer(scheme: lb.Scheme, train: bool) -> None:
-    """Its attention multiplies by a weight without calling the module that holds it."""
+    """nn.MultiheadAttention multiplies by a weight without a call of the module that holds it."""
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(train)
     qat.prepare_(model, scheme)
     x = torch.randn(2, 5, 16)

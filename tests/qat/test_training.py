@@ -56,7 +56,7 @@ def net(scheme: lb.Scheme = INT4, seed: int = 0) -> Net:
 
 
 def batch(seed: int = 0, size: int = 48) -> tuple[Tensor, Tensor]:
-    """Learnable by heart: the class of a token is a fixed permutation of it."""
+    """The class of a token is a fixed permutation of it, so a model can learn it exactly."""
     tokens = torch.randint(32, (size,), generator=torch.Generator().manual_seed(seed))
     return tokens, (tokens * 7 + 3) % 32
 
@@ -343,7 +343,7 @@ def test_bfloat16_weights_train() -> None:
 
 
 def test_fine_tuning_recovers_what_rounding_lost() -> None:
-    """The point of it all: 3-bit weights after QAT fit better than 3-bit weights rounded after training."""
+    """3-bit weights after QAT fit better than 3-bit weights rounded after training."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -180,7 +180,7 @@ for size in SIZES:
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    """In a process of its own, as Triton reads TRITON_INTERPRET when it is imported."""
+    """In a separate process, because Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],

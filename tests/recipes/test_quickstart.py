@@ -63,7 +63,7 @@ def go_on(
     config: quickstart.TrainingConfig = CONFIG,
     device: torch.device = CPU,
 ) -> Measurements:
-    """Do what is left of the run in `folder`."""
+    """Finish the run in `folder`."""
     tracker = runs.Tracker(folder, {}, "disabled")
     try:
         return quickstart.train_and_report(Run(config, folder, data, tracker, device))
@@ -72,7 +72,7 @@ def go_on(
 
 
 def stop_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Ctrl-C came during the step after so many steps."""
+    """Raise KeyboardInterrupt during the step after so many steps."""
     left = steps
 
     class Interrupt(runs.DelayedInterrupt):
@@ -168,7 +168,7 @@ def test_branches_share_data_schedule_and_start(finished: Finished) -> None:
     assert first["heldout_loss"] == last[0]["heldout_loss"]  # type: ignore[index]
 
 
-def test_saved_models_are_what_they_say(finished: Finished) -> None:
+def test_saved_models_match_their_descriptions(finished: Finished) -> None:
     folder, found = finished
     for name, bits in (("int4-qat", 4), ("int3-rtn", 3)):
         model = quickstart.load_model(folder.model(name), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The quick start as users meet it: a command, its exit status, what it prints, and Ctrl-C."""
+"""The quick start as a command: its exit status, its output, and Ctrl-C."""
 
 from __future__ import annotations
 

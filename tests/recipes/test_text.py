@@ -41,7 +41,7 @@ def test_split_is_by_file_and_complete(tmp_path: Path) -> None:
     assert SHARE <= share < 3 * SHARE
 
 
-def test_split_depends_on_names_not_on_place(tmp_path: Path) -> None:
+def test_split_depends_on_names_not_on_folders(tmp_path: Path) -> None:
     first = read_split(write_files(tmp_path / "here", 30))
     second = read_split(write_files(tmp_path / "there", 30))
     assert first[:2] == second[:2]
@@ -65,7 +65,7 @@ def test_one_file_is_split_by_pieces(tmp_path: Path) -> None:
     assert 0 < len(heldout) < len(train)
 
 
-def test_what_is_no_text_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_files_that_are_no_text_are_skipped_and_counted(tmp_path: Path) -> None:
     write_files(tmp_path, 25)
     (tmp_path / "latin.txt").write_bytes("déjà vu".encode("latin-1"))
     (tmp_path / "binary.bin").write_bytes(b"\0\1\2")

@@ -99,7 +99,7 @@ class Case:
 
     @property
     def is_cast(self) -> bool:
-        """A conversion to another dtype rounds what it stores, a plain weight, and not only what it gives."""
+        """A conversion to another dtype also rounds the plain weight that it stores."""
         return self.kind is MixedPrecisionTensor
 
     @property
@@ -129,7 +129,7 @@ class Case:
         return "transposed" in self.kind.meta_attrs
 
     def values_of(self, t: Any) -> Tensor:
-        """What slicing must commute with: of a QAT weight the weight itself, whose scales a slice may change."""
+        """The values with which slicing commutes: for QAT the weight itself, because a slice may change scales."""
         return t.master() if self.is_trainable else t.dequantize()
 
 
@@ -228,7 +228,7 @@ every_master = over([case for case in CASES if case.has_master])
 every_kept_in_any_dtype = over([case for case in CASES if not case.is_cast])
 every_qat = over([case for case in CASES if case.is_qat])
 
-# Shapes that people meet: even, K to be padded, odd and prime, one row, one element, no rows.
+# Shapes: even, K to be padded, odd and prime, one row, one element, no rows.
 SHAPES = [(24, 96), (24, 100), (7, 101), (1, 33), (1, 1), (0, 96)]
 
 

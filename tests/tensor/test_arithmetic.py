@@ -24,7 +24,7 @@ SHAPES = pytest.mark.parametrize("shape", [(24, 100), (7, 101), (3, 8, 96)], ids
 
 @every_frozen
 @SHAPES
-def test_what_is_read_is_read_of_the_values(case, shape) -> None:
+def test_reads_see_the_values(case, shape) -> None:
     w = case.make(shape)
     plain, other = w.dequantize(), values(shape, seed=3)
     for read in (
@@ -75,7 +75,7 @@ def test_a_change_is_quantized_in_the_same_scheme(case, shape) -> None:
 
 @quiet
 @every_affine
-def test_what_does_not_change_stays_to_the_bit(case) -> None:
+def test_unchanged_values_stay_to_the_bit(case) -> None:
     w, before = case.make((24, 96)), case.make((24, 96))
     w.add_(torch.zeros(24, 96))
     w.mul_(1.0)
@@ -145,7 +145,7 @@ def test_ternary_weights_are_not_changed() -> None:
 @quiet
 @every_affine
 def test_data_takes_values_and_leaves_aliases(case) -> None:
-    """As for plain tensors: what was kept of the weight can be put back."""
+    """As for plain tensors, a saved copy of the weight can be assigned again."""
     w = nn.Parameter(case.make((8, 96)), requires_grad=False)
     kept, first = w.data, case.make((8, 96))
     w.data = wanted = values((8, 96), seed=4)
@@ -157,7 +157,7 @@ def test_data_takes_values_and_leaves_aliases(case) -> None:
 
 
 @every_affine
-def test_data_refuses_what_does_not_fit(case) -> None:
+def test_data_refuses_a_misfit(case) -> None:
     w = case.make((8, 96))
     others = case.others or [next(c for c in FROZEN if c.how != case.how)]
     for given, error, message in (
@@ -173,7 +173,7 @@ def test_data_refuses_what_does_not_fit(case) -> None:
 
 @every_trainable
 def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
-    """`weight.data += x` assigns what it has changed already; other values it refuses."""
+    """`weight.data += x` assigns the tensor that it changed in place; other values are refused."""
     w = nn.Parameter(case.make((8, 96)))
     before = w.master().clone()
     w.data += 0.5
@@ -182,7 +182,7 @@ def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
         w.data = before
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------
+# ---- warnings and errors ---------------------------------------------------------------------------------------
 
 
 def test_rounding_is_said_once() -> None:

@@ -23,7 +23,7 @@ def test_every_exported_tensor_is_on_the_surface_of_lowbit():
 
 
 @every_case
-def test_a_case_makes_what_it_says(case):
+def test_a_case_makes_a_tensor_of_its_class(case):
     for shape in SHAPES:
         t = case.make(shape)
         assert type(t) is case.kind

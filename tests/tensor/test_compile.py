@@ -144,7 +144,7 @@ def test_a_state_updated_in_place_in_a_graph(case):
     assert same(state, twin)
 
 
-def test_another_scheme_compiles_anew():
+def test_another_scheme_compiles_again():
     """The metadata is guarded on: a graph made for one scheme never serves another."""
     fn, counter = compiled(lambda x, w: F.linear(x, w))
     x = values((5, 96), 1)

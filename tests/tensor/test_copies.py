@@ -1,4 +1,4 @@
-"""What torch does to any tensor: flatten, copy, move, pickle, save, compare, print, refuse."""
+"""Operations that torch runs on any tensor: flatten, copy, move, pickle, save, compare, print."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_pickled(case):
 
 
 def test_loaded_in_a_fresh_process(tmp_path):
-    """Where nothing but `import lowbit` has run before torch.load(weights_only=True)."""
+    """In a process that only imports lowbit before torch.load(weights_only=True)."""
     tensors = {name: case.make((7, 101)) for name, case in BY_NAME.items()}
     torch.save(tensors, tmp_path / "tensors.pt")
     code = (

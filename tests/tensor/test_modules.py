@@ -96,7 +96,7 @@ def test_module_share_memory_half_of_deepcopy_and_apply(case):
 
 @every_case
 def test_state_dict_assigned(case):
-    """assign=True replaces whatever was there, as after loading a checkpoint into a model on meta."""
+    """assign=True replaces any tensor, as after loading a checkpoint into a model on meta."""
     state = {"weight": case.make((24, 100))}
     for device in ("cpu", "meta"):
         linear = nn.Linear(100, 24, bias=False, device=device)
@@ -145,7 +145,7 @@ def test_state_dict_of_plain_values_is_encoded(case):
 
 @every_weight
 def test_state_dict_copied_into_a_plain_module(case):
-    """Dequantized; a QAT weight as its high-precision self, which loses nothing."""
+    """Dequantized values; for QAT the high-precision weight, which loses nothing."""
     module, plain = module_of(case), nn.Linear(100, 24)
     plain.load_state_dict(joined(module.head.state_dict()))
     assert type(plain.weight.detach()) is torch.Tensor
@@ -179,7 +179,7 @@ def test_as_a_buffer(case):
 
 @every_frozen_weight
 def test_an_adapter_over_a_frozen_weight_trains(case):
-    """LoRA: gradients pass through the frozen weight to what stands before it."""
+    """LoRA: gradients pass through the frozen weight to earlier layers."""
     base = nn.Linear(100, 24, bias=False)
     base.weight = nn.Parameter(case.make((24, 100)))
     down, up = nn.Linear(100, 4, bias=False), nn.Linear(4, 100, bias=False)

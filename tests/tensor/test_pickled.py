@@ -1,4 +1,4 @@
-"""Pickles of low-bit tensors: loaded onto any device, checked as they are put together, old ones too."""
+"""Pickles of low-bit tensors, also old ones: they load onto any device, and their parts are checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(content: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def as_torch_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What versions before this one wrote: torch's wrapper, and its attributes."""
+    """The format of earlier versions: torch's wrapper and its attributes."""
     monkeypatch.setattr(LowbitTensor, "__reduce_ex__", Tensor.__reduce_ex__)
 
 
@@ -180,7 +180,7 @@ def test_keys_of_compiled_graphs_depend_on_lowbits_sources(case, monkeypatch):
     assert pickle.dumps(weight) == before[2]
 
 
-def test_hooks_are_told_of():
+def test_hooks_give_a_warning():
     weight = nn.Parameter(BY_NAME["qat-int4-g32"].make((8, 96)))
     weight.register_hook(lambda grad: grad)
     with pytest.warns(UserWarning, match="backward hook .* will not be serialized"):
@@ -188,7 +188,7 @@ def test_hooks_are_told_of():
 
 
 def test_a_scale_that_was_precomputed_is_not_kept():
-    """It is tied to the version of the weight inside, which a loaded weight counts anew."""
+    """It belongs to the version of the weight inside, and a loaded weight starts with another version."""
     weight = BY_NAME["train-bitnet"].make((8, 96))
     weight.remember_scale(weight.own_scale())
     assert loaded(weight).known_scale() is None and same(loaded(weight), weight)
@@ -196,7 +196,7 @@ def test_a_scale_that_was_precomputed_is_not_kept():
 
 def _echo(queue, answers):
     answers.put({name: t.clone() for name, t in queue.get().items()})
-    queue.get()  # its memory goes with it, so it stays until that has been taken
+    queue.get()  # keeps the memory alive until the other process has mapped it
 
 
 def test_sent_to_another_process():
@@ -230,7 +230,7 @@ def test_of_a_data_loaders_workers():
 
 
 def test_a_file_of_an_earlier_version_loads():
-    """Written by version 0.1.0 before it had a way of its own."""
+    """Version 0.1.0 wrote it, before lowbit had its own format."""
     found = torch.load(DATA / "pickled_by_torch.pt", weights_only=True)
     tensors = {name: t for name, t in found.items() if isinstance(t, LowbitTensor)}
     assert len(tensors) == 17 and {type(t) for t in tensors.values()} == {c.kind for c in CASES} - {
@@ -245,7 +245,7 @@ def test_a_file_of_an_earlier_version_loads():
 
 
 @every_case
-def test_what_torch_pickled_loads(case, as_torch_pickles):
+def test_pickles_in_torchs_own_format_load(case, as_torch_pickles):
     t = case.make((7, 101))
     t.note = 3
     content = {"tensor": t, "parameter": nn.Parameter(t, requires_grad=case.is_trainable)}
@@ -392,14 +392,14 @@ def test_every_part_of_every_representation_is_checked(case):
                 loaded(t)
 
 
-def test_a_pickle_cannot_set_what_belongs_to_the_class():
+def test_a_pickle_cannot_set_attributes_of_the_class():
     t = BY_NAME[INT8].make((8, 96))
     t.schemes = ()
     with pytest.raises(ValueError, match="the pickled Int8WeightTensor sets 'schemes'"):
         loaded(t)
 
 
-def test_a_call_that_is_not_ours_is_refused():
+def test_a_rebuild_of_another_class_is_refused():
     from lowbit.tensor.pickled import rebuild
 
     t = BY_NAME["int8-row"].make((8, 96))

@@ -49,7 +49,7 @@ def relative_error(found, reference):
 
 
 def activation_of(case, x):
-    """x as the product sees it."""
+    """x as the product rounds it."""
     spec = case.activation
     return x if spec is None or x.numel() == 0 else spec.fake_quantize(x)
 

@@ -35,8 +35,8 @@ def test_codes_take_no_gradient() -> None:
         weight.requires_grad = True
 
 
-def test_what_asks_for_no_gradient_is_not_warned() -> None:
-    """Only a parameter that somebody wants to train, and one warning for all of a model."""
+def test_no_warning_without_a_request_for_gradients() -> None:
+    """Only requires_grad=True on a frozen weight warns, once for a model."""
     model = nn.Sequential(*(nn.Linear(32, 8) for _ in range(20)))
     lowbit.quantize_(model, SCHEME)
     with warnings.catch_warnings():

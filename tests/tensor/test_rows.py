@@ -1,4 +1,4 @@
-"""`tensor[i]` of a low-bit matrix is its row; what is written to a part arrives or is refused."""
+"""`tensor[i]` of a low-bit matrix is its row; writes to a part arrive or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_copying = over([case for case in CASES if not case.has_master])
 
 
 def rows_of(case, t) -> Tensor:
-    """What a row must equal: of a weight that keeps its values, the rows of these."""
+    """The expected rows: those of the high-precision values where the weight keeps them."""
     return (t.master() if case.has_master else t.dequantize()).clone()
 
 
@@ -158,7 +158,7 @@ def test_compiled() -> None:
     [2, -1, slice(0, 2), slice(None), ..., (1, slice(0, 32)), (slice(None), slice(0, 32)), (2, 5)],
     ids=str,
 )
-def test_what_is_written_arrives_or_is_refused(case, index) -> None:
+def test_writes_arrive_or_are_refused(case, index) -> None:
     """Before, a part of a weight of one scale took the scale along, and changed all the rest."""
     t = case.make((8, 96))
     expected = case.values_of(t).clone()

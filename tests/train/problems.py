@@ -1,4 +1,4 @@
-"""Schemes to test `lowbit.train` with, and how far a result is from what it should be."""
+"""Schemes to test `lowbit.train` with, and errors of results."""
 
 from __future__ import annotations
 

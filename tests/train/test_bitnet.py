@@ -25,14 +25,14 @@ every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
 def ternary(weight):
-    """What the paper makes of a weight: float64."""
+    """The paper's rounding of a weight: float64."""
     weight = weight.detach().double()
     scale = weight.abs().mean()
     return (weight / scale).round().clamp(-1, 1) * scale
 
 
 def rounded(x):
-    """What the paper makes of an input: float64."""
+    """The paper's rounding of an input: float64."""
     x = x.detach().double()
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (x / scale).round() * scale, 0.0)
@@ -110,7 +110,7 @@ def test_scales_reach_far(size, n, k):
     assert relative(BitNetTensor(weight, BitNet()).dequantize(), ternary(weight)) < 1e-6
 
 
-def test_zeros_and_what_is_not_finite():
+def test_zeros_nan_and_infinity():
     zero = BitNetTensor(torch.zeros(8, 32), BitNet())
     assert torch.equal(F.linear(values(4, 32), zero), torch.zeros(4, 8))
     x = values(4, 32)
@@ -202,7 +202,7 @@ def test_gradients_accumulate_and_no_grad_agrees():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_converted_it_computes_the_same_to_the_bit(dtype, tmp_path):
+def test_a_converted_model_computes_the_same_to_the_bit(dtype, tmp_path):
     model = Model().to(dtype)
     train.prepare_(model, BitNet())
     train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
@@ -275,7 +275,7 @@ def test_codes_are_packed_and_unpacked(n, k):
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_embeddings_and_what_is_tied_to_them_are_left():
+def test_embeddings_and_weights_tied_to_them_are_left_alone():
     model = Model()
     report = train.prepare_(model, BitNet(), lambda m, n: isinstance(m, nn.Linear | nn.Embedding))
     assert "multiplies nothing" in report.left["table.weight"]

@@ -1,4 +1,4 @@
-"""Derivatives: what is kept for them, second ones, and the transforms of torch.func."""
+"""Derivatives: saved tensors, second derivatives, and the transforms of torch.func."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.train.problems import SCHEMES, linear, prepared, snr, values
     ids=["int8", "weight", "weight-products", "bitnet"],
 )
 def test_second_derivatives_are_refused(scheme):
-    """They would be wrong in silence: what is rounded has no derivative, and the weight's part would be missing."""
+    """They would be silently wrong: rounding has no derivative, and the weight's term would be missing."""
     low, x = prepared(linear(24, 64), scheme), values(16, 64).requires_grad_()
     kind = type(low.weight).__name__
     with pytest.raises(NotImplementedError, match=rf"{kind}.*second derivatives.*create_graph"):

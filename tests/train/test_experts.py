@@ -74,7 +74,7 @@ WEIGHTS = {"weight": Int8Weight(), "weight-products": INT8_WEIGHT, "bitnet": Bit
 @pytest.mark.parametrize("scheme", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_weights_in_low_bits(scheme, name):
-    """As those of what the weight stands for."""
+    """As those of the dequantized weight."""
     product, shape, count = PRODUCTS[name]
     low = prepared(Experts(product, shape), scheme)
     exact = Experts(product, shape)

@@ -86,7 +86,7 @@ def test_compiled(scheme):
 
 @every_scheme
 def test_no_more_memory_than_bfloat16(scheme):
-    """Forward and backward of compiled blocks; what is kept for backward weighs half."""
+    """Forward and backward of compiled blocks; backward keeps half the bytes."""
     peaks = []
     for low in (False, True):
         torch._dynamo.reset()

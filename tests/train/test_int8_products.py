@@ -73,7 +73,7 @@ def test_compiled_and_checkpointed(scheme, how):
 
 
 def test_layers_share_one_compiled_graph():
-    """What tells them apart are values and not metadata."""
+    """They differ in values, not in metadata."""
     torch._dynamo.reset()
     layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
     train.prepare_(layers, Int8Weight())

@@ -1,4 +1,4 @@
-"""The rounding of int8 weights: unbiased, the same however rows are cut, and exact where nothing changes."""
+"""The rounding of int8 weights: unbiased, the same for any cut into rows, and exact for unchanged values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def round_at(x, index):
 
 @pytest.mark.parametrize("distance", [0.0, 1e-4, 0.01, 0.25, 0.5, 0.75, 0.999, 1.0])
 def test_rounding_is_unbiased(distance):
-    """The mean of n draws within 5 standard errors, and what rounding may keep back, of the value."""
+    """The mean of n draws is within 5 standard errors of the value, plus the systematic error of the rounding."""
     n = 2**20
     for low in (-127.0, -3.0, 0.0, 88.0):
         x = torch.full((n,), low + distance)
@@ -37,7 +37,7 @@ def test_rounding_is_unbiased(distance):
 
 
 def test_an_update_is_unbiased_over_the_weights():
-    """A weight moved by a hundredth of a code moves by that on average, whatever the row."""
+    """A weight moved by a hundredth of a code moves by that on average, in every row."""
     t = weight_of(64, 1001)
     before, moved = t.master(), 0.01 * t.scale
     inside = t.codes.abs() < 127
@@ -47,7 +47,7 @@ def test_an_update_is_unbiased_over_the_weights():
     assert abs(change.mean() - 0.01) < 5 * math.sqrt(0.01 / change.numel()) + 2**-16
 
 
-def test_draws_of_rows_updates_and_names_are_not_alike():
+def test_random_bits_differ_between_rows_updates_and_names():
     def draws(name, row, update):
         index = torch.arange(1000) + row * 1000 + first_index(0, name)
         index = index + torch.tensor(update) * NEXT  # modulo 2**64
@@ -61,7 +61,7 @@ def test_draws_of_rows_updates_and_names_are_not_alike():
 
 
 @given(st.integers(0, 6), st.integers(1, 9), st.floats(1e-30, 1e30))
-def test_what_has_not_changed_stays(rows, columns, size):
+def test_unchanged_values_stay(rows, columns, size):
     """Also after a multiplication of the scales, by which they are no quotient of 127 any more."""
     t = Int8WeightTensor(torch.randn(rows, columns) * size, Int8Weight())
     t.scale_(0.99973)
@@ -72,7 +72,7 @@ def test_what_has_not_changed_stays(rows, columns, size):
 
 
 @given(st.data())
-def test_any_cut_into_rows_updates_alike(data):
+def test_any_cut_into_rows_gives_the_same_updates(data):
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 7), st.integers(1, 40)))
     t, whole = weight_of(*shape), weight_of(*shape)
     new = whole.master() + values(*shape, seed=1) * 0.01

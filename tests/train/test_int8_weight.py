@@ -83,7 +83,7 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_optimizer_follows_the_float32_step_to_a_code(name, dtype):
-    """One step of it, from the same weights and gradient."""
+    """One step of this optimizer, from the same weights and gradient."""
     cls, options = OPTIMIZERS[name]
     for shape in ((40, 300), (3, 16, 100)):
         if len(shape) == 3 and name == "torch-Muon":
@@ -132,7 +132,7 @@ def test_weight_decay_of_torch_is_exact():
     assert torch.equal(weight.scale, before.scale * (1 - 1e-6))
 
 
-def test_a_step_of_nothing_changes_nothing():
+def test_a_step_without_update_changes_no_code():
     """As DCP takes one to make the states."""
     for cls in (torch.optim.AdamW, lowbit.optim.AdamW8bit):
         weight = nn.Parameter(weight_of(24, 100))
@@ -143,7 +143,7 @@ def test_a_step_of_nothing_changes_nothing():
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, lowbit.optim.AdamW8bit])
-def test_it_learns_as_plain_weights_do(cls):
+def test_int8_weights_learn_as_plain_weights_do(cls):
     losses = []
     for scheme in (None, Int8Weight(), PRODUCTS):
         model = Model()
@@ -260,7 +260,7 @@ def test_plain_weights_load_and_are_rounded(assign):
     train.prepare_(fresh, Int8Weight())
     assert torch.equal(
         model.up.weight.place, fresh.up.weight.place
-    )  # each row has draws of its own
+    )  # each row has its own random bits
     train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
 
 
@@ -276,7 +276,7 @@ def trained_and_fresh():
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("onto_meta", [False, True])
-def test_places_come_with_a_checkpoint(assign, onto_meta):
+def test_random_offsets_are_part_of_a_checkpoint(assign, onto_meta):
     model, fresh = trained_and_fresh()
     if onto_meta:
         fresh.to("meta")
@@ -288,7 +288,7 @@ def test_places_come_with_a_checkpoint(assign, onto_meta):
     assert same(model.up.weight.detach(), fresh.up.weight.detach())
 
 
-def test_places_stay_in_other_memory_and_are_asked_for_after_meta():
+def test_random_offsets_survive_moves_and_are_required_after_meta():
     model, fresh = trained_and_fresh()
     place = model.up.weight.place.clone()
     model.to_empty(device="cpu")

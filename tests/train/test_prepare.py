@@ -1,4 +1,4 @@
-"""prepare_ and restore_: what is prepared, reported, refused; what the state dict holds; there and back."""
+"""prepare_ and restore_: prepared weights, reports, refusals, state dicts, and the way back."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_embedding_alone_is_left():
     assert report.left == {"0.weight": "an embedding looks rows up and multiplies nothing"}
 
 
-def test_what_is_too_small_to_gain_is_left():
+def test_weights_too_small_to_gain_are_left_alone():
     model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 8), nn.Linear(64, 64))
     report = train.prepare_(model, Int8MixedPrecision())
     least = Int8MixedPrecision.least.weight
@@ -93,7 +93,7 @@ def test_what_is_too_small_to_gain_is_left():
 
 @pytest.mark.parametrize("scheme", [INT8, BitNet()], ids=["int8", "bitnet"])
 def test_attentions_own_product_is_left_alone(scheme):
-    """What is reported as converted runs in low bits."""
+    """Weights that are reported as converted have products in low bits."""
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     report = train.prepare_(model, scheme)
     assert report.converted == ["linear1.weight", "linear2.weight"]
@@ -107,7 +107,7 @@ def test_attentions_own_product_is_left_alone(scheme):
 
 
 @pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
-def test_all_who_hold_a_tied_weight_are_asked(scheme):
+def test_every_owner_of_a_tied_weight_counts(scheme):
     model = Model()
     model.embedding.max_norm = 1.0
     report = train.prepare_(model, scheme)
@@ -117,7 +117,7 @@ def test_all_who_hold_a_tied_weight_are_asked(scheme):
 
 
 @pytest.mark.parametrize("scheme", [INT8, Int8Weight(), BitNet()], ids=["int8", "weight", "bitnet"])
-def test_what_has_been_accumulated_is_kept(scheme):
+def test_accumulated_gradients_are_kept(scheme):
     model, whole = Model(), Model()
     whole.load_state_dict(model.state_dict())
     model(tokens()).square().mean().backward()
@@ -139,7 +139,7 @@ def test_what_has_been_accumulated_is_kept(scheme):
     [*SCHEMES.values(), Int8Weight(True, True, True, always=True)],
     ids=[*SCHEMES, "weight"],
 )
-def test_a_model_cast_to_float64_afterwards_is_told_the_way_back(scheme):
+def test_a_model_cast_to_float64_afterwards_raises_with_the_way_out(scheme):
     model = prepared(linear(24, 64), scheme).double()
     with pytest.raises(ValueError, match=r"layer in torch.float64.*takes torch.float32.*restore_"):
         model(values(5, 64).double())

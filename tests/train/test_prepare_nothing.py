@@ -1,4 +1,4 @@
-"""Models of which `prepare_` converts nothing, and layers that have no weights, go the same way as others."""
+"""Models of which `prepare_` converts nothing, and layers without weights, take the same calls as others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT8 = SCHEMES["int8"]
 
 @pytest.mark.parametrize("scheme", [Int8MixedPrecision(), BitNet()], ids=["int8", "bitnet"])
 @pytest.mark.parametrize("end", [train.restore_, train.convert_, lowbit.dequantize_])
-def test_what_prepare_left_alone_is_undone_without_an_error(scheme, end):
+def test_restoring_weights_that_prepare_left_alone_is_no_error(scheme, end):
     """By the rule of sizes a program would else run on one model and stop on a smaller one."""
     whole = nn.ModuleDict({"inner": nn.MultiheadAttention(32, 4), "norm": nn.LayerNorm(32)})
     model = whole.inner

@@ -1,4 +1,4 @@
-"""The products of a prepared linear: against float64 ones of what was quantized, and of the exact operands."""
+"""The products of a prepared linear, compared with float64 products of the rounded and of the exact operands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = ("output", "input", "weight")
 
 
 def dequantized(x: Tensor, scheme, fmt: str) -> tuple[Tensor, Tensor]:
-    """x as products see it that sum along its rows, and along its columns; float64."""
+    """x as rounded for products that sum along its rows, and along its columns; float64."""
     codes, scale, codes_t, scale_t = quantize_rowcol(x, fmt, tensorwise=scheme.one_scale)
     rows = codes.double()[:, : x.shape[1]] * scale.double()[:, None]
     columns = codes_t.double()[:, : x.shape[0]] * scale_t.double()[:, None]
@@ -84,7 +84,7 @@ def test_signal_to_noise(scheme, switch, shape):
 @pytest.mark.parametrize("m", [1, 16, 48])
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (48, 1), (1, 1), (16, 16)])
 def test_sizes_of_one(scheme, m, n, k):
-    """Where a product's operand is a single row or column, whatever its stride."""
+    """A product's operand is a single row or column, with any stride."""
     layer = linear(n, k)
     found, expected = outcome(prepared(layer, scheme), values(m, k)), outcome(layer, values(m, k))
     for name, value in expected.items():
@@ -187,7 +187,7 @@ def test_rows_of_zeros(scheme):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @every_scheme
-def test_what_is_not_finite_stays_visible(scheme, bad):
+def test_nan_and_infinity_stay_visible(scheme, bad):
     """In all of its row and column, and with one scale a tensor everywhere."""
     low = prepared(linear(24, 64), scheme)
     x, upstream = values(16, 64), values(16, 24, seed=3)
@@ -236,7 +236,7 @@ def test_a_frozen_weight_passes_gradients_on(scheme):
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Of what autograd keeps of a forward pass, memory counted once, without weights."""
+    """Bytes that autograd keeps of a forward pass, without weights; shared memory counts once."""
     own = {p.data_ptr() for p in model.parameters() if not isinstance(p, MixedPrecisionTensor)}
     kept: dict[int, int] = {}
 
@@ -350,8 +350,8 @@ def test_experts_by_index():
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=40)
-def test_any_shape_is_as_near_as_its_operands(scheme, sizes, batch, magnitude, seed):
-    """Each result is off by no more than the rounding of its two operands, whatever cancels in the sums."""
+def test_any_shape_has_the_error_of_its_rounded_operands(scheme, sizes, batch, magnitude, seed):
+    """The error of each result is bounded by the rounding of its two operands, also where sums cancel."""
     m, n, k = sizes
     layer = linear(n, k, bias=False)
     x = values(*batch, m, k, seed=seed) * magnitude

@@ -1,4 +1,4 @@
-"""What users get wrong with training schemes: refused by name, and nothing changes."""
+"""Wrong uses of training schemes: the error names the value, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT8 = SCHEMES["int8"]
 
 
 @pytest.mark.parametrize("model", [None, "model", [torch.zeros(8, 8)]], ids=["none", "str", "list"])
-def test_what_is_no_module_is_refused_by_name(model):
+def test_values_that_are_no_module_are_refused_by_name(model):
     for call in (
         lambda: train.prepare_(model, INT8),
         lambda: train.restore_(model),

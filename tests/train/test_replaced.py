@@ -1,4 +1,4 @@
-"""What hangs on a parameter that is replaced: hooks, attributes, and optimizers that were made before."""
+"""Replaced parameters: their hooks, their attributes, and optimizers that hold the old ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZ
 
 
 class Someones(torch.optim.Optimizer):
-    """As bitsandbytes' are: a subclass with a step of its own."""
+    """An optimizer with its own step, as those of bitsandbytes."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -72,7 +72,7 @@ def backward(m, seed=0):
 
 @prepared_how
 def test_hooks_go_on(how):
-    """Of both kinds, in their order, with what they see; until their handles remove them."""
+    """Both kinds run in their order with the right arguments, until their handles remove them."""
     m = model()
     seen = []
 
@@ -210,7 +210,7 @@ def test_an_optimizer_made_afterwards_steps(make):
 
 
 def test_the_old_optimizers_states_go_to_the_new_one():
-    """As the message says."""
+    """The way out that the message names works."""
     m = model()
     optimizer = optim.AdamW8bit(m.parameters())
     backward(m)
@@ -224,7 +224,7 @@ def test_the_old_optimizers_states_go_to_the_new_one():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_were_there_do_not_hide_it(set_to_none):
+def test_old_gradients_do_not_hide_a_stale_optimizer(set_to_none):
     """They go to the new parameter: accumulation goes on, and nothing keeps the old optimizer going."""
     m = model()
     optimizer = torch.optim.AdamW(m.parameters())
@@ -254,7 +254,7 @@ def test_restored_weights_take_a_new_optimizer_too():
 
 
 @pytest.mark.parametrize("how", FREEZE)
-def test_weights_frozen_for_inference_are_told_of(how):
+def test_weights_frozen_for_inference_raise_too(how):
     m = model()
     optimizer = torch.optim.AdamW(m.parameters())
     FREEZE[how](m)
@@ -276,7 +276,7 @@ def test_frozen_parameters_in_an_optimizer_are_no_mistake():
     assert not torch.equal(before, m[0].bias)
 
 
-def test_a_parameter_that_another_model_uses_is_no_mistake():
+def test_a_parameter_that_another_model_uses_is_accepted():
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
     second.weight = first.weight
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
@@ -289,7 +289,7 @@ def test_a_parameter_that_another_model_uses_is_no_mistake():
 
 @pytest.mark.parametrize("made_first", [True, False], ids=["before", "after"])
 def test_a_closure_makes_the_gradients(made_first):
-    """They are not there before the step: it is looked at afterwards."""
+    """Gradients exist only after the step, so the check runs afterwards."""
     m = model()
     if not made_first:
         PREPARE["QAT"](m)
@@ -325,7 +325,7 @@ def test_a_closure_over_a_parameter_that_another_model_uses():
     assert not torch.equal(before, second.weight)
 
 
-def test_an_optimizer_that_never_steps_hears_nothing_and_keeps_nothing():
+def test_an_optimizer_without_steps_gets_no_error_and_is_freed():
     m = model()
     optimizer = torch.optim.AdamW(m.parameters())
     old = weakref.ref(m[0].weight)
@@ -340,14 +340,14 @@ def test_an_optimizer_that_never_steps_hears_nothing_and_keeps_nothing():
     assert old() is None and not replaced._REPLACED
 
 
-def test_nothing_is_kept_alive_by_being_remembered():
+def test_replaced_parameters_are_freed():
     m = model()
     PREPARE["int8 weights"](m)
     gc.collect()
     assert not replaced._REPLACED
 
 
-def test_a_scheduler_and_a_grad_scaler_reach_it():
+def test_steps_by_a_scheduler_and_a_grad_scaler_raise():
     m = model()
     optimizer = optim.AdamW8bit(m.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)

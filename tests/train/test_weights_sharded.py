@@ -122,7 +122,7 @@ def check_updates_are_the_same_at_any_sharding(rank, world_size):
                     for m, optimizer in zip((whole, model), optimizers, strict=True):
                         step_of(m, optimizer, step)
                 if make is parallel and name == "AdamW8bit":
-                    continue  # the blocks of its states differ: it runs, the values are others
+                    continue  # The blocks of its states differ, so its values do too.
                 same_weights(model, whole, where)
     return True
 
@@ -149,7 +149,7 @@ def check_gradients(rank, world_size):
         assert calls["int8"] == ran
         expected = whole(twin)
         expected.square().mean().backward()
-        # an input, or a gradient, quantized in parts has scales of its own in each
+        # Each part of an input or gradient has its own scales.
         limit = 1e-5 if scheme == Int8Weight() else 0.03
         assert relative(y.detach(), expected) < limit, scheme
         for name, p in whole.named_parameters():
@@ -288,7 +288,7 @@ def check_refused(rank, world_size):
 
 
 def check_whole_state_dicts(rank, world_size):
-    """Every rank loads what it has, random-number offsets included; one rank may broadcast plain values."""
+    """Every rank loads its low-bit values, random-number offsets included; one rank may broadcast plain values."""
     whole = StateDictOptions(full_state_dict=True)
     for sizes in ((1, world_size), (world_size, 1)):
         torch.manual_seed(0)
