@@ -35,6 +35,8 @@ from typing import ClassVar
 
 import torch
 
+from lowbit import class_names
+
 
 def _check_positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -54,12 +56,13 @@ class Granularity:
     """The base of every granularity; see the module for how to write one."""
 
     kinds: ClassVar[dict[str, type[Granularity]]] = {}
-    """Every granularity by the name that checkpoints use. Each class enters itself."""
+    """Every granularity by the name that checkpoints use. Each class enters itself. A name that another class has
+    raises TypeError."""
     shares_rows: ClassVar[bool] = False
     """Whether elements of several rows (indices of dimension 0 of a matrix) may share a scale."""
 
     def __init_subclass__(cls) -> None:
-        Granularity.kinds[cls.__name__] = cls
+        class_names.enter(Granularity.kinds, cls)
         torch.serialization.add_safe_globals([cls])
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:

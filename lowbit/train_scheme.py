@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit import class_names
 from lowbit.code_range import FLOATS
 
 TRAINED_DTYPES = tuple(dtype for dtype in FLOATS if dtype is not torch.float64)
@@ -34,8 +35,13 @@ class TrainingScheme:
     """The rules of a training scheme that the walk over a model (`lowbit.convert`) asks for. Subclasses are frozen
     dataclasses."""
 
+    kinds: ClassVar[dict[str, type[TrainingScheme]]] = {}
+    """Every training scheme by the name that checkpoints use. Each class enters itself. A name that another class has
+    raises TypeError."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        class_names.enter(TrainingScheme.kinds, cls)
         torch.serialization.add_safe_globals([cls])  # the metadata of a pickled tensor
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
@@ -72,19 +78,13 @@ class TrainingScheme:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> TrainingScheme:
         """Raises ValueError for a dict that `to_dict` does not produce."""
-        known = {kind.__name__: kind for kind in _subclasses(TrainingScheme)}
         try:
             values = dict(data)
-            return known[values.pop("name")](**values)
+            return TrainingScheme.kinds[values.pop("name")](**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{data!r} is not what to_dict of a training scheme gives: {type(error).__name__} {error}"
             ) from error
-
-
-def _subclasses(kind: type[TrainingScheme]) -> list[type[TrainingScheme]]:
-    below = kind.__subclasses__()
-    return below + [deeper for each in below for deeper in _subclasses(each)]
 
 
 @dataclass(frozen=True)

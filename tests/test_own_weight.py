@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.granularity import Granularity
+from lowbit.tensor.int8_weight import Int8WeightTensor
+from lowbit.tensor.trainable import TrainableTensor
 from lowbit_kernels.launches import ran
 
 
@@ -203,6 +205,46 @@ def test_graphs_on_disk_depend_on_the_file_of_the_class(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("edited_weight", None)
         lb.LowbitTensor.kinds.pop("Own", None)
+
+
+def named(base, name):
+    """Another class of this name, in this module."""
+    attrs = {"__module__": __name__, "tensor_attrs": ("codes",)}
+    return type(name, (base,), attrs)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "holder"),
+    [
+        (lb.LowbitTensor, "AffineTensor", lb.AffineTensor),
+        (lb.AffineTensor, "Int8WeightTensor", Int8WeightTensor),
+        (lb.TrainingScheme, "Int8Weight", lb.Int8Weight),
+        (Granularity, "PerRow", lb.PerRow),
+    ],
+)
+def test_two_classes_of_one_name_are_refused(base, name, holder):
+    """Files name classes, so `lowbit.load` would read another class's weights as the new one's."""
+    with pytest.raises(TypeError, match=rf"{__name__}\.{name} takes the name '{name}'.*lowbit\."):
+        named(base, name)
+    assert base.kinds[name] is holder
+
+
+def test_a_second_tensor_of_one_scheme_is_refused():
+    made = TrainableTensor.of(lb.Int8Weight())
+    with pytest.raises(TypeError, match="takes the scheme Int8Weight, which lowbit"):
+        type("Int8Again", (TrainableTensor,), {"schemes": (lb.Int8Weight,)})
+    assert TrainableTensor.of(lb.Int8Weight()) is made is Int8WeightTensor
+    assert "Int8Again" not in lb.LowbitTensor.kinds
+
+
+def test_a_class_that_is_defined_again_replaces_itself():
+    """A cell of a notebook that runs again."""
+    for base in (lb.LowbitTensor, lb.TrainingScheme, Granularity):
+        first, second = (named(base, "Again") for _ in range(2))
+        try:
+            assert first is not second and base.kinds["Again"] is second
+        finally:
+            base.kinds.pop("Again")
 
 
 def test_what_a_class_lacks_is_named():

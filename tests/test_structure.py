@@ -22,6 +22,7 @@ PACKAGES = {
 }
 MATHS = {
     "affine",
+    "class_names",
     "code_range",
     "codebook",
     "granularity",

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from lowbit import class_names
 from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
@@ -55,7 +56,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     """Whether state dicts and checkpoints describe a tensor of this class, so that reading them restores it. False
     where they hold plain values only."""
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
-    """The classes that a description may name, by that name. Each class enters itself."""
+    """The classes that a description may name, by that name. Each class enters itself. A name that another class has
+    raises TypeError."""
     stored_as: ClassVar[str | None] = None
     """The key by which `lowbit.products` chooses the product of a frozen weight; None for other tensors."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -70,7 +72,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         super().__init_subclass__(**kwargs)
         cls._ops = {}
         if cls.is_described and cls.tensor_attrs:
-            LowbitTensor.kinds[cls.__name__] = cls
+            class_names.enter(LowbitTensor.kinds, cls)
         torch.serialization.add_safe_globals([cls])
 
     # ---- construction -------------------------------------------------------------------------------------

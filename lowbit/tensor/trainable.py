@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lowbit import tracer
+from lowbit import class_names, tracer
 from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
 from lowbit.train_scheme import IN_ATTENTION
@@ -79,9 +79,12 @@ class TrainableTensor(LowbitTensor):
     scheme: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        schemes = cls.__dict__.get("schemes", ())
+        for scheme in schemes:
+            holder = TrainableTensor._by_scheme.get(scheme)
+            class_names.check_free(holder, cls, f"the scheme {scheme.__name__}")
         super().__init_subclass__(**kwargs)
-        for scheme in cls.__dict__.get("schemes", ()):
-            TrainableTensor._by_scheme[scheme] = cls
+        TrainableTensor._by_scheme.update(dict.fromkeys(schemes, cls))
 
     @staticmethod
     def of(scheme: Any) -> type[TrainableTensor]:
