@@ -149,8 +149,8 @@ class AdamW(AdamBase):
         amsgrad: divide by the largest second moment so far; one more state.
         maximize: ascend.
         common: `lowbit.optim.CommonOptions`, such as `bf16_stochastic_round`, `max_grad_norm` and `fused`. `state` is
-            the format of the moments, by default this class's own, "8bit" for AdamW itself. Bytes that both moments of
-            an element take:
+            the format of the moments; the default is that of the class, "8bit" for AdamW itself. The table gives the
+            bytes that both moments of an element take.
 
             ==========  =====  ====================================================================
             "4bit"      1.06   blocks of 128, signed dynamic and unsigned linear 4-bit tables
