@@ -298,8 +298,8 @@ class Int8Weight(Int8Products):
         for name in ("stochastic_rounding", "always"):
             if getattr(self, name) and not self.products:
                 raise ValueError(
-                    f"Int8Weight({name}=True) without products in int8, of which {name} is, changes nothing; turn on "
-                    "output, grad_input or grad_weight, or leave it out (updates of the weight always round "
+                    f"Int8Weight: {name}=True has no effect, because no product runs in int8; turn on output, "
+                    f"grad_input or grad_weight, or leave {name} out (updates of the weight always round "
                     "stochastically)"
                 )
 
