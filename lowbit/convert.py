@@ -364,8 +364,8 @@ class _Walk:
         return selected or self._filter_names(owner, prefix)
 
     def _filter_names(self, owner: Owner, prefix: str) -> bool:
-        """Whether the filter takes this parameter by name. A filter that takes any other name too, only excludes the
-        module by its name."""
+        """Whether the filter takes this parameter by its name. Example: `name != "up"` refuses the module "up" and
+        accepts "up.weight". It accepts "up.<no parameter>" too, so it means the module, and chooses no parameter."""
         others = joined_name(prefix, _NO_PARAMETER)
         return self.filter_fn(owner.module, owner.fqn) and not self.filter_fn(owner.module, others)
 

@@ -21,10 +21,15 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
         scheme: a `Scheme`, or a dict of patterns to a Scheme or None (leave alone). A pattern is a shell-style glob, or
             "re:" and a regular expression, over the name of the module or of its weight; the first match counts.
         filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. It can choose
-            `nn.Embedding` and modules of your own, whose 2-D and 3-D parameters (experts) are converted. For a module
-            that it does not choose, it is asked for each parameter by the parameter's name, and chooses it unless it
-            accepts any other name as well. A further parameter of an `nn.Linear`, such as an adapter in a subclass, is
-            converted only where a pattern or the filter names it.
+            `nn.Embedding` and modules of your own, whose 2-D and 3-D parameters (experts) are converted.
+
+            The filter is called with the name of a module, e.g. "blocks.0.experts". If it refuses the module, it is
+            called with the name of each parameter, so that `lambda module, name: name.endswith("experts.up")` converts
+            one parameter alone. A filter such as `lambda module, name: name != "blocks.0.experts"`, which accepts every
+            name inside a module that it refuses, leaves the whole module alone.
+
+            A further parameter of an `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern
+            or the filter names it.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
