@@ -27,8 +27,8 @@
 // Meanwhile the 16 warps work on the next tile. All additions have a fixed order.
 //
 // Few tokens. mma multiplies 8 columns. With fewer tokens, the columns hold the x of several chunks in the same
-// registers, and of the product with a chunk only that chunk's columns count. So the registers of a block hold the x of
-// 64 Ki of k for one token.
+// registers. Each chunk of the weight is multiplied by all columns; only that chunk's columns of the product are used.
+// So the registers of a block hold the x of 64 Ki of k for one token.
 //
 // Neither codes nor x are reordered in memory: a lane reads adjacent codes, and the x that belongs to them. mma only
 // needs both operands to have the same k at the same position.
