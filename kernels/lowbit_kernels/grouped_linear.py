@@ -257,7 +257,7 @@ def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_s
         )
     if scale.shape[0] != codes.shape[0]:
         raise ValueError(
-            f"codes are of {codes.shape[0]} experts, scales of {scale.shape[0]}; they must be of as many"
+            f"codes have {codes.shape[0]} experts, scales {scale.shape[0]}; the numbers must be equal"
         )
     if zero_point is not None and tuple(zero_point.shape) != tuple(scale.shape):
         raise ValueError(

@@ -329,7 +329,7 @@ _READ = (
 def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Optimizer states and gradients of a trainable weight are plain tensors.
 
-    Only `empty_like` makes another such weight: by it, `Module.to_empty` gives a model on meta its memory.
+    Only `empty_like` makes another trainable weight, because `Module.to_empty` calls it to move a model off meta.
     """
     self = args[0]
     options = {"dtype": self.dtype, "device": self.device}

@@ -31,7 +31,8 @@ from lowbit.train_scheme import TrainingScheme
 
 
 def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:
-    """Make the weights of `model` train by `scheme`, in place, and report which do and which were left alone.
+    """Make the weights of `model` train by `scheme`, in place. The report lists the weights that do, and those that
+    were left alone.
 
     Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
     of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and shard
