@@ -163,9 +163,8 @@ def _divided(
     usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
     tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
     clusters = min(tiles, max(usable // split, 1))
-    if (
-        split > 1
-    ):  # a cluster gets as many tiles as it can keep sums of; more clusters start when it is done
+    # A cluster gets as many tiles as it can keep sums of. More clusters start when it is done.
+    if split > 1:
         clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)

@@ -349,9 +349,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         # torch's setter would change only the wrapper, not the inner tensors.
         if func == _SET_DATA and isinstance(args[0], LowbitTensor):
             return args[0]._assign_data(args[1])
-        if (
-            func is Tensor.share_memory_
-        ):  # torch's own takes the address of the wrapper, which has none
+        # torch's share_memory_ takes the address of the wrapper, which has none.
+        if func is Tensor.share_memory_:
             for t in args[0].inner_tensors().values():
                 t.share_memory_()
             return args[0]

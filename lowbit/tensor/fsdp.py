@@ -69,9 +69,8 @@ class FSDPHooks:
             rows = -(-outer_size[0] // mesh.size())
             return _to_planes(shard, rows), (shard, outer_size, None)
         names = shard._row_attrs()
-        if (
-            mesh.size() == 1
-        ):  # torch 2.13 gathers the first only; the shard already holds the others
+        # torch 2.13 gathers only the first tensor on a mesh of one rank; the shard already holds the others.
+        if mesh.size() == 1:
             names = names[:1]
         inputs = tuple(as_bytes(getattr(shard, name)) for name in names)
         return inputs, (shard, outer_size, names)

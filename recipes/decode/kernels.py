@@ -392,11 +392,8 @@ def decode_attention(
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     if width < 16 or width & (width - 1):
         raise ValueError(f"heads must be 16, 32, 64, … wide, got {width}")
-    for name, one in (
-        ("x", x),
-        ("cos", cos),
-        ("sin", sin),
-    ):  # a copy would be too new to read early
+    # The kernel reads these early, before a copy would be complete.
+    for name, one in (("x", x), ("cos", cos), ("sin", sin)):
         if not one.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, got strides {one.stride()}; pass a contiguous tensor"

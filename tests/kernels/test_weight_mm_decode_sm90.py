@@ -66,9 +66,8 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         chunks * r // chosen.split for r in range(chosen.split + 1)
     ):
         parts = [(end - start) * part // chosen.parts for part in range(chosen.parts + 1)]
-        for part, (first, last) in enumerate(
-            itertools.pairwise(parts)
-        ):  # as the kernel divides them
+        # As the kernel divides them.
+        for part, (first, last) in enumerate(itertools.pairwise(parts)):
             assert (last - first) * CHUNK_BYTES <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
             more = part * 16 // chosen.parts
             shares = [((last - first) * warp + more) // 16 for warp in range(17)]
