@@ -342,7 +342,7 @@ struct State {
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
         } else {
-            if constexpr (FORMAT == STATE_BF16 && !is_signed(SLOT)) {
+            if constexpr (is_stochastic_bf16(SLOT)) {
                 round_stochastically(t, k.keys[SLOT + 1], at.element, x);
                 values.truncate(x);
             } else {

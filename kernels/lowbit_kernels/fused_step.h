@@ -2,7 +2,9 @@
 // the host fills in, and the algorithm. random_bits.h comes before it.
 //
 //   PARAM, GRAD        dtypes: FP32, BF16, FP16
-//   STATES             number of states of an element, 0..3; SIGNED: bit n is set if the values of state n have a sign
+//   STATES             number of states of an element, 0..3
+//   SIGNED             bit n is set if the values of state n have a sign
+//   STOCHASTIC_BF16    bit n is set if state n, stored in bf16, is rounded stochastically
 //   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
 //   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED, with a byte below the bf16 (24-bit weights)
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
@@ -16,6 +18,9 @@ static constexpr int TILE = 256;
 static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
 
 DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
+DEVICE constexpr bool is_stochastic_bf16(int slot) {
+    return FORMATS[slot] == STATE_BF16 && (STOCHASTIC_BF16 >> slot & 1) != 0;
+}
 DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
 DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }
 DEVICE constexpr int block_of(int slot) { return FORMATS[slot] == STATE_4BIT ? 128 : 256; }

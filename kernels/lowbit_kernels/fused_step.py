@@ -11,6 +11,7 @@ The step is no operator of ``torch.ops``: its operands are addresses in a table,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,7 @@ class Variant:
         param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
         formats: the format of each state, a key of `STATES`.
         signed: for each state, whether its values have a sign.
+        stochastic_bf16: for each state, whether it is rounded stochastically where it is stored in bf16.
         rounding: the rounding of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each weight in an
             array of bytes.
         scaled: whether gradients are multiplied by the first number of `control`.
@@ -95,6 +97,7 @@ class Variant:
     grad: torch.dtype
     formats: tuple[str, ...]
     signed: tuple[bool, ...]
+    stochastic_bf16: tuple[bool, ...]
     rounding: str = "nearest"
     scaled: bool = False
     tables: tuple[Table | None, ...] = ()
@@ -153,7 +156,8 @@ class Variant:
             "PARAM": FLOAT_MACROS[self.param],
             "GRAD": FLOAT_MACROS[self.grad],
             "STATES": len(self.signed),
-            "SIGNED": sum(signed << i for i, signed in enumerate(self.signed)),
+            "SIGNED": _bits(self.signed),
+            "STOCHASTIC_BF16": _bits(self.stochastic_bf16),
             "ROUNDING": self.rounding.upper(),
             "SCALED": self.scaled,
             "THREADS": self.threads,
@@ -168,6 +172,11 @@ class Variant:
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         return program(defines, primitives, "random_bits.h", "fused_step.h", kernel)
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    """Bit n is flag n."""
+    return sum(flag << i for i, flag in enumerate(flags))
 
 
 def tiles(numel: np.ndarray, cols: np.ndarray) -> np.ndarray:

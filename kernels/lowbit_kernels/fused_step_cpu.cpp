@@ -383,7 +383,7 @@ DEVICE void encode_state(const Tensor &t, const Scalars &k, const Strip &s, int 
         }
         encode<SLOT>(y, n, table, (unsigned char *)s.state[SLOT]);
     } else if constexpr (FORMATS[SLOT] == STATE_BF16) {
-        if constexpr (!is_signed(SLOT)) round_stochastically(t, k.keys[SLOT + 1], s.element, n, x);
+        if constexpr (is_stochastic_bf16(SLOT)) round_stochastically(t, k.keys[SLOT + 1], s.element, n, x);
         store<BF16>(s.state[SLOT], n, x);
     }
 }

@@ -132,12 +132,12 @@ class AdEMAMix(LowbitOptimizer):
     """
 
     reference = staticmethod(reference)
-    # The slow moment has a sign, but False makes its bfloat16 values round stochastically.
     moments: ClassVar[dict[str, bool]] = {
         "exp_avg": True,
-        "exp_avg_slow": False,
+        "exp_avg_slow": True,
         "exp_avg_sq": False,
     }
+    slow_moments = frozenset({"exp_avg_slow"})
 
     def __init__(
         self,

@@ -83,6 +83,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
+    slow_moments: ClassVar[frozenset[str]] = frozenset()
+    """Moments with a sign that change too little in a step to be rounded to nearest, see `stochastic_bf16`."""
     default_state: ClassVar[str] = "8bit"
     """The default format of states."""
     reference: ClassVar[Callable[..., None]]
@@ -132,6 +134,15 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The moments that parameters of this group have."""
         return self.moments
 
+    def stochastic_bf16(self, group: dict[str, Any]) -> dict[str, bool]:
+        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16.
+
+        True for slow moments and for those without a sign. A second moment with beta2 = 0.999 shrinks by less than half
+        a unit in the last place in a step, so rounded to nearest it would never shrink.
+        """
+        signs = self.state_names(group)
+        return {name: not signed or name in self.slow_moments for name, signed in signs.items()}
+
     def state_format(self, group: dict[str, Any], name: str) -> str:
         """The format of one of the moments, for parameters that are large enough for it."""
         return group["state"]
@@ -173,6 +184,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"{cls.__name__} names a state {taken.pop()!r}, which the base keeps itself; rename it"
             )
+        if unknown := sorted(self.slow_moments - named.keys()):
+            raise TypeError(
+                f"{cls.__name__}.slow_moments {unknown} are none of its states {sorted(named)}"
+            )
         formula = inspect.getattr_static(cls, "reference", None)
         if not isinstance(formula, staticmethod):
             raise TypeError(
@@ -183,20 +198,20 @@ class LowbitOptimizer(torch.optim.Optimizer):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters}
         missing = [name for name in self.state_names(group) if name not in names and not takes_any]
-        unknown = [
+        undefined = [
             p.name
             for p in parameters
             if p.default is p.empty
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
             and p.name not in {*named, *group, "step"}
         ]
-        if missing or unknown:
+        if missing or undefined:
             raise TypeError(
                 f"{cls.__name__}.reference takes {sorted(names)}: "
                 + (
                     f"it lacks the states {missing}"
                     if missing
-                    else f"{unknown} are neither states nor options"
+                    else f"{undefined} are neither states nor options"
                 )
                 + f"; states: {sorted(named)}, options: {sorted(group)}, and step"
             )

@@ -32,7 +32,7 @@ class EagerStep:
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
         for job in jobs:
             count_step(optimizer, job)
-            names = optimizer.state_names(job.group)
+            names = optimizer.stochastic_bf16(job.group)
             formula = bound(optimizer.reference, job.group)
             Update(optimizer.state, job, names, formula, scale.coefficient).run()
         return []
@@ -100,7 +100,7 @@ class Update:
     Args:
         state: the optimizer's.
         job: the parameters.
-        signs: the names of their states, and whether the values have a sign.
+        stochastic_bf16: the names of their states, and whether those in bfloat16 are rounded stochastically.
         formula: called as `formula(weight, grad, step=step, **states)`. It updates the weight (float32 or float64) and
             the states (float32) in place, [rows, cols] each. `step` is float64 without dimensions.
         coefficient: a factor of the gradients, or None.
@@ -110,12 +110,12 @@ class Update:
         self,
         state: Mapping[Tensor, Any],
         job: Job,
-        signs: dict[str, bool],
+        stochastic_bf16: dict[str, bool],
         formula: Callable[..., None],
         coefficient: Tensor | None,
     ) -> None:
         self.state, self.job, self.group = state, job, job.group
-        self.signs, self.formula = signs, formula
+        self.stochastic_bf16, self.formula = stochastic_bf16, formula
         self.device = job.grads[0].device
         self.coefficient = None if coefficient is None else coefficient.to(self.device)
         self.on_cpu = self.device.type == "cpu"
@@ -148,7 +148,7 @@ class Update:
         if weight.numel() == 0:
             return None
         state = self.state[param]
-        stored: list[Any] = [local(state[name]) for name in self.signs]
+        stored: list[Any] = [local(state[name]) for name in self.stochastic_bf16]
         formats = tuple(t.format if isinstance(t, CodebookTensor) else t.dtype for t in stored)
         key, kind = self._kind(param, weight, formats, stored, rounds)
         rows = weight.numel() // kind.cols
@@ -185,7 +185,9 @@ class Update:
             coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
             widths = [t.cols_of(weight.shape) if t is not None else 0 for t in coded]
             cols = max(widths, default=0) or (weight.shape[-1] if rounds else 1)
-            each = zip(self.signs, coded, (cols // (w or cols) for w in widths), strict=True)
+            each = zip(
+                self.stochastic_bf16, coded, (cols // (w or cols) for w in widths), strict=True
+            )
             corrected = states.has_correction(self.group, param)
             widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
             # A model may hold bf16 weights beside float32 ones behind low-bit products.
@@ -232,9 +234,8 @@ class Update:
     def _plain(
         self, kind: Kind, piece: list[Part], slot: int, values: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A state without codes. A second moment in bfloat16 is rounded stochastically: with beta2 = 0.999 it shrinks
-        by less than half a unit in the last place, so rounded to nearest it would never shrink."""
-        if dtype == torch.bfloat16 and not self.signs[kind.states[slot - 1][0]]:
+        """A state without codes, in its dtype."""
+        if dtype == torch.bfloat16 and self.stochastic_bf16[kind.states[slot - 1][0]]:
             return round_bf16(values, self._random_bits(kind, piece, slot))
         return values if values.dtype == dtype else values.to(dtype)
 

@@ -197,11 +197,12 @@ def variant_of(
     reason = _obstacle(optimizer, group, param, grad)
     if reason is None:
         own, state = states.memory(param), optimizer.state[param]
-        signs = optimizer.state_names(group)
+        signs, stochastic = optimizer.state_names(group), optimizer.stochastic_bf16(group)
         formats = tuple(str(_format(local(state[name]))) for name in signs)
         dtype = _dtype(param)
         rule, rounding = optimizer.rule(group), _rounding(group, dtype)
-        found = variant(rule, dtype, grad.dtype, formats, tuple(signs.values()), rounding)
+        of_states = formats, tuple(signs.values()), tuple(stochastic.values())
+        found = variant(rule, dtype, grad.dtype, *of_states, rounding)
         reason = compile_obstacle(found, own.device)
         if reason is None:
             return found

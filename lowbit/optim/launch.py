@@ -369,7 +369,9 @@ def compiled(variant: Variant, device: torch.device) -> StepKernel | StepKernelC
 
 def scaled(v: Variant) -> Variant:
     """The same variant for gradients that are multiplied by a factor."""
-    return variant(v.rule, v.param, v.grad, v.formats, v.signed, v.rounding, True)
+    return variant(
+        v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic_bf16, v.rounding, scaled=True
+    )
 
 
 @functools.cache
@@ -388,12 +390,13 @@ def variant(
     grad: torch.dtype,
     formats: tuple[str, ...],
     signed: tuple[bool, ...],
+    stochastic_bf16: tuple[bool, ...],
     rounding: str,
     scaled: bool = False,
 ) -> Variant:
     """A variant, one object for one combination, because kernels are cached by it."""
     tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
-    return Variant(rule, param, grad, formats, signed, rounding, scaled, tables)
+    return Variant(rule, param, grad, formats, signed, stochastic_bf16, rounding, scaled, tables)
 
 
 @functools.cache

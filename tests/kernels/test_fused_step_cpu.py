@@ -28,7 +28,7 @@ RULE = Rule((), "", "w = s[0]; s[0] = g;")
 def pass_through(values, state):
     """The decoded values of `state`. Encodes `values` into it."""
     table = _table(state.format, state.signed)
-    single = (torch.float32, torch.float32, (state.format,), (state.signed,))
+    single = (torch.float32, torch.float32, (state.format,), (state.signed,), (False,))
     step = StepKernelCpu(Variant(RULE, *single, tables=(table,)))
     weight, counter = torch.zeros_like(values), torch.zeros((), dtype=torch.float64)
     row = np.zeros(len(fused_step.TENSOR) + fused_step.GROUP_WORDS, np.int64)

@@ -103,6 +103,27 @@ def test_a_rule_makes_a_compiled_step(state, monkeypatch):
         assert state != "fp32" or p.numel() == 0 or relative(p, q) < 1e-6
 
 
+class SlowMomentum(SignSGD):
+    slow_moments = frozenset({"momentum"})
+
+    def rule(self, group):
+        update = "s[0] += c[1] * (g - s[0]); w -= s[0] > 0 ? c[0] : -c[0];"
+        return Rule(hyper=("beta",), prepare="c[0] = lr; c[1] = 1.0 - beta;", update=update)
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_compiler)])
+def test_a_slow_moment_in_bf16_is_rounded_stochastically(fused):
+    """Rounded to nearest, it stops where (1 - beta) * (1 - m) is half a unit in the last place, near m = 0.8."""
+    param = nn.Parameter(torch.zeros(64, 96))
+    optimizer = SlowMomentum([param], beta=0.99, state="bf16", fused=fused)
+    param.grad = torch.ones_like(param)
+    for _ in range(400):
+        optimizer.step()
+    momentum = optimizer.state[param]["momentum"]
+    assert momentum.dtype == torch.bfloat16
+    assert momentum.float().mean().item() == pytest.approx(1 - 0.99**400, rel=1e-2)
+
+
 def test_without_a_rule_fused_is_refused():
     params = parameters((64, 96))
     optimizer = SignSGD(params, fused=True)
@@ -197,11 +218,19 @@ def _with_momentum(param, grad, momentum, *, lr, betta):
     [
         ({"moments": None}, "Own must name its states in `moments`"),
         ({"moments": {"step": True}}, "names a state 'step', which the base keeps itself"),
+        ({"slow_moments": {"momntum"}}, r"slow_moments \['momntum'\] are none of its states"),
         ({"reference": _with_momentum}, "as a static method, reference"),
         ({"reference": staticmethod(_with_beta)}, r"lacks the states \['momentum'\]"),
         ({"reference": staticmethod(_with_momentum)}, r"\['betta'\] are neither states nor"),
     ],
-    ids=["no moments", "taken name", "a method", "state not taken", "unknown option"],
+    ids=[
+        "no moments",
+        "taken name",
+        "no such state",
+        "a method",
+        "state not taken",
+        "unknown option",
+    ],
 )
 def test_a_mistake_in_the_definition_is_named_when_it_is_made(members, message):
     with pytest.raises(TypeError, match=message):
