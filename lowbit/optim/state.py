@@ -129,11 +129,8 @@ def global_index(param: Tensor) -> tuple[int, int, int]:
 
 def dequantized(value: Any) -> Any:
     """A low-bit tensor, or a DTensor over low-bit ones, in float32; anything else as it is."""
-    if isinstance(value, LowbitTensor):
-        return value.dequantize()
-    if isinstance(value, DTensor) and isinstance(value.to_local(), LowbitTensor):
-        return like_param(value, value.to_local().dequantize())
-    return value
+    part = local(value)
+    return like_param(value, part.dequantize()) if isinstance(part, LowbitTensor) else value
 
 
 def nbytes(value: Tensor) -> int:
