@@ -16,7 +16,8 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODE_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _ZERO_POINT_DTYPES = (*_CODE_DTYPES, torch.int64)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes of scales, zero points that are values, and high-precision weights."""
+"""Dtypes of scales, zero points that are values, and high-precision weights. Kernels take no float64:
+`lowbit_kernels.library.FLOATS`."""
 
 
 def quant_range(

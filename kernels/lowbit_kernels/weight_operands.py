@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_kernels.library import contiguous_strides
+
 HALVES = (torch.bfloat16, torch.float16)
 E4M3 = torch.float8_e4m3fn
 
@@ -39,7 +41,7 @@ class Layout(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """As ``Tensor.is_contiguous``: strides of dimensions of size 1 do not matter."""
-        wanted = _contiguous_strides(self.shape)
+        wanted = contiguous_strides(self.shape)
         each = zip(self.shape, self.strides, wanted, strict=True)
         return all(size == 1 or own == other for size, own, other in each)
 
@@ -51,7 +53,7 @@ class Layout(NamedTuple):
     def copied(self, shape: tuple[int, ...] | None = None) -> Layout:
         """The layout of a contiguous copy, in this shape or another one."""
         shape = self.shape if shape is None else shape
-        return Layout(shape, _contiguous_strides(shape), self.dtype, self.device, 0)
+        return Layout(shape, contiguous_strides(shape), self.dtype, self.device, 0)
 
     def contiguous(self, shape: tuple[int, ...]) -> Layout:
         """The layout of ``reshape(shape).contiguous()``, which copies only a tensor with gaps."""
@@ -73,14 +75,6 @@ class Layout(NamedTuple):
         if self.strides[-1] != 1 and last != 1:
             return None
         return self._replace(shape=(count, last), strides=(step, 1))
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 Description = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, int]

@@ -37,9 +37,9 @@ from lowbit.optim.adam import AdamBase
 from lowbit.optim.eager import EagerStep, Update, bound, count_step
 from lowbit.optim.job import GradScale, Job, Step
 from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
-from lowbit.tensor.base import contiguous_strides
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.dtensor import local
+from lowbit_kernels.library import contiguous_strides
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule

@@ -33,6 +33,7 @@ from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
 from lowbit.tensor.row_chunks import count_nonfinite
+from lowbit_kernels.library import contiguous_strides
 
 aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -384,15 +385,6 @@ def check_not_flat(tensor: LowbitTensor, what: str) -> None:
         raise tensor._unsupported(
             f"{what} of a flattened view; view it as {tensor.flat_from} first"
         )
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * max(size, 1)
-    return tuple(reversed(strides))
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lowbit.tensor.base import contiguous_strides
+from lowbit_kernels.library import contiguous_strides
 
 
 def local(value: Any) -> Any:

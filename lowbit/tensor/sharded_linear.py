@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from lowbit.tensor.base import contiguous_strides
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.trainable import TrainableTensor
+from lowbit_kernels.library import contiguous_strides
 
 
 class Linear(nn.Linear):
