@@ -46,7 +46,6 @@ from lowbit.tensor.ternary import (
     pack_ternary,
     scale_of,
     ternarize,
-    ternary_product,
     unpack_ternary,
 )
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor
@@ -269,6 +268,26 @@ class GatheredBitNet(GatheredForm, BitNetTensor):
         }
 
 
+def _ternary_product(
+    tokens: tuple[Tensor, Tensor],
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product [M, N] of `quantize_tokens`'s tokens with int8 `codes` [N, K] and their `scale`.
+
+    `lowbit.products.ternary_linear` gives the same from codes in 2 bits. Training ternarizes the weight anew for every
+    product, so packing the codes would only add work.
+    """
+    codes = F.pad(codes, (0, -codes.shape[1] % 16))
+    out = torch.float32 if dtype is torch.float64 else dtype
+    bias = None if bias is None else bias.to(out)
+    scales = tokens[1], scale.view(1)
+    y = kernels.scaled_mm.scaled_mm(tokens[0], codes, *scales, bias=bias, out_dtype=out)
+    return y.to(dtype)
+
+
 class _Linear(torch.autograd.Function):
     """x [M, K] times the ternary weight [N, K] transposed, plus bias [N]."""
 
@@ -290,7 +309,7 @@ class _Linear(torch.autograd.Function):
         kept = tokens if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight.detach(), own, *kept)
         tracer.record(note, "output", "int8")
-        return ternary_product(tokens, codes, scale, bias, x.dtype)
+        return _ternary_product(tokens, codes, scale, bias, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

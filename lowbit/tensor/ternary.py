@@ -18,9 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-import lowbit_kernels as kernels
 from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.scheme import Int, Spec
@@ -53,23 +51,6 @@ def pack_ternary(codes: Tensor) -> Tensor:
 
 def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
     return unpack(packed, 2, columns).view(torch.int8) - 2
-
-
-def ternary_product(
-    tokens: tuple[Tensor, Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The product [M, N] of `lowbit.products.quantize_tokens`'s tokens with int8 `codes` [N, K] and their `scale`."""
-    codes = F.pad(codes, (0, -codes.shape[1] % 16))
-    out = torch.float32 if dtype is torch.float64 else dtype
-    bias = None if bias is None else bias.to(out)
-    scales = tokens[1], scale.view(1)
-    return kernels.scaled_mm.scaled_mm(tokens[0], codes, *scales, bias=bias, out_dtype=out).to(
-        dtype
-    )
 
 
 class TernaryTensor(AffineTensor):
