@@ -13,8 +13,8 @@ alive, so no other object can take their ids.
 
 from __future__ import annotations
 
-import functools
 import operator
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -203,6 +203,8 @@ def variant_of(
         rule, rounding = optimizer.rule(group), _rounding(group, dtype)
         of_states = formats, tuple(signs.values()), tuple(stochastic.values())
         found = variant(rule, dtype, grad.dtype, *of_states, rounding)
+        if group["fused"]:  # the user may have mended what failed
+            _failed.pop((found, own.device), None)
         reason = compile_obstacle(found, own.device)
         if reason is None:
             return found
@@ -314,20 +316,32 @@ def _no_compiler() -> str | None:
     return reason
 
 
-@functools.cache
+_failed: dict[tuple[Variant, torch.device], tuple[str, float]] = {}
+"""Kernels for a CPU that did not compile: why, and when."""
+RETRY_SECONDS = 600.0
+"""Time until a kernel that did not compile is compiled again. A full disk may be free by then; a compiler that refuses
+the kernel costs about a second each time."""
+
+
 def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
     """Why the kernel for a CPU does not compile on this machine; None if it does, or if it is for a GPU."""
     if device.type != "cpu":
         return None
+    key = variant, device
+    if key in _failed and time.monotonic() - _failed[key][1] < RETRY_SECONDS:
+        return _failed[key][0]
     try:
         compiled(variant, device)
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         first = next((line for line in lines[1:] if "error" in line), "")
+        reason = f"could not be compiled: {lines[0]} {first}".rstrip()
         warn_once(
             "optimizer: not compiled",
-            f"lowbit's optimizer step for this CPU could not be compiled, and runs by PyTorch operations, several "
-            f"times slower: {lines[0]} {first}".rstrip(),
+            "lowbit's optimizer step for this CPU runs by PyTorch operations, several times slower, because it "
+            f"{reason}. lowbit tries again in {RETRY_SECONDS / 60:.0f} minutes, or at once with fused=True",
         )
-        return f"it could not be compiled: {lines[0]} {first}".rstrip()
+        _failed[key] = f"it {reason}", time.monotonic()
+        return _failed[key][0]
+    _failed.pop(key, None)
     return None

@@ -28,15 +28,17 @@ def _fresh(monkeypatch, tmp_path):
     """A new cache, and no state of other tests."""
     remembered = (
         *(host_compiler.library, host_compiler.compiler, host_compiler._version),
-        *(fused.compile_obstacle, launch.compiled),
+        launch.compiled,
     )
     warned.forget()
+    fused._failed.clear()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
     for function in remembered:
         function.cache_clear()
     yield
     for function in remembered:
         function.cache_clear()
+    fused._failed.clear()
 
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -263,3 +265,31 @@ def test_a_rejected_source_warns_once_for_all_variants(monkeypatch):
         run(optim.AdamW4bit(params), params, 2)
     assert len(caught) == 1
     assert tempfile.gettempdir() not in str(caught[0].message)
+
+
+@needs_compiler
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_kernel_that_failed_to_compile_is_compiled_later(monkeypatch, asked):
+    """A disk that was full when the process made its first step."""
+    tries = []
+
+    def fail(source):
+        tries.append(source)
+        raise OSError(28, "No space left on device")
+
+    params = parameters((64, 64), (64, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(host_compiler, "_compile", fail)
+        with pytest.warns(UserWarning, match="No space left.*again in 10 minutes"):
+            run(optim.AdamW8bit(params), params, 3)
+    assert len(tries) == 1, "not at every step, nor for every parameter"
+    optimizer = optim.AdamW8bit(params, fused=asked)
+    if asked is None:
+        run(optimizer, params, 1)
+        assert set(optimizer.stepped_by._last.values()) == {"eager"}
+        monkeypatch.setattr(fused, "RETRY_SECONDS", 0.0)
+        with pytest.warns(UserWarning, match="is 'fused cpu' now and was 'eager' before"):
+            run(optimizer, params, 1)
+    else:
+        run(optimizer, params, 1)
+    assert set(optimizer.stepped_by._last.values()) == {"fused cpu"}
