@@ -231,7 +231,6 @@ def test_prepared_twice_and_by_the_wrong_call():
         (lambda: Int8MixedPrecision(seed=-1), ValueError, "seed must be 0 to"),
         (lambda: Int8MixedPrecision(seed=1.0), TypeError, "seed must be an int"),
         (lambda: Float8MixedPrecision(backward="int8"), ValueError, "'e4m3' or 'e5m2', got 'int8'"),
-        (lambda: Int8Weight(always=True), ValueError, "always=True has no effect, because no prod"),
         (lambda: Float8MixedPrecision(tensorwise=None), TypeError, "tensorwise must be"),
     ],
 )
