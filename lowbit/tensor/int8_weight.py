@@ -8,9 +8,9 @@
 
 There is no high-precision copy: the float32 result of an optimizer is rounded stochastically (arXiv 2010.06192), so
 that an update far below the distance of two codes moves the weight with the right probability. The random number of an
-element is a function of (seed, the parameter's name, number of updates, index of the element in the whole parameter):
-`place` starts at a hash of the first two plus the row's first index, and every update advances it by `NEXT`. It is
-sharded, saved and resumed with the row. So replicas, any sharding and a restart give the same weights.
+element is a function of (seed, the parameter's name, number of updates, index of the element in the whole parameter).
+The offset of a row starts at a hash of seed and name, plus the row's first index; every update advances it by `NEXT`.
+The offset is sharded, saved and resumed with the row. So replicas, any sharding and a restart give the same weights.
 
 lowbit's optimizers round once a step, torch.optim's in-place operations once each, except a multiplication by a
 positive number (decoupled weight decay), which multiplies the scales. Copies of plain values round to nearest.
@@ -48,7 +48,7 @@ NEXT = -0x61C8864680B583EB
 ratio of 2**64, as a signed integer)."""
 
 
-def first_index(seed: int, name: str) -> int:
+def first_offset(seed: int, name: str) -> int:
     """Random-number offset of the first element of the parameter of this name, a signed 64-bit integer: a hash of seed
     and name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
@@ -86,7 +86,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     codes: Tensor
     scale: Tensor
     place: Tensor | None
-    """None where it takes no updates: gathered, or made on meta, and not yet placed by `lowbit.train.locate_`."""
+    """The random-number offsets; "place" is their name in files. None where the weight takes no updates, because it is
+    gathered, or because it was made on meta and `lowbit.train.locate_` has not set the offsets yet."""
     scheme: Int8Weight
     columns: Columns | None
     """None: all of them."""
@@ -104,7 +105,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         tensors = {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
         self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
         if not weight.is_meta:
-            self.put_at(name)
+            self.set_offsets(name)
         return self
 
     @classmethod
@@ -118,13 +119,13 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         scale = self.scale.new_ones(spec.blocks(self.shape)) if empty else self.scale
         return AffineTensor(self.codes, scale, None, spec, self.shape, self.dtype)
 
-    def put_at(self, name: str, rows: Tensor | None = None) -> None:
+    def set_offsets(self, name: str, rows: Tensor | None = None) -> None:
         """Set the random-number offsets to those of the rows of these indices, or of all, of the parameter `name`."""
         columns = self.shape[-1] if self.columns is None else self.columns.total
         if rows is None:
             rows = torch.arange(self.scale.numel()).view(self.scale.shape)
-        place = rows * columns + first_index(self.scheme.seed, name)
-        self.place = place.to(self.device).view(self.scale.shape)
+        offsets = rows * columns + first_offset(self.scheme.seed, name)
+        self.place = offsets.to(self.device).view(self.scale.shape)
 
     # ---- values ----------------------------------------------------------------------------------------------
 
@@ -148,11 +149,11 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
 
         Raises NotImplementedError where the weight is a gathered one, or has no offsets yet.
         """
-        place = self._place()
-        codes, scale = self._rounded(values, place)
+        offsets = self._offsets_for_update()
+        codes, scale = self._rounded(values, offsets)
         self.codes.copy_(codes)
         self.scale.copy_(scale)
-        place.add_(NEXT)
+        offsets.add_(NEXT)
 
     def scale_(self, factor: Any) -> bool:
         """A positive number multiplies the scales alone."""
@@ -161,7 +162,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             self.scale.mul_(factor)
         return exact
 
-    def _place(self) -> Tensor:
+    def _offsets_for_update(self) -> Tensor:
         if self.transposed or self.flat_from is not None:
             raise self._unsupported("an update of a view that is transposed or flattened")
         if self.place is None:
@@ -171,8 +172,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             )
         return self.place
 
-    def _rounded(self, values: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and scale of these values, rounded stochastically with the offsets `place`, else to nearest."""
+    def _rounded(self, values: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Codes and scale of these values, rounded stochastically with these random-number offsets, else to nearest."""
         rows = values.float().reshape(self.shape[:-1].numel(), self.shape[-1])
         largest, start = None, 0
         if self.columns is not None:
@@ -183,7 +184,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
                 )
             start = self.columns.start
             largest = _largest(rows, self.columns.group)
-        first = None if place is None else place.reshape(-1)
+        first = None if offsets is None else offsets.reshape(-1)
         codes, scale = kernels.round_rows.round_rows(
             rows, old=self.scale.reshape(-1), largest=largest, first=first, start=start
         )
@@ -276,7 +277,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if isinstance(param, DTensor):
             self.was_placed(param)
         if self.place is None:
-            self.put_at(name, _rows_of(param))
+            self.set_offsets(name, _rows_of(param))
 
     # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor
-from lowbit.tensor.int8_weight import NEXT, first_index
+from lowbit.tensor.int8_weight import NEXT, first_offset
 from lowbit_kernels.round_rows import round_rows
 from tests.train.problems import relative, values
 from tests.train.test_int8_weight import same, weight_of
@@ -31,7 +31,7 @@ def test_rounding_is_unbiased(distance):
     n = 2**20
     for low in (-127.0, -3.0, 0.0, 88.0):
         x = torch.full((n,), low + distance)
-        mean = round_at(x, torch.arange(n) + first_index(0, "w")).double().mean()
+        mean = round_at(x, torch.arange(n) + first_offset(0, "w")).double().mean()
         error = 5 * math.sqrt(distance * (1 - distance) / n) + 2**-16
         assert abs(mean - float(x[0])) <= error + 1e-5 * (low != 0), (low, distance)
 
@@ -49,7 +49,7 @@ def test_an_update_is_unbiased_over_the_weights():
 
 def test_random_bits_differ_between_rows_updates_and_names():
     def draws(name, row, update):
-        index = torch.arange(1000) + row * 1000 + first_index(0, name)
+        index = torch.arange(1000) + row * 1000 + first_offset(0, name)
         index = index + torch.tensor(update) * NEXT  # modulo 2**64
         return round_at(torch.full((1000,), 0.5), index)
 
@@ -57,7 +57,7 @@ def test_random_bits_differ_between_rows_updates_and_names():
     for i, first in enumerate(seen):
         for second in seen[:i]:
             assert abs((first == second).float().mean() - 0.5) < 0.1
-    assert first_index(0, "a") != first_index(1, "a")
+    assert first_offset(0, "a") != first_offset(1, "a")
 
 
 @given(st.integers(0, 6), st.integers(1, 9), st.floats(1e-30, 1e30))

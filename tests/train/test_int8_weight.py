@@ -169,7 +169,7 @@ def test_resumed_bit_for_bit():
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     again, optimizer = fresh()
-    train_step(again, optimizer, 9)  # places that the checkpoint must overwrite
+    train_step(again, optimizer, 9)  # offsets that the checkpoint must overwrite
     again.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     for step in range(3, 6):
@@ -183,7 +183,7 @@ def test_replicas_agree_and_seeds_and_names_differ():
         model = Model()
         train.prepare_(model, Int8Weight(seed=seed), every_weight)
         if rename:
-            model.up.weight.put_at("other")
+            model.up.weight.set_offsets("other")
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         train_step(model, optimizer, 0)
         return model.up.weight.detach()
@@ -290,9 +290,9 @@ def test_random_offsets_are_part_of_a_checkpoint(assign, onto_meta):
 
 def test_random_offsets_survive_moves_and_are_required_after_meta():
     model, fresh = trained_and_fresh()
-    place = model.up.weight.place.clone()
+    offsets = model.up.weight.place.clone()
     model.to_empty(device="cpu")
-    assert torch.equal(model.up.weight.place, place)
+    assert torch.equal(model.up.weight.place, offsets)
     assert torch.empty_like(model.up.weight).place is not model.up.weight.place
     assert torch.zeros_like(model.up.weight).count_nonzero() == 0
     assert model.up.weight.detach().new_empty((5, 64)).place is None
@@ -365,7 +365,9 @@ def test_offloading_is_refused():
 
 @pytest.mark.parametrize("name", ["stochastic_rounding", "always"])
 def test_options_of_products_need_products(name):
-    with pytest.raises(ValueError, match=rf"{name}=True\) without products.*turn on output"):
+    with pytest.raises(
+        ValueError, match=rf"{name}=True has no effect, because no product.*turn on output"
+    ):
         Int8Weight(**{name: True})
     assert getattr(Int8Weight(grad_input=True, **{name: True}), name)
 
