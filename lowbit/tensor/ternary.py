@@ -73,15 +73,12 @@ class TernaryTensor(AffineTensor):
         tensors = _encoded(weight.detach())
         return cls.from_inner(tensors, {"transposed": False}, weight.shape, weight.dtype)
 
-    def int8_codes(self) -> Tensor:
-        """[..., N, K], of the stored orientation."""
-        return unpack_ternary(self.codes, self.shape[-2 if self.transposed else -1])
-
     def dequantize(self) -> Tensor:
         """Values [..., N, K] in this tensor's dtype: code · scale."""
         if self.flat_from is not None:
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
-        values = (self.int8_codes() * self.scale).to(self.dtype)
+        codes = self._load(self.shape[-2 if self.transposed else -1])
+        values = (codes * self.scale).to(self.dtype)
         return values.transpose(-2, -1) if self.transposed else values
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
