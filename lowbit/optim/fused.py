@@ -203,7 +203,7 @@ def variant_of(
         rule, rounding = optimizer.rule(group), _rounding(group, dtype)
         of_states = formats, tuple(signs.values()), tuple(stochastic.values())
         found = variant(rule, dtype, grad.dtype, *of_states, rounding)
-        if group["fused"]:  # the user may have mended what failed
+        if group["fused"]:  # try again: the user may have removed the cause
             _failed.pop((found, own.device), None)
         reason = compile_obstacle(found, own.device)
         if reason is None:

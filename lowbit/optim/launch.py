@@ -142,11 +142,11 @@ class Launch:
             return False
         grads = list(map(_GRAD, params))
         inner = map(local, grads) if self.wrapped else grads
-        if not all(map(has_own_memory, set(map(type, inner)))):  # None has none either
+        if not all(map(has_own_memory, set(map(type, inner)))):  # nor has None
             return False
         if set(map(_DTYPE, grads)) != {self.variant.grad}:
             return False
-        self.dense = _are_dense(grads)  # a sparse one never is
+        self.dense = _are_dense(grads)  # a sparse gradient never is
         if not self.dense and set(map(_LAYOUT, grads)) != {torch.strided}:
             return False
         if not _are_shaped(grads, map(_SHAPE, params) if self.wrapped else self.shapes):
@@ -317,7 +317,7 @@ def _are_dense(grads: list[Tensor]) -> bool:
     """Whether the memory of gradients is simply their values."""
     try:
         return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
-    except RuntimeError:  # some layouts cannot answer
+    except RuntimeError:  # some layouts have no is_contiguous
         return False
 
 

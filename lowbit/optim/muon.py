@@ -165,7 +165,7 @@ def _step_matrices(state: dict[Tensor, Any], job: Job, coefficient: Tensor | Non
         for param, grad, result in zip(job.params, job.grads, results, strict=True)
     ]
     ratio = learning_rate_ratio(shape, group["adjust_lr_fn"])
-    # Without states, because the momentum is stored already; weights are rounded and corrected as for every optimizer.
+    # `_direction` has stored the momentum, so no state is left. Weights are rounded as in every other optimizer.
     Update(state, job, {}, functools.partial(bound(descend, group), ratio=ratio), None).run()
 
 

@@ -167,7 +167,7 @@ class RoundedLaunch(Launch):
 
 
 def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
-    """Have the weight take the values, unless the device decides to skip the step."""
+    """Write the values to the weight, unless the device decides to skip the step."""
     if weight.numel() == 0:
         return
     if skip is None:

@@ -63,7 +63,8 @@ class CudaTransfers(Transfers):
         self.down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.down):
             target.copy_(source, non_blocking=True)
-        source.record_stream(self.down)  # its owner may free it before the copy has run
+        # The owner of the source may free it before the copy has run.
+        source.record_stream(self.down)
         return self.down.record_event()
 
     def upload(self, target: Tensor, source: Tensor) -> Event:
@@ -109,7 +110,7 @@ class Slot:
         self.weight_seen: tuple[int, ...] = ()
         self.weight_event: Event | None = None
         self.has_grad = False
-        self.grad: Tensor | None = None  # the host's
+        self.grad: Tensor | None = None  # the gradient on the host
         self.more: Tensor | None = None  # the gradient of the next backward, to be added to `grad`
         self.has_more = False
         self.mark = object()
@@ -122,7 +123,8 @@ class Slot:
         if self.hook is None and self.param.requires_grad:
             hooks: dict[int, Any] = self.param._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HandOver)]:
-                del hooks[key]  # a replaced optimizer's, which would take the gradients
+                # The hook of an optimizer that was replaced would take the gradients.
+                del hooks[key]
             self.hook = self.param.register_post_accumulate_grad_hook(_HandOver(self))
 
     def may_be_reduced_later(self) -> bool:

@@ -261,7 +261,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """Row `index` of a matrix, or element `index` of a vector, as plain values."""
         try:
             part = self._slice(0, index, index + 1)
-        except NotImplementedError:  # rows share scales in blocks, or elements in one
+        except NotImplementedError:  # several rows, or all elements of a vector, share a scale
             return self.dequantize()[index]
         return part.dequantize()[0]
 

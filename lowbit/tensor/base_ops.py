@@ -52,7 +52,8 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(dst, LowbitTensor):
         if isinstance(dst, nn.Parameter):
             _warn_of_plain_parameter()
-        return dst.copy_(src.master())  # of a QAT weight the high-precision values: nothing is lost
+        # A QAT weight gives its high-precision values, so that nothing is lost.
+        return dst.copy_(src.master())
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     meta: dict[str, Any] = {}

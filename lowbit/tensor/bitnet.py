@@ -78,7 +78,7 @@ class BitNetTensor(MasterWeightTensor):
         return {"matrix": (n, k)}
 
     def frozen(self) -> LowbitTensor:
-        """The ternary weight of the same products, to the bit."""
+        """The ternary weight for inference. Its products equal those of this weight to the bit."""
         return TernaryTensor(self.weight).to(self.dtype)  # type: ignore[return-value]
 
     @property
@@ -93,7 +93,7 @@ class BitNetTensor(MasterWeightTensor):
         return made
 
     def remember_scale(self, scale: Tensor) -> None:
-        """Make this `known_scale`, until the weight changes."""
+        """Have `known_scale` return `scale` until the weight changes."""
         self.precomputed = (scale, self._state())
 
     def known_scale(self) -> Tensor | None:
@@ -173,7 +173,7 @@ class BitNetTensor(MasterWeightTensor):
     # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Regardless of the weights that they are parts of."""
+        """Compares the schemes. The two may be parts of weights of different shapes."""
         if not isinstance(other, BitNetTensor) or type(self) is not type(other):
             return False
         return self.scheme == other.scheme

@@ -55,7 +55,8 @@ class ReadOnCpu:
         if _dispatch_modes() or _is_traced():
             return None
         reader = self._reader
-        if reader is None or reader[0] is not self.spec:  # a call takes as long as this
+        # Repeats a part of `_reader_of`, because a call would take as long as all the rest here.
+        if reader is None or reader[0] is not self.spec:
             reader = _reader_of(self)
         _, layout, is_padded, _ = reader
         if layout is None:

@@ -49,7 +49,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
         )
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Accepts the other symmetric mapping, for a parameter; a view would lose it."""
+        """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
         return (
             type(self) is type(other)
             and isinstance(self, nn.Parameter)

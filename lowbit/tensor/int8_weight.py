@@ -80,7 +80,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     caches = ("_reader",)
     schemes = (Int8Weight,)
     spec = Int8WeightOnly().weight
-    """That of an AffineTensor of the same codes and scales."""
+    """The spec of an AffineTensor with the same codes and scales."""
     zero_point = None
 
     codes: Tensor
@@ -90,7 +90,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     gathered, or because it was made on meta and `lowbit.train.locate_` has not set the offsets yet."""
     scheme: Int8Weight
     columns: Columns | None
-    """None: all of them."""
+    """None where the tensor holds all columns."""
 
     def __new__(cls, weight: Tensor, scheme: Int8Weight, name: str = "") -> Self:
         """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. `scheme.seed` and `name`, that of the
@@ -120,7 +120,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return AffineTensor(self.codes, scale, None, spec, self.shape, self.dtype)
 
     def set_offsets(self, name: str, rows: Tensor | None = None) -> None:
-        """Set the random-number offsets to those of the rows of these indices, or of all, of the parameter `name`."""
+        """Set the random-number offsets of the parameter `name`. `rows`: indices of this tensor's rows; None: all."""
         columns = self.shape[-1] if self.columns is None else self.columns.total
         if rows is None:
             rows = torch.arange(self.scale.numel()).view(self.scale.shape)
@@ -291,7 +291,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return found
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Regardless of the columns that they hold."""
+        """Compares schemes and orientation. The two may hold different columns."""
         return (
             isinstance(other, Int8WeightTensor)
             and self.scheme == other.scheme
@@ -343,7 +343,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return self._map(lambda t: t.view(*shape[:-1], t.shape[-1]), shape=shape)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
-        """An empty tensor of this shape gets the offsets too, as this parameter in other memory."""
+        """torch.empty of this shape copies the offsets too, because `Module.to_empty` moves a parameter by it."""
         made = super()._new(shape, dtype, device, make)
         if made.place is None or made.is_meta:
             return made

@@ -29,7 +29,7 @@ class Linear(nn.Linear):
     """nn.Linear, also where its weight is a DTensor over a low-bit one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight  # once: nn.Module looks parameters up in Python
+        weight = self.weight  # read once, because nn.Module looks parameters up in Python
         if isinstance(weight, DTensor):
             return sharded_linear(input, weight, self.bias)
         return F.linear(input, weight, self.bias)

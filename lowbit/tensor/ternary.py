@@ -90,7 +90,8 @@ class TernaryTensor(AffineTensor):
         }
 
     def requantize_(self, values: Tensor) -> None:
-        """Raises NotImplementedError: one scale for all elements cannot even restore the tensor's own values."""
+        """Raises NotImplementedError. Some values are zero, so their mean magnitude is below the scale: rounding would
+        alter even unchanged values."""
         raise self._unsupported(
             "changes, since all its elements share one scale (call lowbit.dequantize_(model) before merging into it)"
         )
