@@ -4,9 +4,9 @@ Every `F.linear` with a quantized weight, and every `lowbit.inference.linear`, e
 through a list of rows (condition, implementation) and runs the first whose condition holds: first the registrations
 of `register_linear`, the last registered first; then `BUILT_IN`, the literal list at the end of this file.
 
-A condition decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its last decision
-with everything that decided it (`_Known`), and the next product with equal arguments checks nothing again. Registering
-or unregistering an implementation invalidates these caches.
+A condition of `BUILT_IN` decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its
+last decision with everything that decided it (`_Known`), and the next product with equal arguments checks nothing
+again. A registered condition may read anything, such as strides or global flags. So each product asks it again.
 
 A kernel or backend is one registration:
 
@@ -90,7 +90,6 @@ def quantized_linear(
     if (
         known is not None
         and known.arguments == arguments
-        and known.rows is _rows
         and type(x) is Tensor
         and not _has_transforms()
     ):
@@ -98,6 +97,9 @@ def quantized_linear(
     else:
         with _PlainAttributes():
             x, bias, row = _decide(x, weight, bias, residual, arguments)
+    if _registered:
+        with _PlainAttributes():
+            row = _registered_row(x, weight, bias) or row
     if _is_grad_enabled():
         with _PlainAttributes():
             if weight.requires_grad:
@@ -141,12 +143,12 @@ def linear(
 
 
 class _Known:
-    """A weight's last decision: for such `arguments` and this list of `rows`, `row`. Never changed, only replaced."""
+    """A weight's last decision: for such `arguments`, this row of `BUILT_IN`. Never changed, only replaced."""
 
-    __slots__ = ("arguments", "row", "rows")
+    __slots__ = ("arguments", "row")
 
-    def __init__(self, rows: tuple[Row, ...], arguments: tuple[Any, ...], row: Row) -> None:
-        self.rows, self.arguments, self.row = rows, arguments, row
+    def __init__(self, arguments: tuple[Any, ...], row: Row) -> None:
+        self.arguments, self.row = arguments, row
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the weight decides for itself."""
@@ -155,24 +157,32 @@ class _Known:
 def _decide(
     input: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, arguments: Any
 ) -> tuple[Tensor, Tensor | None, Row]:
-    """Check the arguments, cast them as autocast does, choose the row, and let the weight remember it."""
+    """Check the arguments, cast them as autocast does, choose the built-in row, and let the weight remember it."""
     check_linear(input, weight)
     n = weight.shape[0]
     _check_addend("bias", bias, (n,), input, weight)
     _check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
     x, bias = autocast_inputs(input, weight, bias)
-    row = choose_linear(x, weight, bias)
+    row = _built_in_row(x, weight, bias)
     if arguments is not None and type(x) is Tensor:
-        weight._known_product = _Known(_rows, arguments, row)
+        weight._known_product = _Known(arguments, row)
     return x, bias, row
 
 
 def choose_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Row:
     """The first row whose condition holds for this product."""
-    for row in _rows:
+    return _registered_row(x, weight, bias) or _built_in_row(x, weight, bias)
+
+
+def _registered_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row | None:
+    for row in _registered:
         if row.condition(x, weight, bias):
             return row
-    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
+    return None
+
+
+def _built_in_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row:
+    return next(row for row in BUILT_IN if row.condition(x, weight, bias))
 
 
 def _run(
@@ -227,9 +237,9 @@ def register_linear(
 
     Args:
         condition: `(x, weight, bias) -> bool`, of the activation [..., K], the quantized weight [N, K] and the bias [N]
-            or None. It decides by shapes, dtypes, devices and the weight's metadata alone: its answer is remembered,
-            and asked for again once one of these changes. Any size may be 0. Check `weight.stored_as` before reading
-            `weight.codes` ("integers", "float8", "ternary", or the name that your own tensor class gives).
+            or None. Every product asks it, also about strides or global flags, so it should be cheap. Any size may
+            be 0. Check `weight.stored_as` before reading `weight.codes` ("integers", "float8", "ternary", or the
+            name that your own tensor class gives).
         impl: `(x, weight, bias) -> Tensor`, [..., N] in x's dtype. It needs no gradient: those of input, bias and
             residual are computed in the same way for all implementations.
         takes_residual: `impl` may be called with a fourth argument, a tensor [..., N] of x's dtype that it adds.
@@ -251,9 +261,9 @@ def register_linear(
             )
 
     def register(fn: Implementation) -> Implementation:
-        global _rows
+        global _registered
         name = getattr(fn, "__name__", type(fn).__name__)
-        _rows = (Row(name, condition, fn, takes_residual), *_rows)
+        _registered = (Row(name, condition, fn, takes_residual), *_registered)
         return fn
 
     if impl is not None:
@@ -266,12 +276,12 @@ def unregister_linear(impl: Implementation) -> None:
 
     Raises ValueError if there is none.
     """
-    global _rows
-    kept = tuple(row for row in _rows if row.implementation is not impl)
-    if len(kept) == len(_rows):
-        names = [row.name for row in _rows]
+    global _registered
+    kept = tuple(row for row in _registered if row.implementation is not impl)
+    if len(kept) == len(_registered):
+        names = [row.name for row in _registered]
         raise ValueError(f"{impl!r} is not registered; registered: {names}")
-    _rows = kept
+    _registered = kept
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
@@ -618,5 +628,5 @@ BUILT_IN = (
     Row("plain_linear", _is_any, plain_linear),
 )
 
-_rows: tuple[Row, ...] = BUILT_IN
-"""The registrations of users, then `BUILT_IN`. Replaced and never changed, so that `_Known` can compare it."""
+_registered: tuple[Row, ...] = ()
+"""The registrations of users, the last first."""

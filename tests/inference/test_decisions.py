@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit import products, tracer
 from lowbit.inference import linear
-from lowbit.products import BUILT_IN, Row, choose_linear, plain_linear
+from lowbit.products import BUILT_IN, Row, plain_linear
 from tests.schemes import relative_error
 
 CASES = {
@@ -29,15 +30,16 @@ every_row = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the rows that were chosen, one for each time that a decision was made."""
+    """Names of the built-in rows that were chosen, one for each time that a decision was made."""
     names: list[str] = []
+    built_in_row = products._built_in_row
 
-    def choose(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None = None) -> Row:
-        row = choose_linear(x, weight, bias)
+    def choose(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None) -> Row:
+        row = built_in_row(x, weight, bias)
         names.append(row.name)
         return row
 
-    monkeypatch.setattr(products, "choose_linear", choose)
+    monkeypatch.setattr(products, "_built_in_row", choose)
     return names
 
 
@@ -58,7 +60,7 @@ def more() -> Iterator[Callable[[Tensor, lb.LowbitTensor, Tensor | None], Tensor
 
     lb.register_linear(lambda x, weight, bias: True, more)
     yield more
-    if any(row.implementation is more for row in products._rows):
+    if any(row.implementation is more for row in products._registered):
         lb.unregister_linear(more)
 
 
@@ -136,6 +138,27 @@ def test_registrations(name: str, more: Callable[..., Tensor]) -> None:
 
 
 @every_row
+@torch.no_grad()
+def test_a_registered_condition_is_asked_for_every_product(name: str) -> None:
+    """It may read what the cache of built-in decisions does not compare."""
+    model, x = layer(name)
+    y, wide = model(x), torch.empty(3, 128, dtype=x.dtype)[:, ::2].copy_(x)
+    for condition, holds, fails in (
+        (lambda x, w, b: torch.is_grad_enabled(), torch.enable_grad, torch.no_grad),
+        (lambda x, w, b: x.is_contiguous(), nullcontext, nullcontext),
+    ):
+        impl = lb.register_linear(condition)(lambda x, w, b: plain_linear(x, w, b) + 1)
+        try:
+            for _ in range(2):
+                with fails():
+                    assert torch.equal(model(wide), y)
+                with holds():
+                    assert torch.equal(model(x), plain_linear(x, model.weight, model.bias) + 1)
+        finally:
+            lb.unregister_linear(impl)
+
+
+@every_row
 def test_gradients_autocast_and_tracers_come_and_go(name: str) -> None:
     model, x = layer(name)
     with torch.no_grad():
@@ -183,7 +206,7 @@ def test_weights_that_move_are_copied_or_viewed(name: str, asked: list[str]) -> 
     model, x = layer(name)
     y = model(x)
     copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), y) and copied.weight._known_product.rows is products._rows
+    assert torch.equal(copied(x), y) and copied.weight._known_product is not model.weight._known_product
     assert torch.equal(F.linear(x, model.weight[:32], model.bias[:32]), y[:, :32])
     copied.to(torch.float64)
     assert copied(x.double()).dtype is torch.float64
