@@ -5,7 +5,7 @@ through a list of rows (condition, implementation) and runs the first whose cond
 of `register_linear`, the last registered first; then `BUILT_IN`, the literal list at the end of this file.
 
 A condition of `BUILT_IN` decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its
-last decision with everything that decided it (`_Known`), and the next product with equal arguments checks nothing
+last decisions with everything that decided them (`_Known`), and the next product with equal arguments checks nothing
 again. A registered condition may read anything, such as strides or global flags. So each product asks it again.
 
 A kernel or backend is one registration:
@@ -74,10 +74,9 @@ def quantized_linear(
         NotImplementedError: an input in low bits, or a transform of torch.func.
     """
     x: Tensor = input
-    known: Any = None
+    row: Any = None
     arguments: Any = None
     if not _is_compiling():
-        known = weight._known_product
         is_autocast = _is_any_autocast_enabled()
         if is_autocast:
             x, bias = autocast_inputs(x, weight, bias)
@@ -87,14 +86,12 @@ def quantized_linear(
             arguments += ("bias", bias.shape, bias.dtype, bias.device)
         if residual is not None:
             arguments += ("residual", residual.shape, residual.dtype, residual.device)
-    if (
-        known is not None
-        and known.arguments == arguments
-        and type(x) is Tensor
-        and not _has_transforms()
-    ):
-        row = known.row
-    else:
+        if type(x) is Tensor and not _has_transforms():
+            for known in weight._known_products:
+                if known.arguments == arguments:
+                    row = known.row
+                    break
+    if row is None:
         with _PlainAttributes():
             x, bias, row = _decide(x, weight, bias, residual, arguments)
     if _registered:
@@ -142,16 +139,21 @@ def linear(
 # ---- the decision ------------------------------------------------------------------------------------------
 
 
+_MOST_KNOWN = 4
+"""Decisions that a weight remembers: prefill and decoding alternate, with and without a residual."""
+
+
 class _Known:
-    """A weight's last decision: for such `arguments`, this row of `BUILT_IN`. Never changed, only replaced."""
+    """A decision on a weight: for such `arguments`, this row of `BUILT_IN`. Never changed, only replaced."""
 
     __slots__ = ("arguments", "row")
 
     def __init__(self, arguments: tuple[Any, ...], row: Row) -> None:
         self.arguments, self.row = arguments, row
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the weight decides for itself."""
+    def __deepcopy__(self, memo: Any) -> _Known:
+        """The decision holds for a copy of the weight too."""
+        return self
 
 
 def _decide(
@@ -165,7 +167,9 @@ def _decide(
     x, bias = autocast_inputs(input, weight, bias)
     row = _built_in_row(x, weight, bias)
     if arguments is not None and type(x) is Tensor:
-        weight._known_product = _Known(arguments, row)
+        # A list is searched faster than a spec is hashed. It is replaced, because other threads may search it.
+        latest = weight._known_products[: _MOST_KNOWN - 1]
+        weight._known_products = (_Known(arguments, row), *latest)
     return x, bias, row
 
 

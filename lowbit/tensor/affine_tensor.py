@@ -58,7 +58,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
-    caches = ("_known_product", "_reader")
+    caches = ("_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
     _kinds: ClassVar[list[type[AffineTensor]]] = []
     """The classes that define `stores`, the newest first."""
@@ -70,8 +70,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     """How the weight is quantized."""
     activation: Spec | None
     """How the activation of its linear is quantized, or None."""
-    _known_product: Any = None
-    """The last decision of `lowbit.products` on a product of this weight."""
+    _known_products: tuple[Any, ...] = ()
+    """The last decisions of `lowbit.products` on products of this weight."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
