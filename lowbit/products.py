@@ -31,10 +31,9 @@ import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.granularity import PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int
-from lowbit.tensor.base import LowbitTensor
 
 Weight = Any
-"""A LowbitTensor [N, K] with the attributes of an AffineTensor."""
+"""A LowbitTensor [N, K] with the attributes of an AffineTensor. Both import this module, so it does not name them."""
 Condition = Callable[[Tensor, Weight, Tensor | None], bool]
 Implementation = Callable[..., Tensor]
 """(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
@@ -129,7 +128,7 @@ def linear(
         ValueError: shapes or dtypes that do not fit.
         RuntimeError: the same with a plain weight, from F.linear.
     """
-    if isinstance(weight, LowbitTensor) and weight.stored_as is not None:
+    if getattr(weight, "stored_as", None) is not None:
         return quantized_linear(x, weight, bias, residual)
     _check_addend("residual", residual, (*x.shape[:-1], weight.shape[0]), x, weight)
     y = F.linear(x, weight, bias)
@@ -291,14 +290,14 @@ def unregister_linear(impl: Implementation) -> None:
 # ---- checks ------------------------------------------------------------------------------------------------
 
 
-def check_linear(x: Tensor, weight: LowbitTensor) -> None:
+def check_linear(x: Any, weight: Weight) -> None:
     """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
     x in low bits and inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
-    if isinstance(x, LowbitTensor):
+    if tracer.is_low_bit(x):
         raise x._unsupported(
             "linear with it as the input (accepted: a plain input and a low-bit weight)"
         )
@@ -333,7 +332,7 @@ def _check_addend(
         )
 
 
-def check_first_derivative(weight: LowbitTensor) -> None:
+def check_first_derivative(weight: Weight) -> None:
     """Raise NotImplementedError in a backward pass that itself should be differentiated."""
     # AOTAutograd needs no second derivative, but traces with gradients enabled.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -289,9 +289,9 @@ def _local(weight: Tensor) -> Tensor:
     return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
-def _is_low_bit(weight: Any) -> bool:
+def is_low_bit(weight: Any) -> bool:
     """Whether a local tensor is a LowbitTensor, whose module imports this one."""
-    return hasattr(weight, "inner_tensors")
+    return hasattr(type(weight), "inner_tensors")
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:
@@ -299,7 +299,7 @@ def _memory(weight: Tensor) -> tuple[int, int]:
     local: Any = _local(weight)
     if isinstance(local, nn.UninitializedParameter):
         return 0, 0
-    first = next(iter(local.inner_tensors().values())) if _is_low_bit(local) else local
+    first = next(iter(local.inner_tensors().values())) if is_low_bit(local) else local
     if first.is_meta or first.numel() == 0:
         return 0, 0
     try:
@@ -360,7 +360,7 @@ class _Products(TorchFunctionMode):
 
     def _noticed(self, func: Any, x: Tensor, weight: Tensor) -> list[Note]:
         local = _local(weight)
-        is_plain = not _is_low_bit(local)
+        is_plain = not is_low_bit(local)
         if is_plain and func is not F.linear and self.watch.find(weight) is None:
             return []  # a product of two activations
         n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
@@ -377,7 +377,7 @@ class _Products(TorchFunctionMode):
 
     def _lookup(self, indices: Tensor, table: Tensor, found: Tensor) -> None:
         local = _local(table)
-        if _is_low_bit(local):
+        if is_low_bit(local):
             rows, columns = local.shape
             made = self.watch.note(indices.numel(), rows, columns, table, LOOKED_UP)
             record(made, "embedding", found.dtype)
@@ -491,7 +491,7 @@ def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]
     for name, module in model.named_modules():
         is_linear, is_lookup = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
         for attribute, p in module._parameters.items():
-            if p is None or not (_is_low_bit(_local(p)) or (is_linear and attribute == "weight")):
+            if p is None or not (is_low_bit(_local(p)) or (is_linear and attribute == "weight")):
                 continue
             layer = _layer(_plain_name(name), attribute)
             if layer not in reached:
