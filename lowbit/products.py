@@ -20,7 +20,10 @@ of asking for a class.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +50,8 @@ class Row(NamedTuple):
     condition: Condition
     implementation: Implementation
     takes_residual: bool = False
+    source: str = ""
+    """Of a registration: names its code for the caches of compiled graphs."""
 
 
 # ---- the public product ------------------------------------------------------------------------------------
@@ -250,6 +255,11 @@ def register_linear(
     A kernel that torch.compile cannot trace is an op of torch.library; `impl` calls the op. Its launcher calls
     `lowbit_kernels.launches.ran`, so that `lowbit.trace` names the kernel.
 
+    A compiled model asks the condition while it compiles. After a registration, call `torch._dynamo.reset()`: torch
+    does not notice that a graph is out of date. torch's caches on disk tell registrations apart by the files that
+    define the two functions, not by the modules that those import. Functions with a closure, methods, and functions
+    without a file share no graph with another process.
+
     Returns:
         The decorator.
 
@@ -266,7 +276,8 @@ def register_linear(
     def register(fn: Implementation) -> Implementation:
         global _registered
         name = getattr(fn, "__name__", type(fn).__name__)
-        _registered = (Row(name, condition, fn, takes_residual), *_registered)
+        source = f"{_source(condition)} {_source(fn)} {takes_residual}"
+        _registered = (Row(name, condition, fn, takes_residual, source), *_registered)
         return fn
 
     if impl is not None:
@@ -285,6 +296,22 @@ def unregister_linear(impl: Implementation) -> None:
         names = [row.name for row in _registered]
         raise ValueError(f"{impl!r} is not registered; registered: {names}")
     _registered = kept
+
+
+def registered_sources() -> tuple[str, ...]:
+    """What the keys of compiled graphs need to know of the registrations, the last first."""
+    return tuple(row.source for row in _registered)
+
+
+def _source(fn: Callable[..., Any]) -> str:
+    """A digest of the file and the position in it of a function; random where these do not tell what it computes."""
+    code = getattr(fn, "__code__", None)
+    has_state = getattr(fn, "__closure__", None) or hasattr(fn, "__self__")
+    if code is None or has_state or not os.path.isfile(code.co_filename):
+        return os.urandom(16).hex()
+    digest = hashlib.sha256(Path(code.co_filename).read_bytes())
+    digest.update(repr((fn.__module__, fn.__qualname__, *code.co_positions())).encode())
+    return digest.hexdigest()
 
 
 # ---- checks ------------------------------------------------------------------------------------------------

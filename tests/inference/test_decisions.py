@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +172,30 @@ def test_a_registered_condition_is_asked_for_every_product(name: str) -> None:
                     assert torch.equal(model(x), plain_linear(x, model.weight, model.bias) + 1)
         finally:
             lb.unregister_linear(impl)
+
+
+def test_graphs_on_disk_depend_on_the_registrations(tmp_path: Path) -> None:
+    """torch takes a graph of an earlier process by this key."""
+    weight, file = layer("weight_linear")[0].weight, tmp_path / "mine.py"
+
+    def registered(text: str) -> str:
+        file.write_text(text)
+        names: dict[str, Any] = {"__name__": "mine"}
+        exec(compile(text, str(file), "exec"), names)
+        lb.register_linear(names["condition"], names["impl"])
+        try:
+            return weight._stable_hash_for_caching()
+        finally:
+            lb.unregister_linear(names["impl"])
+
+    plain = weight._stable_hash_for_caching()
+    text = "condition = lambda x, w, b: True\ndef impl(x, w, b):\n    return x\n"
+    assert registered(text) == registered(text) != plain
+    assert registered(text.replace("return x", "return -x")) != registered(text)
+    assert registered(f"{text}condition = lambda x, w, b: True") != registered(f"{text}impl = impl")
+    state = f"{text}def outer(y):\n    return lambda x, w, b: y\nimpl = outer(1)\n"
+    assert registered(state) != registered(state), "the value in the closure is not in the file"
+    assert weight._stable_hash_for_caching() == plain
 
 
 @every_row
