@@ -196,7 +196,7 @@ def _built_in_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row:
 def _run(
     row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """Run a product: the one place where an implementation is called."""
+    """Run a product that autograd does not see."""
     if tracer.active is not None:
         with tracer.running(x, weight, row.name):
             return _product(row, x, weight, bias, residual)
@@ -220,7 +220,11 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
         # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
         ctx.save_for_backward(weight.detach())
-        return _run(row, x, weight, bias, None)
+        ctx.note = None
+        if tracer.active is None:
+            return _product(row, x, weight, bias, None)
+        with tracer.running(x, weight, row.name) as ctx.note:
+            return _product(row, x, weight, bias, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -228,6 +232,7 @@ class _Linear(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
+            tracer.record(ctx.note, "grad_input", grad.dtype)
             with _PlainAttributes():
                 grad_x = grad @ weight.dequantize().to(grad.dtype)
         if ctx.needs_input_grad[2]:

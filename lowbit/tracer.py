@@ -7,7 +7,7 @@
 Products are noted as they run:
 
 - Products of weights that `lowbit.train` prepared call `note` and `record`, forward and backward.
-- `lowbit.products` runs each product of a quantized weight inside of `running`.
+- `lowbit.products` runs each product of a quantized weight inside of `running`, and calls `record` in backward.
 - A torch function mode sees the products of all other parameters: plain layers, QAT, nn.MultiheadAttention.
 - Where PyTorch computes the backward products, a hook on the output's autograd node notes them.
 - Kernels report which variant runs (`lowbit_kernels.launches`); the report belongs to the product that runs then.
@@ -109,9 +109,10 @@ def record(
         active.thread.product = made
 
 
-def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[None]:
-    """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]."""
-    # in backward no module runs, and `_follow` notes the product
+def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[Note | None]:
+    """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]. It gives
+    the note, in which `record` notes the gradient of x."""
+    # In backward no module runs, and the product that is differentiated notes its gradients.
     if active is None or not active.thread.modules:
         return _OFF
     return _running(active, x, weight, implementation)
@@ -123,22 +124,23 @@ def multiplies_in(format: str) -> None:
         active.thread.product.ran_in, active.thread.product.why = format, ""
 
 
-_OFF: AbstractContextManager[None] = nullcontext()
+_OFF: AbstractContextManager[None] = nullcontext(None)
 
 
 @contextmanager
-def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> Iterator[None]:
+def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> Iterator[Note]:
     n, k = weight.shape[-2:]
+    thread = watch.thread
+    was_inside, outer = thread.inside, thread.product  # an implementation may run another one
     made = watch.note(x.shape[:-1].numel(), n, k, weight, DEQUANTIZED)
     rounds_input = getattr(weight, "activation", None) is not None
     record(made, "output", x.dtype, ROUNDED if rounds_input else WEIGHT_ONLY)
     made.ran["output"].implementation = implementation
-    thread = watch.thread
     thread.inside = True
     try:
-        yield
+        yield made
     finally:
-        thread.inside, thread.product = False, None
+        thread.inside, thread.product = was_inside, outer
 
 
 # ---- notes ----------------------------------------------------------------------------------------------------

@@ -157,6 +157,63 @@ def test_an_implementation_that_a_user_registers() -> None:
     assert found.launches == {("mine", "fast"): 1}
 
 
+class Calls(nn.Module):
+    """Runs a function of the input and a quantized weight."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(64, 64, bias=False), call
+        lb.quantize_(self, lb.Int4WeightOnly(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.layer.weight)
+
+
+CALLS: dict[str, Any] = {
+    "linear": F.linear,
+    "matmul": lambda x, w: x @ w.t(),
+    "inference.linear": linear_with_residual,
+    "inference.linear-residual": lambda x, w: linear_with_residual(x, w, residual=x),
+    "inference.linear-checkpoint": lambda x, w: checkpoint(
+        linear_with_residual, x, w, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_gradient_of_the_input_of_a_quantized_weight(name: str) -> None:
+    found = trace(Calls(CALLS[name]), values(3, 64).requires_grad_())
+    output, grad_input = found.products
+    assert ran_in(found, "layer") == formats("float32", "float32")
+    assert (grad_input.implementation, grad_input.why) == ("torch", tracer.DEQUANTIZED)
+    assert (output.m, output.n, output.k) == (grad_input.m, grad_input.n, grad_input.k)
+    frozen = trace(Calls(CALLS[name]), values(3, 64), backward=False)
+    assert ran_in(frozen, "layer") == formats("float32", "")
+
+
+def test_a_registered_implementation_that_runs_another_product() -> None:
+    """What it launches and multiplies afterwards belongs to the outer product."""
+    inner = nn.Linear(64, 96)
+    lb.quantize_(inner, lb.Int8DynamicActivationInt8Weight())
+    model = nn.Sequential(nn.Linear(64, 96))
+    lb.quantize_(model, lb.Int8WeightOnly())
+    weight = model[0].weight
+
+    def nested(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
+        y = F.linear(x, inner.weight)
+        launches.ran("nested", "fast")
+        return y + F.linear(x, torch.zeros(96, 64))
+
+    lb.register_linear(lambda x, w, b: w is weight, nested)
+    try:
+        outer, within = trace(model, values(4, 64), backward=False).products
+    finally:
+        lb.unregister_linear(nested)
+    assert (outer.weight, outer.implementation) == ("int8-row", "nested fast")
+    assert within.weight == "int8-row-int8-token"
+    assert within.implementation.startswith("int8_dynamic_linear")
+
+
 # ---- layers -------------------------------------------------------------------------------------------------------
 
 
