@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowbit.scheme import Scheme
 from lowbit.traced import LOW_BITS, Trace, TracedProduct, weight_format
 from lowbit.train_scheme import IN_ATTENTION, LOOKED_UP, PRODUCTS
+from lowbit_kernels import launches
 
 NOT_REACHED = "not reached by these inputs"
 PLAIN_WEIGHT = "a plain weight"
@@ -222,20 +223,25 @@ class Watch:
 
 active: Watch | None = None
 """The notes of the running trace; None without one."""
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watch]:
-    """Note all products that run inside."""
+    """Note all products that run inside. Raises RuntimeError while another trace runs, in any thread."""
     global active
-    from lowbit_kernels import launches  # imports Triton, which `import lowbit` must not
-
-    before, active = active, Watch(model)
+    # Products and launches are noted for the whole process, so two traces would mix their notes.
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError(
+            "another lowbit.trace runs in this process; trace one model at a time, in threads one after the other"
+        )
     try:
-        with launches.listening(active.launched), _hooked(model, active.thread, _Products(active)):
-            yield active
+        active = watch = Watch(model)
+        with launches.listening(watch.launched), _hooked(model, watch.thread, _Products(watch)):
+            yield watch
     finally:
-        active = before
+        active = None
+        _one_at_a_time.release()
 
 
 @contextmanager
@@ -447,15 +453,16 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     Raises:
         TypeError: the model is no module.
         ValueError: `backward=True`, but no output requires a gradient.
+        RuntimeError: another trace runs, in this thread or another one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     args, kwargs = _detached(args, kwargs)
     with_grad = model.training and _learns(model, args, kwargs) if backward is None else backward
     with (
+        watched(model) as watch,
         torch.compiler.set_stance("force_eager"),
         _state_restored(model),
-        watched(model) as watch,
         torch.set_grad_enabled(with_grad),
     ):
         outputs = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, Tensor)]

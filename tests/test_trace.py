@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -717,6 +719,33 @@ def test_without_a_tracer_products_note_nothing() -> None:
     tracer.record(None, "output", "int8")
     tracer.multiplies_in("int8")
     assert not launches._listeners
+
+
+def test_traces_do_not_overlap() -> None:
+    """Products are noted for the whole process: a second trace, in another thread or inside of one, is refused."""
+    model = nn.Sequential(linear(8, 64))
+    runs, ends = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        runs.set()
+        ends.wait(60)
+
+    handle = model.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(trace, model, values(4, 64))
+        assert runs.wait(60)
+        handle.remove()
+        try:
+            with pytest.raises(RuntimeError, match=r"another lowbit\.trace runs"):
+                trace(linear(8, 64), values(4, 64))
+        finally:
+            ends.set()
+        assert ran_in(first.result(60), "0")["output"] == {"float32": 1}
+    assert tracer.active is None and not launches._listeners
+    model.register_forward_pre_hook(lambda *_: trace(linear(8, 64), values(4, 64)))
+    with pytest.raises(RuntimeError, match="one model at a time"):
+        trace(model, values(4, 64))
+    assert tracer.active is None and trace(linear(8, 64), values(4, 64)).products
 
 
 def test_only_modules_are_traced() -> None:
