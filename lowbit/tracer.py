@@ -446,9 +446,12 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
             and a parameter or an argument requires a gradient. Without it, the model runs without gradients.
 
     A compiled model runs eagerly here. Shapes, dtypes, devices and schemes decide what runs in what, so the compiled
-    model makes the same choices. Afterwards gradients (those of the arguments too), buffers and random states are as
-    before. Hooks on gradients of parameters (`register_hook`, `register_post_accumulate_grad_hook`) do not run, as an
-    optimizer step may be one; hooks of modules do. Under FSDP2 and tensor parallelism all ranks must call it.
+    model makes the same choices, with two exceptions. It keeps the implementations that were registered when it was
+    compiled (`register_linear`). Where the eager model runs "cpu_linear", it runs "plain_linear" in the graph.
+
+    Afterwards gradients (those of the arguments too), buffers and random states are as before. Hooks on gradients of
+    parameters (`register_hook`, `register_post_accumulate_grad_hook`) do not run, as an optimizer step may be one.
+    Hooks of modules do. Under FSDP2 and tensor parallelism all ranks must call it.
 
     Raises:
         TypeError: the model is no module.

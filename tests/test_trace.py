@@ -587,6 +587,31 @@ def test_a_compiled_model_in_inference_has_the_launches_of_its_trace(m: int) -> 
         assert any(" ".join(launch) in p.implementation for launch in found.launches)
 
 
+def test_a_compiled_model_differs_from_its_trace_after_a_registration() -> None:
+    """As the docstring of `trace` says: the graph keeps its implementation until torch._dynamo.reset()."""
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(64, 96)), values(4, 64)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (cpu,) = trace(compiled, x, backward=False).products
+    assert cpu.implementation.startswith("cpu_linear")
+
+    def zeros(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        return x.new_zeros(4, 96)
+
+    with torch.no_grad():
+        y = compiled(x)
+        lb.register_linear(lambda x, w, b: True, zeros)
+        try:
+            (named,) = trace(compiled, x, backward=False).products
+            assert named.implementation == "zeros" and torch.equal(compiled(x), y)
+            torch._dynamo.reset()
+            assert torch.equal(compiled(x), torch.zeros(4, 96))
+        finally:
+            lb.unregister_linear(zeros)
+            torch._dynamo.reset()
+
+
 # ---- the table and the file ---------------------------------------------------------------------------------------
 
 
