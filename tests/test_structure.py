@@ -125,7 +125,7 @@ ALLOWED: dict[str, set[str]] = {
     "traced": {"maths"},
     "tracer": {"traced", "maths", "kernels"},
     "products": {"maths", "kernels", "tracer"},
-    "tensor": {"tensor", "products", "tracer", "maths", "kernels"},
+    "tensor": {"tensor", "products", "tracer", "traced", "maths", "kernels"},
     "replaced": {"tensor"},
     "convert": {"tensor", "maths", "replaced"},
     "digests": set(),

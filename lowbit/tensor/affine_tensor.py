@@ -39,6 +39,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, 
 from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
+from lowbit.traced import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, Spec, Scheme])
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
@@ -337,6 +338,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             raise ValueError(f"transposed must be True or False, got {self.transposed!r}")
         if not self.stores(self.spec):
             raise ValueError(f"{type(self).__name__} does not store {self.spec}")
+
+    def stored_format(self) -> str:
+        return specs_name(self.spec, self.activation)
 
     def meta_to_json(self) -> dict[str, Any]:
         return {"scheme": Scheme(self.spec, self.activation).to_dict()}

@@ -281,6 +281,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """This tensor followed by `rows` rows of zeros."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
 
+    def stored_format(self) -> str:
+        """How the weight is stored, in a word or two, for `lowbit.trace`."""
+        return type(self).__name__
+
     def meta_to_json(self) -> dict[str, Any]:
         """The metadata in plain JSON types, for checkpoints; `meta_from_json` reads it back."""
         return self.meta()
