@@ -123,9 +123,9 @@ def linear(
 ) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] and residual [..., N].
 
-    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. Kernels of
-    quantized weights add the residual before they round: it costs neither a launch nor a second rounding. With a plain
-    weight the residual is a separate addition.
+    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. On a GPU, in
+    16 bits, the decode and large-batch kernels of `lowbit_kernels` add the residual before they round: it costs neither
+    a launch nor a second rounding. All other products, and those that autograd differentiates, add it afterwards.
 
         h = lowbit.inference.linear(attended, block.out.weight, residual=h)
 
@@ -516,10 +516,13 @@ def _has_float8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     )
 
 
-def float8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def float8_dynamic_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
     """float8 by float8 on a GPU, with float32 sums and both scales in the product."""
     tracer.multiplies_in("e4m3")
-    return kernels.dynamic_linear.dynamic_linear(x, weight.codes, weight.scale, bias)
+    codes, scale = weight.codes, weight.scale
+    return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
 
 
 # ---- ternary weights ---------------------------------------------------------------------------------------
@@ -654,7 +657,7 @@ BUILT_IN = (
     # int8 weights and activations elsewhere: torch._int_mm
     Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),
     # float8 weights and activations in bfloat16 on a GPU that has float8 units
-    Row("float8_dynamic_linear", _has_float8_kernel, float8_dynamic_linear),
+    Row("float8_dynamic_linear", _has_float8_kernel, float8_dynamic_linear, takes_residual=True),
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", _is_ternary, ternary_linear),
     # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
