@@ -460,21 +460,34 @@ def _is_rowwise(weight: Weight, format: Int | Float8) -> bool:
     )
 
 
-def _has_int8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+def _has_dynamic_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return x.is_cuda and (_fits_int8_kernel(x, weight) or _fits_float8_kernel(x, weight))
+
+
+def _fits_int8_kernel(x: Tensor, weight: Weight) -> bool:
     return (
-        x.is_cuda
-        and x.dtype in _HALVES
+        x.dtype in _HALVES
         and _is_rowwise(weight, Int(8))
         and weight.activation.mapping == "symmetric_no_clipping_err"  # the kernel's own
         and 0 < weight.shape[1] <= kernels.dynamic_linear.MOST_K
     )
 
 
-def int8_dynamic_kernel(
+def _fits_float8_kernel(x: Tensor, weight: Weight) -> bool:
+    return (
+        x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
+        and _is_rowwise(weight, Float8())
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and x.numel() > 0
+        and all(size % 16 == 0 for size in weight.shape)
+    )
+
+
+def dynamic_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
-    """int8 by int8 on a GPU; quantization of the tokens, scales, bias and residual are fused."""
-    tracer.multiplies_in("int8")
+    """int8 by int8 or float8 by float8 on a GPU. The op quantizes the tokens; scales, bias and residual are fused."""
+    tracer.multiplies_in(kernels.dynamic_linear.FORMATS[weight.codes.dtype])
     codes, scale = weight.codes, weight.scale
     return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
 
@@ -501,28 +514,6 @@ def int8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tenso
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
-
-
-def _has_float8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    if not x.is_cuda or not _is_rowwise(weight, Float8()):
-        return False
-    n, k = weight.shape
-    return (
-        torch.cuda.get_device_capability(x.device) >= (8, 9)
-        and x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
-        and x.numel() > 0
-        and n % 16 == 0
-        and k % 16 == 0
-    )
-
-
-def float8_dynamic_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
-) -> Tensor:
-    """float8 by float8 on a GPU, with float32 sums and both scales in the product."""
-    tracer.multiplies_in("e4m3")
-    codes, scale = weight.codes, weight.scale
-    return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
 
 
 # ---- ternary weights ---------------------------------------------------------------------------------------
@@ -652,12 +643,10 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 BUILT_IN = (
     # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
     Row("weight_linear", _has_weight_kernel, weight_linear, takes_residual=True),
-    # int8 weights and activations in 16 bits on a GPU: one fused kernel
-    Row("int8_dynamic_kernel", _has_int8_kernel, int8_dynamic_kernel, takes_residual=True),
+    # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
+    Row("dynamic_linear", _has_dynamic_kernel, dynamic_linear, takes_residual=True),
     # int8 weights and activations elsewhere: torch._int_mm
     Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),
-    # float8 weights and activations in bfloat16 on a GPU that has float8 units
-    Row("float8_dynamic_linear", _has_float8_kernel, float8_dynamic_linear, takes_residual=True),
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", _is_ternary, ternary_linear),
     # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product

@@ -64,8 +64,7 @@ def test_the_kernel_of_dynamic_schemes_takes_the_residual(
     model = nn.Linear(64, 48, dtype=torch.bfloat16)
     lb.quantize_(model, scheme)
     x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 48).bfloat16()
-    name = "int8_dynamic_kernel" if scheme is INT8 else "float8_dynamic_linear"
-    row = next(row for row in BUILT_IN if row.name == name)
+    row = next(row for row in BUILT_IN if row.name == "dynamic_linear")
     monkeypatch.setattr(lowbit.products, "_built_in_row", lambda *_: row)
     op, given = kernels.dynamic_linear.dynamic_linear, []
     monkeypatch.setattr(
