@@ -168,24 +168,24 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         shape = tuple(self.shape)
         if 0 in shape:  # an empty slice keeps the scales of the original
             return self.scale.new_empty(shape, dtype=self.dtype)
-        if self.codes.is_cuda and self._has_int4_kernel():
-            return self._dequantize_int4()
+        if self.codes.is_cuda and self._fits_dequantize_op():
+            return self._dequantize_by_op()
         if (values := self._dequantize_on_cpu()) is not None:
             return values
         codes = self._load(self.spec.padded_shape(shape)[-1])
         return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
 
-    def _has_int4_kernel(self) -> bool:
+    def _fits_dequantize_op(self) -> bool:
         spec = self.spec
         return (
             type(self) is AffineTensor
-            and spec.format == Int(4)
+            and spec.format in (Int(4), Int(8))
             and isinstance(spec.granularity, PerGroup | PerRow)
             and spec.mapping != "float_zero_point"
             and self.dtype is not torch.float64
         )
 
-    def _dequantize_int4(self) -> Tensor:
+    def _dequantize_by_op(self) -> Tensor:
         """`dequantize` in one kernel, with the same bits."""
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
         values = kernels.dequantize.dequantize(
