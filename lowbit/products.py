@@ -34,6 +34,7 @@ import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.granularity import PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int
+from lowbit_kernels.weight_operands import GROUP_STEP, HALVES
 
 Weight = Any
 """A LowbitTensor [N, K] with the attributes of an AffineTensor. Both import this module, so it does not name them."""
@@ -320,6 +321,9 @@ def _source(fn: Callable[..., Any]) -> str:
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
+# The ops of lowbit_kernels check the tensors that they get, when the layouts are new. These checks come first, because
+# PyTorch's rows would broadcast a bias or a residual of another shape, and because only they can name the weight. They
+# run once for each decision that a weight remembers.
 
 
 def check_linear(x: Any, weight: Weight) -> None:
@@ -405,14 +409,10 @@ def unflattened(y: Tensor, x: Tensor) -> Tensor:
 # Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit. In 16 bits the
 # weights are equal to the bit, but the decode kernel does not round them to 16 bits.
 
-_HALVES = (torch.bfloat16, torch.float16)
-_GROUP_STEP = 32
-"""The kernels are measured with groups of a multiple of 32, or one scale a row."""
-
 
 def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
-    if x.dtype not in _HALVES or x.device.type not in ("cpu", "cuda"):
+    if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda"):
         return False
     if weight.stored_as != "integers" or weight.transposed:
         return False
@@ -422,7 +422,7 @@ def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     if spec.format.bits == 8 and weight.activation is not None:
         return False  # int8 by int8 is faster
     if isinstance(spec.granularity, PerGroup):
-        return spec.granularity.group_size % _GROUP_STEP == 0
+        return spec.granularity.group_size % GROUP_STEP == 0
     return isinstance(spec.granularity, PerRow)
 
 
@@ -466,7 +466,7 @@ def _has_dynamic_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 def _fits_int8_kernel(x: Tensor, weight: Weight) -> bool:
     return (
-        x.dtype in _HALVES
+        x.dtype in HALVES
         and _is_rowwise(weight, Int(8))
         and weight.activation.mapping == "symmetric_no_clipping_err"  # the kernel's own
         and 0 < weight.shape[1] <= kernels.dynamic_linear.MOST_K

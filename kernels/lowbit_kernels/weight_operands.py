@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
+GROUP_STEP = 32
+"""The fast kernels of `weight_linear` take groups of a multiple of this size, or one scale a row."""
 E4M3 = torch.float8_e4m3fn
 
 # Names of the dtypes of codes in the CUDA sources.
