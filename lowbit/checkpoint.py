@@ -159,6 +159,11 @@ def _plain_json(name: str, value: Any, way_out: str, levels: int = 0) -> Any:
         return [
             _plain_json(f"{name}[{i}]", item, way_out, levels + 1) for i, item in enumerate(value)
         ]
+    if isinstance(value, Tensor):
+        raise CheckpointError(
+            f"{name} is a tensor, where only plain JSON is stored: flatten a nested dict of tensors, or store numbers, "
+            "value.tolist()"
+        )
     if not isinstance(value, str | int | float | None):
         raise CheckpointError(
             f"{name} is a {type(value).__name__}, which is neither a tensor nor plain JSON; "
@@ -255,6 +260,8 @@ def save(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is no folder; make it first")
     state_dict = model.state_dict() if isinstance(model, nn.Module) else model
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"save takes an nn.Module or a state dict, got {type(model).__name__}")
     tensors, info = to_plain(state_dict, metadata)
     container.write(path, tensors, info)
 

@@ -168,7 +168,7 @@ def _check_schemes(schemes: Any, kind: type) -> None:
             one, name, example = _ACCEPTED[kind]
             raise TypeError(
                 f"unknown scheme {scheme!r}; accepted: {one}, e.g. {example}, or a dict of name patterns to a {name} "
-                f"or None, e.g. {{'lm_head': None, '*': {example}}}"
+                f"or None, e.g. {{'lm_head': None, '*': {example}}}{_remedy(scheme)}"
             )
     for pattern in schemes if by_pattern else ():
         if not isinstance(pattern, str):
@@ -178,6 +178,16 @@ def _check_schemes(schemes: Any, kind: type) -> None:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+
+
+def _remedy(scheme: Any) -> str:
+    """The end of the message about an object that is no scheme of the kind that a flow takes."""
+    if isinstance(scheme, Scheme):
+        return ". A Scheme is for lowbit.quantize_ and lowbit.qat.prepare_"
+    if isinstance(scheme, TrainingScheme):
+        return ". A training scheme is for lowbit.train.prepare_"
+    name = getattr(scheme, "__name__", None)
+    return f". To make one, call it: {name}()" if name and callable(scheme) else ""
 
 
 def _matches(pattern: str, name: str) -> bool:

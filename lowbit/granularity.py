@@ -12,12 +12,28 @@ parameters. The block has the rank of the tensor and tiles it.
 | `PerBlock(a, b)` | (a, b)                   | N/a · K/b  |
 
 Leading dimensions (experts, batch) are never shared: they get blocks of 1, except under `PerTensor`.
+
+A granularity of your own is a frozen dataclass in any file. Its fields are ints, and schemes, checkpoints and pickles
+then know it by the name of the class:
+
+    @dataclass(frozen=True)
+    class PerColumn(Granularity):
+        shares_rows: ClassVar[bool] = True
+
+        def block_size(self, shape):
+            return (*[1] * (len(shape) - 2), max(shape[-2], 1), 1)
+
+        def spans(self, dim, rank):
+            return dim == rank - 2
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
 
 
 def _check_positive_int(name: str, value: object) -> None:
@@ -34,31 +50,68 @@ def _rows(shape: Sequence[int], kind: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class PerTensor:
+class Granularity:
+    """The base of every granularity; see the module for how to write one."""
+
+    kinds: ClassVar[dict[str, type[Granularity]]] = {}
+    """Every granularity by the name that checkpoints use. Each class enters itself."""
+    shares_rows: ClassVar[bool] = False
+    """Whether elements of several rows (indices of dimension 0 of a matrix) may share a scale."""
+
+    def __init_subclass__(cls) -> None:
+        Granularity.kinds[cls.__name__] = cls
+        torch.serialization.add_safe_globals([cls])
+
+    def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a block of a tensor of this shape; every size is at least 1."""
+        raise NotImplementedError(f"{type(self).__name__} defines no block_size(shape)")
+
+    def spans(self, dim: int, rank: int) -> bool:
+        """Whether one block covers all of dimension `dim` of a tensor of `rank` dimensions, however long it is."""
+        return False
+
+    def sizes(self) -> tuple[int, ...]:
+        """The arguments that make it: `type(self)(*self.sizes())` is equal to it."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
     """One scale for the whole tensor."""
+
+    shares_rows: ClassVar[bool] = True
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(max(size, 1) for size in shape)
 
+    def spans(self, dim: int, rank: int) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
-class PerRow:
+class PerRow(Granularity):
     """One scale for each row along the last dimension: for a weight, one an output channel."""
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return _rows(shape, "PerRow()")
 
+    def spans(self, dim: int, rank: int) -> bool:
+        return dim == rank - 1
+
 
 @dataclass(frozen=True)
-class PerToken:
+class PerToken(Granularity):
     """One scale for each token of an activation [..., K], computed from the token itself."""
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return _rows(shape, "PerToken()")
 
+    def spans(self, dim: int, rank: int) -> bool:
+        return dim == rank - 1
+
 
 @dataclass(frozen=True)
-class PerGroup:
+class PerGroup(Granularity):
     """One scale for each `group_size` consecutive elements of the last dimension."""
 
     group_size: int
@@ -71,9 +124,10 @@ class PerGroup:
 
 
 @dataclass(frozen=True, init=False)
-class PerBlock:
+class PerBlock(Granularity):
     """One scale for each tile of the trailing dimensions, e.g. `PerBlock(128, 128)`."""
 
+    shares_rows: ClassVar[bool] = True
     shape: tuple[int, ...]
 
     def __init__(self, *shape: int) -> None:
@@ -93,5 +147,5 @@ class PerBlock:
             )
         return (*([1] * (len(shape) - len(self.shape))), *self.shape)
 
-
-Granularity = PerTensor | PerRow | PerToken | PerGroup | PerBlock
+    def sizes(self) -> tuple[int, ...]:
+        return self.shape

@@ -228,14 +228,27 @@ def register_linear(
     Args:
         condition: `(x, weight, bias) -> bool`, of the activation [..., K], the quantized weight [N, K] and the bias [N]
             or None. It decides by shapes, dtypes, devices and the weight's metadata alone: its answer is remembered,
-            and asked for again once one of these changes.
+            and asked for again once one of these changes. Any size may be 0. Check `weight.stored_as` before reading
+            `weight.codes` ("integers", "float8", "ternary", or the name that your own tensor class gives).
         impl: `(x, weight, bias) -> Tensor`, [..., N] in x's dtype. It needs no gradient: those of input, bias and
             residual are computed in the same way for all implementations.
         takes_residual: `impl` may be called with a fourth argument, a tensor [..., N] of x's dtype that it adds.
 
+    A kernel that torch.compile cannot trace is an op of torch.library; `impl` calls the op. Its launcher calls
+    `lowbit_kernels.launches.ran`, so that `lowbit.trace` names the kernel.
+
     Returns:
         The decorator.
+
+    Raises TypeError for anything but functions.
     """
+
+    for given in (condition, condition if impl is None else impl):
+        if not callable(given):
+            raise TypeError(
+                "register_linear takes functions, condition(x, weight, bias) -> bool and impl(x, weight, bias), got "
+                f"{given!r}"
+            )
 
     def register(fn: Implementation) -> Implementation:
         global _rows
@@ -391,7 +404,8 @@ def _is_rowwise(weight: Weight, format: Int | Float8) -> bool:
     """One symmetric scale a row of the weight and a token of the activation, both in `format`."""
     spec, activation = weight.spec, weight.activation
     return (
-        activation is not None
+        weight.stored_as in ("integers", "float8")
+        and activation is not None
         and not weight.transposed
         and weight.zero_point is None
         and isinstance(spec.granularity, PerRow)

@@ -28,7 +28,7 @@ from lowbit.affine import (
     unclamped_codes,
 )
 from lowbit.code_range import FLOAT8_DTYPES
-from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.granularity import Granularity, PerBlock, PerTensor, PerToken
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Spec:
             raise TypeError(f"format must be Int(bits) or Float8(), got {self.format!r}")
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
-                f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken() or PerBlock(...), "
-                f"got {self.granularity!r}"
+                f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken(), PerBlock(...) or another "
+                f"lowbit.granularity.Granularity, got {self.granularity!r}"
             )
         if self.mapping not in get_args(Mapping):
             raise ValueError(
@@ -219,7 +219,7 @@ class Spec:
     @property
     def shares_rows(self) -> bool:
         """Whether elements of several rows (indices of dimension 0) may share a scale."""
-        return isinstance(self.granularity, PerTensor | PerBlock)
+        return self.granularity.shares_rows
 
     def dequantize(
         self,
@@ -318,27 +318,23 @@ class Scheme:
             ) from error
 
 
-_GRANULARITIES: dict[str, Any] = {
-    c.__name__: c for c in (PerTensor, PerRow, PerToken, PerGroup, PerBlock)
-}
-
-
 def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     fmt, gran = spec.format, spec.granularity
-    sizes = [gran.group_size] if isinstance(gran, PerGroup) else []
-    sizes += gran.shape if isinstance(gran, PerBlock) else []
     described: dict[str, Any] = {"float8": str(fmt.dtype).removeprefix("torch.")}
     if isinstance(fmt, Int):
         described = {"bits": fmt.bits, "signed": fmt.signed}
-    granularity = [type(gran).__name__, *sizes]
+    granularity = [type(gran).__name__, *gran.sizes()]
     return {"format": described, "granularity": granularity, "mapping": spec.mapping}
 
 
 def _spec_from_dict(data: dict[str, Any]) -> Spec:
     fmt = data["format"]
     name, *sizes = data["granularity"]
-    if name not in _GRANULARITIES:
-        raise ValueError(f"unknown granularity {name!r}; accepted: {', '.join(_GRANULARITIES)}")
+    kinds: dict[str, Any] = {**Granularity.kinds}
+    if name not in kinds:
+        raise ValueError(
+            f"unknown granularity {name!r}; accepted: {', '.join(kinds)}; import the module that defines another first"
+        )
     is_float8 = "float8" in fmt
     format = Float8(getattr(torch, fmt["float8"])) if is_float8 else Int(fmt["bits"], fmt["signed"])
-    return Spec(format, _GRANULARITIES[name](*sizes), data["mapping"])
+    return Spec(format, kinds[name](*sizes), data["mapping"])

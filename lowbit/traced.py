@@ -154,4 +154,5 @@ def _spec_name(spec: Spec) -> str:
         name += "-block" + "x".join(map(str, granularity.shape))
     else:
         name += "-" + type(granularity).__name__.removeprefix("Per").lower()
+        name += "x".join(map(str, granularity.sizes()))
     return name if spec.mapping.startswith("symmetric") else f"{name}-{spec.mapping}"

@@ -221,3 +221,33 @@ def test_parts_that_do_not_fit() -> None:
 def test_a_model_that_is_none(flow: Flow, value: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got "):
         flow(value, INT4)
+
+
+@pytest.mark.parametrize(
+    ("flow", "scheme", "remedy"),
+    [
+        (lb.quantize_, lb.Int8WeightOnly, r"call it: Int8WeightOnly\(\)$"),
+        (lb.quantize_, lb.BitNet(), r"A training scheme is for lowbit.train.prepare_$"),
+        (lb.train.prepare_, lb.BitNet, r"call it: BitNet\(\)$"),
+        (lb.train.prepare_, INT8, r"for lowbit.quantize_ and lowbit.qat.prepare_$"),
+    ],
+)
+def test_the_wrong_kind_of_scheme_is_told_where_it_belongs(
+    flow: Any, scheme: Any, remedy: str
+) -> None:
+    with pytest.raises(TypeError, match=remedy):
+        flow(model(), scheme)
+
+
+def test_only_functions_are_registered() -> None:
+    rows = lb.products._rows
+    with pytest.raises(TypeError, match=r"register_linear takes functions.*got 3"):
+        lb.register_linear(lambda x, weight, bias: True, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"register_linear takes functions.*got True"):
+        lb.register_linear(True)  # type: ignore[arg-type]
+    assert lb.products._rows is rows
+
+
+def test_saving_anything_else_names_what_is_saved(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes an nn.Module or a state dict, got Tensor"):
+        lb.save(torch.randn(3), tmp_path / "model.pt")  # type: ignore[arg-type]

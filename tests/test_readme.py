@@ -254,5 +254,6 @@ def test_extras_and_markers_are_used() -> None:
     plugins = {"pytest-timeout", "pytest-xdist"}
     for extra, lines in settings["project"]["optional-dependencies"].items():
         for name in {re.split(r"[^\w-]", line)[0] for line in lines} - {"lowbit"} - plugins:
-            used = re.search(rf"(import|from|-m|importorskip\(.) ?{name}\b", code)
+            module = name.removesuffix("-py").replace("-", "_")
+            used = re.search(rf"(import|from|-m|importorskip\(.) ?({name}|{module})\b", code)
             assert used, f"{extra}: {name}"

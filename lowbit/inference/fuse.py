@@ -58,10 +58,13 @@ def fuse_linears_(
         The fully qualified names of each fused group. The first module of each holds the joint weight.
 
     Raises:
+        TypeError: a group is a single name.
         ValueError: the members of a group differ in K, scheme, dtype, device or bias, are tied or have hooks; or no
             module has any of the groups. The message names the obstacle; the model is then as it was.
     """
     wanted = GROUPS if groups is None else groups
+    if isinstance(wanted, str) or any(isinstance(names, str) for names in wanted):
+        raise TypeError(f"groups must be tuples of names, e.g. [('gate', 'up')], got {groups!r}")
     uses = {key: len(owners) for key, owners in find_owners(model).items()}
     found: list[tuple[nn.Module, str, tuple[str, ...]]] = []
     obstacles = []
@@ -77,7 +80,9 @@ def fuse_linears_(
             else:
                 found.append((parent, path, tuple(names)))
     if obstacles or not found:
-        reasons = "; ".join(obstacles[:4]) or f"no module has {' or '.join(map(str, wanted))}"
+        reasons = "; ".join(obstacles[:4]) or (
+            f"no module has {' or '.join(map(str, wanted))}, or all are fused already"
+        )
         raise ValueError(
             f"cannot fuse linears of {type(model).__name__}: {reasons}; choose with groups, e.g. [('gate', 'up')]"
         )
@@ -300,9 +305,17 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
         same_type = type(w) is type(first)
         if not (first._is_stored_like(w) if isinstance(first, LowbitTensor) else same_type):
             return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
-        if isinstance(w, LowbitTensor) and w._row_attrs() != tuple(w.inner_tensors()):
-            return f"all rows of {name} share a scale of its own ({_stored(w)})"
+        if isinstance(w, LowbitTensor) and not _has_scales_of_rows(w):
+            return f"rows of {name} share a scale ({_stored(w)})"
     return ""
+
+
+def _has_scales_of_rows(weight: LowbitTensor) -> bool:
+    """Whether no two rows share a scale, so that the rows of several weights can be joined and split anywhere."""
+    try:
+        return weight._row_attrs() == tuple(weight.inner_tensors())
+    except NotImplementedError:  # blocks of several rows
+        return False
 
 
 def _facts(part: nn.Linear) -> list[tuple[str, Any]]:

@@ -14,6 +14,12 @@ same formula as C++ for the kernels, `rule`, is optional. A subclass may be in a
             momentum.lerp_(grad, 1 - beta)
             param.sub_(momentum.sign() * lr)
 
+`check_group` checks the algorithm's options; a step calls it again if one has changed:
+
+        def check_group(self, group):
+            super().check_group(group)
+            check_nonnegative("beta", group["beta"])  # of lowbit.optim.options
+
 The base provides the rest:
 
 - A parameter's first step creates its states as zeros, each a `CodebookTensor` or plain float32 or bfloat16. The states
@@ -30,7 +36,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -44,6 +49,7 @@ from torch.optim.optimizer import ParamsT
 from lowbit.optim import state as states
 from lowbit.optim.checkpoint import (
     SteppedBy,
+    check_is_state_dict,
     check_loadable,
     checked_states,
     converted,
@@ -66,6 +72,10 @@ from lowbit.optim.options import (
 if TYPE_CHECKING:
     from lowbit.optim.fused import FusedStep
     from lowbit_kernels.fused_step import Rule
+
+
+_OWN_STATES = {"step", "weight_correction"}
+"""Names that no moment may have."""
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
@@ -106,10 +116,13 @@ class LowbitOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}; accepted: {accepted}"
             )
+        if "lr" not in options:
+            raise TypeError(f"{type(self).__name__} must give its learning rate as the option 'lr'")
         defaults = {**options, **COMMON_DEFAULTS, **common}
         if defaults.get("state") is None:
             defaults["state"] = self.default_state
         self.check_group(defaults)
+        self._check_definition(defaults)
         self.stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
@@ -130,7 +143,13 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         """The values of `Rule.hyper`, in that order; by default the group's options of these names."""
         rule = self.rule(group)
-        return () if rule is None else tuple(float(group[name]) for name in rule.hyper)
+        try:
+            return () if rule is None else tuple(float(group[name]) for name in rule.hyper)
+        except KeyError as error:
+            raise ValueError(
+                f"{type(self).__name__}.rule names {error} in hyper, which is none of its options {sorted(group)}; "
+                "rename it, or override hyper()"
+            ) from error
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
@@ -140,6 +159,47 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Add the options that a loaded group lacks, because an older version saved it."""
         for name, value in COMMON_DEFAULTS.items():
             group.setdefault(name, value)
+
+    def _check_definition(self, group: dict[str, Any]) -> None:
+        """Raise TypeError for a subclass whose formula a step could not call. `group`: the default options."""
+        cls = type(self)
+        if not isinstance(getattr(cls, "moments", None), dict):
+            raise TypeError(
+                f"{cls.__name__} must name its states in `moments`, with whether their values have a sign, e.g. "
+                "{'momentum': True}; {} without states"
+            )
+        named = {**self.moments, **self.state_names(group)}
+        if taken := _OWN_STATES & named.keys():
+            raise TypeError(
+                f"{cls.__name__} names a state {taken.pop()!r}, which the base keeps itself; rename it"
+            )
+        formula = inspect.getattr_static(cls, "reference", None)
+        if not isinstance(formula, staticmethod):
+            raise TypeError(
+                f"{cls.__name__} must give its formula as a static method, reference(param, grad, <states>, *, "
+                "<options>)"
+            )
+        parameters = [*inspect.signature(formula.__func__).parameters.values()][2:]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = {p.name for p in parameters}
+        missing = [name for name in self.state_names(group) if name not in names and not takes_any]
+        unknown = [
+            p.name
+            for p in parameters
+            if p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            and p.name not in {*named, *group, "step"}
+        ]
+        if missing or unknown:
+            raise TypeError(
+                f"{cls.__name__}.reference takes {sorted(names)}: "
+                + (
+                    f"it lacks the states {missing}"
+                    if missing
+                    else f"{unknown} are neither states nor options"
+                )
+                + f"; states: {sorted(named)}, options: {sorted(group)}, and step"
+            )
 
     # ---- groups ---------------------------------------------------------------------------------------------
 
@@ -282,12 +342,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-            got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
-            raise TypeError(
-                "state_dict must be what state_dict() of an optimizer returned, with 'state' and 'param_groups', "
-                f"got {reprlib.repr(got)}"
-            )
+        check_is_state_dict(state_dict)
         groups = self._loaded_groups(state_dict)
         with torch.no_grad():
             loaded = self._loaded_states(groups, state_dict)

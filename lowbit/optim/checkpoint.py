@@ -11,6 +11,7 @@ attribute `_metadata` of the state dict, as in those of `nn.Module`: it pickles,
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -226,6 +227,16 @@ def _shard_like(param: Any, value: Any) -> Tensor:
     return value
 
 
+def check_is_state_dict(state_dict: Any) -> None:
+    """Raise TypeError for anything but the state dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        raise TypeError(
+            "state_dict must be what state_dict() of an optimizer returned, with 'state' and 'param_groups', "
+            f"got {reprlib.repr(got)}"
+        )
+
+
 def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The `state_dict()` of a lowbit optimizer with every state in float32, which its namesake in torch.optim loads.
 
@@ -233,6 +244,7 @@ def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         A new dictionary. It shares states that were float32 with `state_dict`. Step counters are float32 on the CPU, as
         torch.optim keeps them unless `capturable` or `fused` is set; in those cases torch.optim moves them itself.
     """
+    check_is_state_dict(state_dict)
     states = {}
     for key, state in state_dict["state"].items():
         states[key] = {

@@ -10,7 +10,7 @@ from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
-from lowbit.tensor.state_dict import joined, whole_weights
+from lowbit.tensor.state_dict import joined
 from lowbit.tensor.ternary import TernaryTensor
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "MixedPrecisionTensor",
     "TernaryTensor",
     "joined",
-    "whole_weights",
 ]

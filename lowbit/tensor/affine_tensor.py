@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 import lowbit_kernels as kernels
 from lowbit.affine import quantize_affine
-from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.granularity import PerGroup, PerRow
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.products import quantized_linear
 from lowbit.scheme import Float8, Int, Scheme, Spec
@@ -40,9 +40,7 @@ from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
 
-torch.serialization.add_safe_globals(
-    [Int, Float8, Spec, Scheme, PerTensor, PerRow, PerToken, PerGroup, PerBlock]
-)
+torch.serialization.add_safe_globals([Int, Float8, Spec, Scheme])
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
@@ -62,9 +60,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     caches = ("_known_product", "_reader")
     stored_as: ClassVar[str | None] = "integers"
-    formats: ClassVar[type] = Int
-    """The class of number formats that it stores."""
-    _by_format: ClassVar[dict[type, type[AffineTensor]]] = {}
+    _kinds: ClassVar[list[type[AffineTensor]]] = []
+    """The classes that define `stores`, the newest first."""
 
     codes: Tensor
     scale: Tensor
@@ -78,8 +75,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "formats" in cls.__dict__:
-            AffineTensor._by_format[cls.formats] = cls
+        if "stores" in cls.__dict__:
+            AffineTensor._kinds.insert(0, cls)
 
     def __new__(
         cls,
@@ -129,22 +126,33 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
         return encode(weight) if spec.shares_rows else encode_in_chunks(weight, encode)
 
-    # ---- storage of the codes, overridden by Float8Tensor ----------------------------------------------------
+    # ---- storage of the codes, overridden by other representations ------------------------------------------
 
-    @staticmethod
-    def _store(codes: Tensor, spec: Spec) -> Tensor:
-        if spec.format.bits == 8:
+    @classmethod
+    def stores(cls, spec: Spec) -> bool:
+        """Whether this class stores weights of this spec. The newest class that does is the one that
+        `lowbit.quantize_`, QAT and `from_float` make."""
+        return isinstance(spec.format, Int)
+
+    @classmethod
+    def _stored_bits(cls, spec: Spec) -> int:
+        """Bits that a code takes in `codes`; 8: codes are stored one by one, in the dtype of the format."""
+        return spec.format.bits
+
+    @classmethod
+    def _store(cls, codes: Tensor, spec: Spec) -> Tensor:
+        if cls._stored_bits(spec) == 8:
             return codes.contiguous()
         return pack((codes - int(spec.format.quant_min)).view(torch.uint8), spec.format.bits)
 
     @classmethod
     def _code_dtype(cls, spec: Spec) -> torch.dtype:
-        return spec.format.dtype if spec.format.bits == 8 else torch.uint8
+        return spec.format.dtype if cls._stored_bits(spec) == 8 else torch.uint8
 
     def _load(self, columns: int) -> Tensor:
         """Codes [..., columns] in the format's own dtype, on its own grid."""
         fmt = self.spec.format
-        if fmt.bits == 8:
+        if self._stored_bits(self.spec) == 8:
             return self.codes
         return (unpack(self.codes, fmt.bits, columns).view(fmt.dtype)) + int(fmt.quant_min)
 
@@ -193,7 +201,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         if self.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
-        bits = self.spec.format.bits
+        bits = self._stored_bits(self.spec)
         found: InnerShapes = {
             "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),
             "scale": (blocks, self.scale.dtype),
@@ -224,9 +232,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def _blocks_along(self, dim: int) -> int:
         """Elements of a block along `dim`; 0 where the granularity has one block for the whole dimension."""
-        granularity = self.spec.granularity
-        last = dim == self.ndim - 1
-        if isinstance(granularity, PerTensor) or (last and isinstance(granularity, PerRow)):
+        if self.spec.granularity.spans(dim, self.ndim):
             return 0
         return self.spec.block_size(self.shape)[dim]
 
@@ -243,7 +249,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         size, block = self.shape[dim], self._blocks_along(dim)
         if (start, end) == (0, size):
             return self._with()
-        bits = self.spec.format.bits if dim == self.ndim - 1 else 8
+        bits = self._stored_bits(self.spec) if dim == self.ndim - 1 else 8
         if any(edge != size and (edge % max(block, 1) or edge * bits % 8) for edge in (start, end)):
             raise self._unsupported(
                 f"slicing dimension {dim} of {size} at {start}:{end} "
@@ -279,7 +285,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         block = self._blocks_along(dim)
         total = sum(t.shape[dim] for t in tensors)
         shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
-        bits = self.spec.format.bits if dim == self.ndim - 1 else 8
+        bits = self._stored_bits(self.spec) if dim == self.ndim - 1 else 8
         if any(t.shape[dim] * bits % 8 for t in tensors[:-1]):
             raise self._unsupported(f"cat along dimension {dim} of parts that end within a byte")
         if block == 0 and all(self._has_scales_of(t) for t in tensors):
@@ -329,8 +335,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         super().check_meta()
         if not isinstance(self.transposed, bool):
             raise ValueError(f"transposed must be True or False, got {self.transposed!r}")
-        if not isinstance(self.spec.format, self.formats):
-            raise ValueError(f"{self.spec.format} is no {self.formats.__name__}")
+        if not self.stores(self.spec):
+            raise ValueError(f"{type(self).__name__} does not store {self.spec}")
 
     def meta_to_json(self) -> dict[str, Any]:
         return {"scheme": Scheme(self.spec, self.activation).to_dict()}
@@ -406,10 +412,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
 def representation_of(spec: Spec) -> type[AffineTensor]:
     """The class that stores a weight of this spec."""
-    return AffineTensor._by_format[type(spec.format)]
-
-
-AffineTensor._by_format[Int] = AffineTensor
+    return next((kind for kind in AffineTensor._kinds if kind.stores(spec)), AffineTensor)
 
 
 # ---- requires_grad of a frozen weight ----------------------------------------------------------------------------

@@ -12,17 +12,17 @@ collectives, the FSDP2 all-gather hooks (`lowbit.tensor.fsdp`), `new_zeros`, pic
 weights_only=True (`lowbit.tensor.pickled`), and checkpoints. An operation that is not implemented raises
 NotImplementedError; nothing falls back silently.
 
+`LowbitTensor` itself is no operand of a product. A frozen weight subclasses `AffineTensor` and says in `stores(spec)`
+which specs it stores; where its layout is another one it has a `stored_as` of its own. A weight that trains subclasses
+`lowbit.tensor.trainable.TrainableTensor` and names its `schemes`.
+
 The scales never change dtype: `tensor.to(torch.bfloat16)` changes the logical dtype, which is the dtype of the
 values that `dequantize()` gives, and nothing else.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,19 +36,7 @@ from lowbit.tensor.row_chunks import count_nonfinite
 aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _digest_of_sources() -> str:
-    """A digest of lowbit's Python sources, so that another version does not load a compiled graph that torch cached."""
-    digest = hashlib.sha256()
-    for package in ("lowbit", "lowbit_kernels"):
-        folder = Path(str(importlib.import_module(package).__file__)).parent
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
@@ -160,7 +148,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def dequantize(self) -> Tensor:
         """The values, as a plain tensor of this tensor's shape and dtype."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no dequantize()")
 
     def master(self) -> Tensor:
         """The values that an optimizer updates, as a plain tensor: `dequantize()`, or the high-precision weight."""
@@ -193,7 +181,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         """The shape and dtype of each inner tensor of a tensor of that logical shape."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no inner_shapes(shape)")
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         raise self._unsupported("copying high-precision values into it")
@@ -238,7 +226,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def _transposed(self) -> Self:
         """This tensor with its last two dimensions swapped, over the same memory."""
         if "transposed" not in self.meta_attrs:
-            raise self._unsupported("transposition")
+            raise self._unsupported(
+                "transposition, nor products (accepted: subclasses of AffineTensor and TrainableTensor)"
+            )
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return self._with(shape=shape, transposed=not self.transposed)
 
@@ -338,7 +328,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             (name, tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
             for name, t in tensors.items()
         ]
-        return f"{type(self).__qualname__}{layout}{context}{_digest_of_sources()}"
+        return f"{type(self).__qualname__}{layout}{context}{self.digest_of_sources()}"
 
     @classmethod
     def implements(cls, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

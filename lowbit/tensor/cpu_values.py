@@ -25,6 +25,10 @@ _is_traced = torch._C._is_tracing
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
+_LAYOUTS = ("integers", "float8", "ternary")
+"""The values of `stored_as` whose layout of codes the kernel knows."""
+
+
 class Reader(NamedTuple):
     """The kernel that reads a weight's codes, found once for each weight."""
 
@@ -123,7 +127,7 @@ def _reader_of(weight: Any) -> Reader:
         return reader
     with torch._C.DisableTorchFunctionSubclass():
         spec, shape, codes = weight.spec, weight.shape, weight.codes
-        is_plain = type(codes) is Tensor and codes.is_cpu
+        is_plain = type(codes) is Tensor and codes.is_cpu and weight.stored_as in _LAYOUTS
         layout = _layout(spec, shape) if is_plain else None
         is_padded = layout is not None and layout.shape != shape
         gives_rows = not (is_padded or weight.transposed or weight.flat_from)

@@ -7,9 +7,6 @@ Source: Micikevicius et al., arXiv 2209.05433.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from lowbit.scheme import Float8, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 
@@ -17,16 +14,8 @@ from lowbit.tensor.affine_tensor import AffineTensor
 class Float8Tensor(AffineTensor):
     """A weight in float8; make one with `Float8Tensor.from_float(weight, Float8WeightOnly())`."""
 
-    formats = Float8
     stored_as = "float8"
 
-    @staticmethod
-    def _store(codes: Tensor, spec: Spec) -> Tensor:
-        return codes.contiguous()
-
     @classmethod
-    def _code_dtype(cls, spec: Spec) -> torch.dtype:
-        return spec.format.dtype
-
-    def _load(self, columns: int) -> Tensor:
-        return self.codes
+    def stores(cls, spec: Spec) -> bool:
+        return isinstance(spec.format, Float8)

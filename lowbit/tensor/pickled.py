@@ -10,8 +10,14 @@ Code that assembles a tensor from parts of another origin (a pickle, `lowbit.loa
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +26,28 @@ from torch._subclasses import FakeTensor
 from torch.utils.hooks import warn_if_has_hooks
 
 from lowbit.code_range import FLOATS
+from lowbit.granularity import Granularity
 
 _NOT_A_TENSOR = (
     "accepted: plain dense tensors that need no gradient, each element in memory of its own"
 )
+
+
+@functools.cache
+def _digest_of_sources(kinds: frozenset[type]) -> str:
+    """A digest of lowbit's Python sources, and of the files that define `kinds`. A compiled graph that torch keeps on
+    disk computes what the sources said when it was made, so later sources must not find it."""
+    digest = hashlib.sha256()
+    for package in ("lowbit", "lowbit_kernels"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    for name in sorted({kind.__module__ for kind in kinds}):
+        if name.partition(".")[0] not in ("lowbit", "torch", "builtins"):
+            file = getattr(sys.modules.get(name), "__file__", None)
+            # a class without a file, as in a notebook: no other process takes its graphs
+            digest.update(Path(file).read_bytes() if file else os.urandom(16))
+    return digest.hexdigest()
 
 
 class Pickling:
@@ -37,7 +61,18 @@ class Pickling:
         own = {*self.tensor_attrs, *self.meta_attrs, "flat_from", *self.caches}
         others = {name: value for name, value in self.__dict__.items() if name not in own}
         described = (tuple(self.shape), self.dtype, self.flat_from, self.requires_grad)
-        return rebuild, (type(self), self.inner_tensors(), self.meta(), *described, others)
+        parts = self.inner_tensors()
+        if any(isinstance(part, FakeTensor) for part in parts.values()):
+            # torch 2.11 keys its caches of compiled graphs by pickles, later ones by `_stable_hash_for_caching`
+            others["_sources"] = self.digest_of_sources()
+        return rebuild, (type(self), parts, self.meta(), *described, others)
+
+    def digest_of_sources(self: Any) -> str:
+        """What the keys of compiled graphs need beside the layout: the code that dispatches the tensor."""
+        used = map(type, self.meta().values())
+        return _digest_of_sources(
+            frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
+        )
 
     def __setstate__(self: Any, state: Any) -> None:
         """Restore from torch's own pickle format: a wrapper and its attributes. Raises ValueError as `check_parts`."""

@@ -16,30 +16,39 @@ A DTensor over a low-bit tensor is split into DTensors of its inner tensors. Eac
 exactly the inner tensor of this rank's shard. An inner tensor that runs along the sharded dimension is sharded as the
 parameter is. One that belongs to the whole dimension (one scale for all rows) is replicated.
 
-torch's `get_model_state_dict` and `set_model_state_dict` look every key up among the parameters, so they know a
-parameter by its own name only. Call the first one within `whole_weights()`, which keeps low-bit tensors whole:
+torch's `get_model_state_dict` and `set_model_state_dict` give and take the same entries. They know parameters by their
+own names, so torch itself fails in three cases:
 
-    with lowbit.tensor.whole_weights():
-        state_dict = get_model_state_dict(model)
+- `StateDictOptions(ignore_frozen_params=True)` removes the entry `weight` of every frozen parameter. For a frozen
+  low-bit weight torch raises KeyError. Instead drop the entries that begin with the names of frozen parameters.
+- `broadcast_from_rank0=True` sends the entry `weight`, so it takes plain values: `value.dequantize().contiguous()`. The
+  model quantizes them again. Parts, and whole low-bit tensors, need `full_state_dict=True` alone and the state dict on
+  every rank. Whole low-bit tensors on rank 0 alone hang or abort: the other ranks receive them into plain memory.
+- Strict loading into a module that `torch.compile` or DistributedDataParallel wraps raises "Missing key: ….weight".
+  Load into the wrapped module, or with `strict=False`.
 
 Two hooks on each module with a low-bit parameter do all this. torch's global hook on parameter registration adds them,
-whoever replaces the parameter, and removes them with the last low-bit parameter.
+whoever replaces the parameter, and removes them with the last low-bit parameter. A third hook, on each wrapper of such
+a module, puts the wrapper's own name into the keys of parts.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.code_range import FLOATS
 from lowbit.tensor.base import LowbitTensor
@@ -50,21 +59,11 @@ from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
 
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""
-_whole: ContextVar[bool] = ContextVar("whole_weights", default=False)
-
-
-@contextmanager
-def whole_weights() -> Iterator[None]:
-    """Within this context `state_dict()` gives low-bit parameters whole, under their own names.
-
-    torch's `get_model_state_dict` needs this. Its result is loaded by `set_model_state_dict` with or without
-    `full_state_dict`, on every rank: `broadcast_from_rank0=True` takes plain values only, `value.dequantize()`.
-    """
-    token = _whole.set(True)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
+_NO_PARTS = (
+    "some low-bit weights keep their values: this rank's state dict has no parts of them. broadcast_from_rank0=True "
+    "sends parameters by their own names only; accepted: full_state_dict=True without it and the parts on every rank, "
+    "or plain values, value.dequantize().contiguous()"
+)
 
 
 def describe(value: Tensor) -> dict[str, Any]:
@@ -86,6 +85,22 @@ def hand_out(
 ) -> None:
     """The hook after `state_dict`."""
     hand_out_names(module._parameters, state_dict, prefix, metadata)
+    for param in module._parameters.values():
+        if isinstance(param, DTensor):
+            _let_parts_be_found(param)
+
+
+def _let_parts_be_found(param: DTensor) -> None:
+    """Give a DTensor an attribute for each part of the low-bit tensor that it holds.
+
+    `get_model_state_dict` follows each key of the state dict by getattr, `weight` and then `codes`, and ignores the
+    value. None keeps no memory alive, and code that asks for such attributes sees none.
+    """
+    own = held_locally(param)
+    if isinstance(own, LowbitTensor) and not isinstance(own, MasterWeightTensor):
+        for part in own.tensor_attrs:
+            if not hasattr(param, part):
+                setattr(param, part, None)
 
 
 def hand_out_names(
@@ -101,7 +116,7 @@ def hand_out_names(
         assert isinstance(value, Tensor)
         with torch.no_grad():
             plain = own.updated_in_place()
-            parts = None if _whole.get() or plain is not None else split(value)
+            parts = None if plain is not None else split(value)
             if plain is not None:
                 state_dict[prefix + name] = placed_as(value, plain.detach())
             elif parts is not None:
@@ -177,14 +192,15 @@ def take_parts(
         if entry is not None and (given or isinstance(local(value), LowbitTensor)):
             check_described(param, key, entry)
         if not given:
-            if value is param and isinstance(param, DTensor):
-                _warn_of_missing_parts(key)
+            # set_model_state_dict filled in param itself; rank 0 sends in a broadcast, and has the parts
+            if value is param and dist.is_initialized() and dist.get_rank() > 0:
+                warnings.warn(_NO_PARTS, stacklevel=2)
             return
         if entry is not None and read_description(key, entry)[2] != shape:
             raise ValueError(
                 f"size mismatch for {key}: it has shape {read_description(key, entry)[2]}, the model has one of {shape}"
             )
-        if value is not None and value is not param:  # set_model_state_dict adds param itself
+        if value is not None and not isinstance(value, nn.Parameter):  # those are the model's own
             raise ValueError(f"{key} is given whole and in parts, {key}.{next(iter(given))}")
         joined = join(param, given, key, keep_dtypes=not assign)
         state_dict[key] = _in_dtype_of(joined, entry) if assign else joined
@@ -193,15 +209,18 @@ def take_parts(
         state_dict[key] = _itself(param)
 
 
-def _warn_of_missing_parts(key: str) -> None:
-    """`set_model_state_dict` fills in the parameter itself where it was given nothing else."""
-    warnings.warn(
-        f"{key} keeps its values, since this rank's state dict has none of its parts. broadcast_from_rank0=True sends "
-        "parameters under their own names only; accepted: the parts on every rank, without it, or plain values, "
-        "value.dequantize()",
-        UserWarning,
-        stacklevel=2,
-    )
+def take_into_wrapped(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The hook before a wrapper loads: parts get the name of the wrapped module into their keys.
+
+    `set_model_state_dict` adds this name to the keys of parameters, and so not to those of their parts.
+    """
+    (name,) = wrapper._modules
+    inner = f"{prefix}{name}."
+    kinds = (k for k in LowbitTensor.kinds.values() if not issubclass(k, MasterWeightTensor))
+    ends = tuple(f".{part}" for kind in kinds for part in kind.tensor_attrs)
+    for key in list(state_dict):
+        if key.startswith(prefix) and not key.startswith(inner) and key.endswith(ends):
+            state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
 
 
 def _itself(param: Tensor) -> Tensor:
@@ -488,4 +507,18 @@ def _follow(module: nn.Module, name: str, param: nn.Parameter) -> None:
             unregister(module)
 
 
+def _follow_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """torch calls this for every module that any module is given. A wrapper of a module with low-bit parameters gets
+    the hook `take_into_wrapped`, once."""
+    compiled = name == "_orig_mod"  # OptimizedModule: importing it would import the compiler
+    if not (compiled or isinstance(module, DistributedDataParallel)) or submodule is None:
+        return
+    hooks = module._load_state_dict_pre_hooks.values()
+    if any(getattr(hook, "hook", hook) is take_into_wrapped for hook in hooks):
+        return
+    if any(isinstance(held_locally(p), LowbitTensor) for p in submodule.parameters()):
+        module.register_load_state_dict_pre_hook(take_into_wrapped)
+
+
 register_module_parameter_registration_hook(_follow)
+register_module_module_registration_hook(_follow_wrapper)

@@ -79,11 +79,12 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
     `prepare_` left all weights alone."""
     all_kinds = TrainableTensor.for_schemes(TrainingScheme)
     targets: list[Target] = []
-    others = False
+    other: type[TrainableTensor] | None = None
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
-        others |= isinstance(weight, all_kinds)
+        if isinstance(weight, all_kinds):
+            other = type(weight)
         if isinstance(weight, DTensor) and isinstance(local(weight), kinds):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
@@ -91,7 +92,12 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
         if isinstance(weight, kinds):
             assert isinstance(weight, TrainableTensor)
             targets.append(Target(weight, weight.scheme, tuple(owners)))
-    if not targets and (others or not was_prepared(model)):
+    if not targets and other is not None:
+        raise ValueError(
+            f"{type(model).__name__} has weights prepared for training, but none to {what}: {other.__name__} is "
+            f"{other.stays}"
+        )
+    if not targets and not was_prepared(model):
         names = " or ".join(sorted({kind.__name__ for kind in kinds}))
         raise ValueError(
             f"{type(model).__name__} has no weights that lowbit.train.prepare_ prepared, none to {what}; accepted: "

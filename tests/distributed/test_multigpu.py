@@ -25,8 +25,6 @@ from lowbit.tensor import (
     BitNetTensor,
     LowbitTensor,
     MixedPrecisionTensor,
-    joined,
-    whole_weights,
 )
 from lowbit.tensor.sharded_linear import make_shardable
 from tests.distributed import test_bytes
@@ -158,10 +156,8 @@ def check_representations(rank, world_size, dtype, layout):
                 )
                 assert same_bits(y.cpu(), expected.cpu()), (*where, step)
             check_weights(model, whole, where)
-            with whole_weights():
-                full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            state = whole.state_dict()
-            for name, expected in (state if case.has_master else joined(state)).items():
+            full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            for name, expected in whole.state_dict().items():
                 check_equal(full[name], expected, (*where, "state dict", name))
     return True
 

@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 
 import lowbit
 from lowbit.tensor import LowbitTensor, joined
-from lowbit.tensor.state_dict import split, whole_weights
+from lowbit.tensor.dtensor import held_locally
+from lowbit.tensor.state_dict import split
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_checkpoints import check_loaded, filled, gathered
 from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS, shard
@@ -68,70 +69,241 @@ def test_between_sharded_models_and_unsharded_ones(saved, loaded, tmp_path):
         assert b"lowbit" not in Path(file).read_bytes(), "plain tensors, for readers without lowbit"
 
 
-def by_name(model, **options):
-    """torch's function, which knows parameters by their own names only."""
-    with whole_weights():
-        return get_model_state_dict(model, **options)
-
-
-def check_by_names(rank, world_size, folder):
-    """torch's functions for model state dicts: every parameter under its own name."""
-    frozen = StateDictOptions(ignore_frozen_params=True)
+def check_get_and_set(rank, world_size):
+    """torch's functions for model state dicts give and take what state_dict and load_state_dict do."""
     for case in SOME:
-        model, expected = shard(filled(case, 33, seed=20)), filled(case, 33, seed=20)
-        state = by_name(model)
-        assert set(state) == {"first.weight", "first.bias", "second.weight"}
-        assert isinstance(state["first.weight"].to_local(), LowbitTensor) is not case.has_master
-        dcp.save({"model": state}, checkpoint_id=f"{folder}/{case.name}")
-        trained = {"first.weight", "second.weight"} if case.is_trainable else set()
-        assert set(by_name(model, options=frozen)) == {"first.bias", *trained}
-        other = shard(filled(case, 33, seed=50))
-        state = by_name(other)
-        dcp.load({"model": state}, checkpoint_id=f"{folder}/{case.name}")
-        set_model_state_dict(other, state)
-        check_loaded(other, expected, case.name)
-        for wrap in (torch.compile, nn.parallel.DistributedDataParallel):
-            other = filled(case, 33, seed=50)
-            if case.is_trainable or wrap is torch.compile:
-                set_model_state_dict(wrap(other), by_name(wrap(copy.deepcopy(expected))))
-                check_loaded(other, expected, (case.name, wrap))
+        expected = filled(case, 33, seed=20)
+        for options in ({}, {"cpu_offload": True}, {"full_state_dict": True}):
+            if options.get("full_state_dict") and case.name == "e4m3-row":
+                continue  # gloo gathers no float8
+            for strict in (True, False):
+                where, told = (
+                    (case.name, options, strict),
+                    StateDictOptions(**options, strict=strict),
+                )
+                state = get_model_state_dict(shard(filled(case, 33, seed=20)), options=told)
+                assert list(state) == list(expected.state_dict()), where
+                assert all(
+                    isinstance(t, DTensor) is ("full_state_dict" not in options)
+                    for t in state.values()
+                )
+                assert all(type(held_locally(t)) is torch.Tensor for t in state.values()), where
+                model = shard(filled(case, 33, seed=50))
+                found = set_model_state_dict(model, state, options=told)
+                assert not found.missing_keys and not found.unexpected_keys, where
+                check_loaded(model, expected, where)
     return True
 
 
-def test_by_names(tmp_path):
-    assert launch(check_by_names, 2, str(tmp_path)) == [True, True]
+def test_get_and_set():
+    assert launch(check_get_and_set, 2) == [True, True]
 
 
-def check_whole(rank, world_size, folder):
-    """Every rank loads the full state dict of one process; a gathered state dict can be saved."""
+def check_parts_keep_no_memory(rank, world_size):
+    """The attributes by which torch finds the parts are None, on a copy of the parameter too."""
+    for case in SOME:
+        model = shard(filled(case, 33, seed=20))
+        get_model_state_dict(model)
+        parts = set() if case.has_master else {*case.make((2, 128)).tensor_attrs}
+        for p in (model.first.weight, copy.deepcopy(model.first.weight)):
+            assert parts <= {*vars(p)} and all(vars(p)[name] is None for name in parts), case.name
+        assert not hasattr(model.first.bias, "codes")
+    return True
+
+
+def test_parts_keep_no_memory():
+    assert launch(check_parts_keep_no_memory, 2) == [True, True]
+
+
+def check_some_of_the_parameters(rank, world_size):
+    """As of a LoRA: low-bit weights are frozen, what trains is saved and loaded by itself."""
+    for case in SOME:
+        expected, model = filled(case, 33, seed=20), shard(filled(case, 33, seed=50))
+        before, names = model.state_dict(), list(expected.state_dict())
+        before = {name: gathered(t).clone() for name, t in before.items()}
+        for full in (False, True):
+            bias = model.first.bias.detach().clone() if not full else expected.first.bias.detach()
+            state, options = {"first.bias": bias}, {"full_state_dict": full}
+            loose = StateDictOptions(**options, strict=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = set_model_state_dict(model, dict(state), options=loose)
+            lacking = set() if full else {*names} - {"first.bias"}
+            assert {*found.missing_keys} == lacking, (case.name, full)
+            if not full:  # with it torch fills in the model's own values
+                with pytest.raises(RuntimeError, match=r"Missing key.*first\.weight"):
+                    set_model_state_dict(model, dict(state), options=StateDictOptions())
+        for name, t in model.state_dict().items():
+            wanted = expected.first.bias.detach() if name == "first.bias" else before[name]
+            assert same_bits(gathered(t), wanted), (case.name, name)
+    return True
+
+
+def test_some_of_the_parameters():
+    assert launch(check_some_of_the_parameters, 2) == [True, True]
+
+
+def check_frozen(rank, world_size):
+    """torch leaves frozen parameters out by their own names, which frozen low-bit weights do not have."""
+    frozen = StateDictOptions(ignore_frozen_params=True)
+    for case in SOME:
+        expected = filled(case, 33, seed=20)
+        for model in (shard(filled(case, 33, seed=20)), expected):
+            if case.is_trainable:
+                state = get_model_state_dict(model, options=frozen)
+                assert list(state) == list(expected.state_dict())
+            else:
+                with pytest.raises(KeyError, match=r"first\.weight"):
+                    get_model_state_dict(model, options=frozen)
+    model = shard(filled(*named("qat-int4-g32"), 33, seed=20))
+    model.first.weight.requires_grad_(False)
+    assert {*get_model_state_dict(model, options=frozen)} == {"first.bias", "second.weight"}
+    return True
+
+
+def test_frozen():
+    assert launch(check_frozen, 2) == [True, True]
+
+
+def check_save_by_names(rank, world_size, folder):
+    for case in SOME:
+        state = get_model_state_dict(shard(filled(case, 33, seed=20)))
+        dcp.save({"model": state}, checkpoint_id=f"{folder}/{case.name}")
+    return True
+
+
+def check_load_by_names(rank, world_size, source, target):
+    for case in SOME:
+        model, expected = shard(filled(case, 33, seed=50)), filled(case, 33, seed=20)
+        state = {name: t.clone() for name, t in get_model_state_dict(model).items()}
+        dcp.load({"model": state}, checkpoint_id=f"{source}/{case.name}")
+        set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+        check_loaded(model, expected, case.name)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{target}/{case.name}")
+    return True
+
+
+def test_by_names_from_two_processes_to_one_and_back(tmp_path):
+    two, one, again = (str(tmp_path / name) for name in ("two", "one", "again"))
+    assert launch(check_save_by_names, 2, two) == [True, True]
+    assert launch(check_load_by_names, 1, two, one) == [True]
+    assert launch(check_load_by_names, 2, one, again) == [True, True]
+
+
+def check_wrapped(rank, world_size):
+    """torch.compile and DistributedDataParallel: keys have no wrapper's name in them."""
+    ddp, loose = nn.parallel.DistributedDataParallel, StateDictOptions(strict=False)
+
+    def layers_compiled(model):  # as torchtitan does
+        model.first = torch.compile(model.first)
+        return model
+
+    wraps = (torch.compile, ddp, lambda m: ddp(torch.compile(m)), layers_compiled)
+    for case in SOME:
+        expected = filled(case, 33, seed=20)
+        for wrap in wraps:
+            where = (case.name, wrap)
+            state = get_model_state_dict(wrap(copy.deepcopy(expected)))
+            assert {*state} == {*expected.state_dict()}, where
+            wrapped = wrap(filled(case, 33, seed=50))
+            if not case.has_master:
+                with pytest.raises(RuntimeError, match=r"Missing key: first\.weight"):
+                    set_model_state_dict(wrapped, dict(state))
+            found = set_model_state_dict(wrapped, dict(state), options=loose)
+            assert not found.missing_keys and not found.unexpected_keys, where
+            found = get_model_state_dict(wrapped)
+            assert all(same_bits(found[name], t) for name, t in expected.state_dict().items())
+        blocks = shard(layers_compiled(filled(case, 33, seed=50)))
+        state = get_model_state_dict(shard(copy.deepcopy(expected)))
+        found = set_model_state_dict(blocks, state, options=loose)
+        assert not found.missing_keys and not found.unexpected_keys, case.name
+        found = get_model_state_dict(blocks)
+        assert all(same_bits(gathered(found[n]), t) for n, t in expected.state_dict().items())
+    return True
+
+
+def test_wrapped():
+    assert launch(check_wrapped, 2) == [True, True]
+
+
+def check_whole_tensors(rank, world_size):
+    """Low-bit tensors under the parameters' names load as well, full or sharded as the model is."""
     everywhere = StateDictOptions(full_state_dict=True)
-    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    for case in SOME:
+        expected = filled(case, 33, seed=20)
+        for options, given in ((everywhere, expected), (None, shard(filled(case, 33, seed=20)))):
+            model = shard(filled(case, 33, seed=50))
+            whole = {name: p.detach() for name, p in given.named_parameters()}
+            assert isinstance(held_locally(whole["first.weight"]), LowbitTensor)
+            set_model_state_dict(model, whole, options=options)
+            check_loaded(model, expected, (case.name, options))
+    return True
+
+
+def test_whole_tensors():
+    assert launch(check_whole_tensors, 2) == [True, True]
+
+
+def check_full(rank, world_size, folder):
+    """What one process saved loads from a full copy on every rank; what is gathered can be saved."""
+    everywhere = StateDictOptions(full_state_dict=True)
     for case in SOME:
         for rows in ROWS:
             model, expected = shard(filled(case, rows, seed=50)), filled(case, rows, seed=20)
             parts = {name: t.clone() for name, t in expected.state_dict().items()}
             set_model_state_dict(model, dict(parts), options=everywhere)
             check_loaded(model, expected, (case.name, rows))
-            state = by_name(model, options=everywhere)
+            if case.name == "e4m3-row":
+                continue  # gloo gathers no float8
+            state = get_model_state_dict(model, options=everywhere)
             path = f"{folder}/{case.name}-{rows}-{rank}.safetensors"
             lowbit.save(state, path)
             again = filled(case, rows, seed=50)
             again.load_state_dict(lowbit.load(path))
             check_loaded(again, expected, (case.name, rows))
-            found = {name: gathered(t) for name, t in model.state_dict().items()}
-            assert all(same_bits(t, parts[name]) for name, t in found.items()), (case.name, rows)
-        if not case.has_master and case.name != "e4m3-row":  # gloo sends no float8
-            with warnings.catch_warnings(record=True) as found:
-                warnings.simplefilter("always")
-                set_model_state_dict(model, parts if rank == 0 else {}, options=sent)
-            told = [w for w in found if "accepted: the parts on every rank" in str(w.message)]
-            assert bool(told) is (rank == 1), "on the rank that received nothing"
+            assert all(same_bits(state[name], t) for name, t in parts.items()), (case.name, rows)
     return True
 
 
-def test_whole(tmp_path):
+def test_full(tmp_path):
     pytest.importorskip("safetensors")
-    assert launch(check_whole, 2, str(tmp_path)) == [True, True]
+    assert launch(check_full, 2, str(tmp_path)) == [True, True]
+
+
+def check_broadcast(rank, world_size):
+    """Parts on one rank alone do not reach the others, which say so; plain values do."""
+    sent = {"full_state_dict": True, "broadcast_from_rank0": True}
+    for case in SOME:
+        if case.has_master or case.name == "e4m3-row":  # gloo sends no float8
+            continue
+        model, expected = shard(filled(case, 33, seed=50)), filled(case, 33, seed=20)
+        told = ""
+        try:
+            state = dict(expected.state_dict()) if rank == 0 else {}
+            set_model_state_dict(model, state, options=StateDictOptions(**sent))
+        except RuntimeError as error:
+            told = str(error)
+        assert ("Missing key" in told and "first.weight.codes" in told) is (rank == 1)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            state = dict(expected.state_dict()) if rank == 0 else {}
+            set_model_state_dict(model, state, options=StateDictOptions(**sent, strict=False))
+        told = [w for w in found if "accepted: full_state_dict=True without it" in str(w.message)]
+        assert bool(told) is (rank == 1), "on the rank that received nothing"
+        if case.name != "ternary":  # whose scales are means, not the largest values
+            values = {name: p.detach() for name, p in expected.named_parameters()}
+            values["first.weight"] = values["first.weight"].dequantize().contiguous()
+            values["second.weight"] = values["second.weight"].dequantize().contiguous()
+            state = dict(values) if rank == 0 else {}
+            set_model_state_dict(model, state, options=StateDictOptions(**sent))
+            own = model.first.weight.to_local().dequantize()
+            wanted = values["first.weight"].chunk(world_size)[rank]
+            assert (own - wanted).norm() < 0.02 * wanted.norm(), case.name
+    return True
+
+
+def test_broadcast():
+    assert launch(check_broadcast, 2) == [True, True]
 
 
 def check_placements(rank, world_size):

@@ -64,8 +64,8 @@ def check_block(rank, world_size, names):
 def test_local_shards_reach_the_kernels() -> None:
     for found in launch(check_block, 2, list(SCHEMES)):
         for name in SCHEMES:
-            op = name[:4] + "_linear"
-            assert found[name] == [(op, 10, 96, 128), (op, 10, 64, 96)], name
+            codes = name[:4]
+            assert found[name] == [(codes, 10, 96, 128), (codes, 10, 64, 96)], name
 
 
 def check_writes(rank, world_size):

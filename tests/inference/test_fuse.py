@@ -266,7 +266,10 @@ def test_schemes_that_differ_are_named() -> None:
     with pytest.raises(ValueError, match=r"0.k_proj is stored as .*bits=8.*0.q_proj as .*bits=4"):
         fuse_linears_(model)
     model = make(lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor())))
-    with pytest.raises(ValueError, match=r"all rows of 0.q_proj share a scale"):
+    with pytest.raises(ValueError, match=r"cannot fuse.* rows of 0.q_proj share a scale"):
+        fuse_linears_(model)
+    model = make(lb.Scheme(lb.Spec(lb.Int(4), lb.PerBlock(8, 8))))
+    with pytest.raises(ValueError, match=r"cannot fuse.* rows of 0.q_proj share a scale"):
         fuse_linears_(model)
 
 
@@ -286,5 +289,11 @@ def test_conversions_say_that_fused_linears_are_left_alone() -> None:
 def test_nothing_to_fuse() -> None:
     with pytest.raises(ValueError, match=r"no module has .*q_proj"):
         fuse_linears_(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(TypeError, match=r"groups must be tuples of names.*got 'q_proj'"):
+        fuse_linears_(make(None), groups="q_proj")
+    model = make(None)
+    fuse_linears_(model)
+    with pytest.raises(ValueError, match="all are fused already"):
+        fuse_linears_(model)
     with pytest.raises(ValueError, match="nothing is fused in Sequential"):
         unfuse_linears_(make(None))

@@ -178,3 +178,60 @@ def test_its_options_are_checked():
         SignSGD([nn.Parameter(rand(4))], gamma=1)
     with pytest.raises(ValueError, match="lr must be"):
         SignSGD([nn.Parameter(rand(4))], lr=-1.0)
+
+
+def _define(**members):
+    return type("Own", (SignSGD,), members)
+
+
+def _with_beta(param, grad, *, lr, beta):
+    """A formula that takes no state."""
+
+
+def _with_momentum(param, grad, momentum, *, lr, betta):
+    """A formula whose option is misspelt."""
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"moments": None}, "Own must name its states in `moments`"),
+        ({"moments": {"step": True}}, "names a state 'step', which the base keeps itself"),
+        ({"reference": _with_momentum}, "as a static method, reference"),
+        ({"reference": staticmethod(_with_beta)}, r"lacks the states \['momentum'\]"),
+        ({"reference": staticmethod(_with_momentum)}, r"\['betta'\] are neither states nor"),
+    ],
+    ids=["no moments", "taken name", "a method", "state not taken", "unknown option"],
+)
+def test_a_mistake_in_the_definition_is_named_when_it_is_made(members, message):
+    with pytest.raises(TypeError, match=message):
+        _define(**members)(parameters((64, 96)))
+
+
+def test_a_learning_rate_is_an_option():
+    class WithoutRate(LowbitOptimizer):
+        moments: ClassVar = {}
+        reference = staticmethod(_with_beta)
+
+        def __init__(self, params):
+            super().__init__(params, {"beta": 0.9}, {})
+
+    with pytest.raises(TypeError, match="WithoutRate must give its learning rate"):
+        WithoutRate(parameters((64, 96)))
+
+
+@needs_compiler
+def test_a_rule_that_names_an_unknown_option_says_so():
+    def rule(self, group):
+        return Rule(hyper=("alpha",), prepare="c[0] = lr;", update="w -= c[0] * g;")
+
+    params = parameters((64, 96))
+    optimizer = _define(rule=rule)(params)
+    set_grads(params, 0)
+    with pytest.raises(ValueError, match="rule names 'alpha' in hyper"):
+        optimizer.step()
+
+
+def test_what_is_no_state_dict_is_refused():
+    with pytest.raises(TypeError, match="what state_dict\\(\\) of an optimizer returned"):
+        dequantize_state_dict(nn.Linear(2, 2).state_dict())

@@ -9,6 +9,11 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.nn import functional as F
 
 import lowbit as lb
@@ -175,6 +180,26 @@ def test_what_does_not_fit_is_told_by_name_and_changes_nothing(case):
     refused({**state, "0.weight.codes": codes.to("meta")}, r"scale is on cpu, .*codes on meta")
     whole = {**state, "0.weight": torch.zeros(24, 100)}
     refused(whole, r"0\.weight is given whole and in parts")
+
+
+@every_weight
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_functions_of_torch_give_and_take_the_same(case, full, strict):
+    source, model = Net(case), Net(case, seed=1)
+    for offloaded in (False, True):
+        options = StateDictOptions(full_state_dict=full, strict=strict, cpu_offload=offloaded)
+        state = get_model_state_dict(source, options=options)
+        assert list(state) == list(source.state_dict())
+        assert all(same_bits(t, state[name]) for name, t in source.state_dict().items())
+        found = set_model_state_dict(model, state, options=options)
+        assert not found.missing_keys and not found.unexpected_keys
+        check_equal(model, source)
+        model = Net(case, seed=2)
+        parameters = source.named_parameters(remove_duplicate=False)
+        set_model_state_dict(model, dict(parameters), options=options)
+        assert same(model.stored(), source.stored())
+        model = Net(case, seed=3)
 
 
 @every_stored
