@@ -36,7 +36,6 @@ from lowbit.tensor.row_chunks import count_nonfinite
 aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
