@@ -4,9 +4,9 @@ Every `F.linear` with a quantized weight, and every `lowbit.inference.linear`, e
 through a list of rows (condition, implementation) and runs the first whose condition holds: first the registrations
 of `register_linear`, the last registered first; then `BUILT_IN`, the literal list at the end of this file.
 
-A condition decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its last decision
-with everything that decided it (`_Known`), and the next product with equal arguments checks nothing again. Registering
-or unregistering an implementation invalidates these caches.
+A condition of `BUILT_IN` decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its
+last decisions with everything that decided them (`_Known`), and the next product with equal arguments checks nothing
+again. A registered condition may read anything, such as strides or global flags. So each product asks it again.
 
 A kernel or backend is one registration:
 
@@ -20,7 +20,10 @@ of asking for a class.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +34,10 @@ import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.granularity import PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int
-from lowbit.tensor.base import LowbitTensor
+from lowbit_kernels.weight_operands import GROUP_STEP, HALVES
 
 Weight = Any
-"""A LowbitTensor [N, K] with the attributes of an AffineTensor."""
+"""A LowbitTensor [N, K] with the attributes of an AffineTensor. Both import this module, so it does not name them."""
 Condition = Callable[[Tensor, Weight, Tensor | None], bool]
 Implementation = Callable[..., Tensor]
 """(x, weight, bias) -> product, or (x, weight, bias, residual) -> product + residual."""
@@ -48,6 +51,8 @@ class Row(NamedTuple):
     condition: Condition
     implementation: Implementation
     takes_residual: bool = False
+    source: str = ""
+    """Of a registration: names its code for the caches of compiled graphs."""
 
 
 # ---- the public product ------------------------------------------------------------------------------------
@@ -74,10 +79,9 @@ def quantized_linear(
         NotImplementedError: an input in low bits, or a transform of torch.func.
     """
     x: Tensor = input
-    known: Any = None
+    row: Any = None
     arguments: Any = None
     if not _is_compiling():
-        known = weight._known_product
         is_autocast = _is_any_autocast_enabled()
         if is_autocast:
             x, bias = autocast_inputs(x, weight, bias)
@@ -87,17 +91,17 @@ def quantized_linear(
             arguments += ("bias", bias.shape, bias.dtype, bias.device)
         if residual is not None:
             arguments += ("residual", residual.shape, residual.dtype, residual.device)
-    if (
-        known is not None
-        and known.arguments == arguments
-        and known.rows is _rows
-        and type(x) is Tensor
-        and not _has_transforms()
-    ):
-        row = known.row
-    else:
+        if type(x) is Tensor and not _has_transforms():
+            for known in weight._known_products:
+                if known.arguments == arguments:
+                    row = known.row
+                    break
+    if row is None:
         with _PlainAttributes():
             x, bias, row = _decide(x, weight, bias, residual, arguments)
+    if _registered:
+        with _PlainAttributes():
+            row = _registered_row(x, weight, bias) or row
     if _is_grad_enabled():
         with _PlainAttributes():
             if weight.requires_grad:
@@ -120,9 +124,9 @@ def linear(
 ) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] and residual [..., N].
 
-    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. Kernels of
-    quantized weights add the residual before they round: it costs neither a launch nor a second rounding. With a plain
-    weight the residual is a separate addition.
+    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. On a GPU, in
+    16 bits, the decode and large-batch kernels of `lowbit_kernels` add the residual before they round: it costs neither
+    a launch nor a second rounding. All other products, and those that autograd differentiates, add it afterwards.
 
         h = lowbit.inference.linear(attended, block.out.weight, residual=h)
 
@@ -130,7 +134,7 @@ def linear(
         ValueError: shapes or dtypes that do not fit.
         RuntimeError: the same with a plain weight, from F.linear.
     """
-    if isinstance(weight, LowbitTensor) and weight.stored_as is not None:
+    if getattr(weight, "stored_as", None) is not None:
         return quantized_linear(x, weight, bias, residual)
     _check_addend("residual", residual, (*x.shape[:-1], weight.shape[0]), x, weight)
     y = F.linear(x, weight, bias)
@@ -140,45 +144,60 @@ def linear(
 # ---- the decision ------------------------------------------------------------------------------------------
 
 
+_MOST_KNOWN = 4
+"""Decisions that a weight remembers: prefill and decoding alternate, with and without a residual."""
+
+
 class _Known:
-    """A weight's last decision: for such `arguments` and this list of `rows`, `row`. Never changed, only replaced."""
+    """A decision on a weight: for such `arguments`, this row of `BUILT_IN`. Never changed, only replaced."""
 
-    __slots__ = ("arguments", "row", "rows")
+    __slots__ = ("arguments", "row")
 
-    def __init__(self, rows: tuple[Row, ...], arguments: tuple[Any, ...], row: Row) -> None:
-        self.rows, self.arguments, self.row = rows, arguments, row
+    def __init__(self, arguments: tuple[Any, ...], row: Row) -> None:
+        self.arguments, self.row = arguments, row
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the weight decides for itself."""
+    def __deepcopy__(self, memo: Any) -> _Known:
+        """The decision holds for a copy of the weight too."""
+        return self
 
 
 def _decide(
     input: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, arguments: Any
 ) -> tuple[Tensor, Tensor | None, Row]:
-    """Check the arguments, cast them as autocast does, choose the row, and let the weight remember it."""
+    """Check the arguments, cast them as autocast does, choose the built-in row, and let the weight remember it."""
     check_linear(input, weight)
     n = weight.shape[0]
     _check_addend("bias", bias, (n,), input, weight)
     _check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
     x, bias = autocast_inputs(input, weight, bias)
-    row = choose_linear(x, weight, bias)
+    row = _built_in_row(x, weight, bias)
     if arguments is not None and type(x) is Tensor:
-        weight._known_product = _Known(_rows, arguments, row)
+        # A list is searched faster than a spec is hashed. It is replaced, because other threads may search it.
+        latest = weight._known_products[: _MOST_KNOWN - 1]
+        weight._known_products = (_Known(arguments, row), *latest)
     return x, bias, row
 
 
 def choose_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Row:
     """The first row whose condition holds for this product."""
-    for row in _rows:
+    return _registered_row(x, weight, bias) or _built_in_row(x, weight, bias)
+
+
+def _registered_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row | None:
+    for row in _registered:
         if row.condition(x, weight, bias):
             return row
-    raise NotImplementedError(f"no linear is registered for {weight!r}; see lowbit.register_linear")
+    return None
+
+
+def _built_in_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row:
+    return next(row for row in BUILT_IN if row.condition(x, weight, bias))
 
 
 def _run(
     row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """Run a product: the one place where an implementation is called."""
+    """Run a product that autograd does not see."""
     if tracer.active is not None:
         with tracer.running(x, weight, row.name):
             return _product(row, x, weight, bias, residual)
@@ -202,7 +221,11 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
         # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
         ctx.save_for_backward(weight.detach())
-        return _run(row, x, weight, bias, None)
+        ctx.note = None
+        if tracer.active is None:
+            return _product(row, x, weight, bias, None)
+        with tracer.running(x, weight, row.name) as ctx.note:
+            return _product(row, x, weight, bias, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -210,6 +233,7 @@ class _Linear(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
+            tracer.record(ctx.note, "grad_input", grad.dtype)
             with _PlainAttributes():
                 grad_x = grad @ weight.dequantize().to(grad.dtype)
         if ctx.needs_input_grad[2]:
@@ -227,15 +251,20 @@ def register_linear(
 
     Args:
         condition: `(x, weight, bias) -> bool`, of the activation [..., K], the quantized weight [N, K] and the bias [N]
-            or None. It decides by shapes, dtypes, devices and the weight's metadata alone: its answer is remembered,
-            and asked for again once one of these changes. Any size may be 0. Check `weight.stored_as` before reading
-            `weight.codes` ("integers", "float8", "ternary", or the name that your own tensor class gives).
+            or None. Every product asks it, also about strides or global flags, so it should be cheap. Any size may
+            be 0. Check `weight.stored_as` before reading `weight.codes` ("integers", "float8", "ternary", or the
+            name that your own tensor class gives).
         impl: `(x, weight, bias) -> Tensor`, [..., N] in x's dtype. It needs no gradient: those of input, bias and
             residual are computed in the same way for all implementations.
         takes_residual: `impl` may be called with a fourth argument, a tensor [..., N] of x's dtype that it adds.
 
     A kernel that torch.compile cannot trace is an op of torch.library; `impl` calls the op. Its launcher calls
     `lowbit_kernels.launches.ran`, so that `lowbit.trace` names the kernel.
+
+    A compiled model asks the condition while it compiles. After a registration, call `torch._dynamo.reset()`: torch
+    does not notice that a graph is out of date. torch's caches on disk tell registrations apart by the files that
+    define the two functions, not by the modules that those import. Functions with a closure, methods, and functions
+    without a file share no graph with another process.
 
     Returns:
         The decorator.
@@ -251,9 +280,10 @@ def register_linear(
             )
 
     def register(fn: Implementation) -> Implementation:
-        global _rows
+        global _registered
         name = getattr(fn, "__name__", type(fn).__name__)
-        _rows = (Row(name, condition, fn, takes_residual), *_rows)
+        source = f"{_source(condition)} {_source(fn)} {takes_residual}"
+        _registered = (Row(name, condition, fn, takes_residual, source), *_registered)
         return fn
 
     if impl is not None:
@@ -266,25 +296,44 @@ def unregister_linear(impl: Implementation) -> None:
 
     Raises ValueError if there is none.
     """
-    global _rows
-    kept = tuple(row for row in _rows if row.implementation is not impl)
-    if len(kept) == len(_rows):
-        names = [row.name for row in _rows]
+    global _registered
+    kept = tuple(row for row in _registered if row.implementation is not impl)
+    if len(kept) == len(_registered):
+        names = [row.name for row in _registered]
         raise ValueError(f"{impl!r} is not registered; registered: {names}")
-    _rows = kept
+    _registered = kept
+
+
+def registered_sources() -> tuple[str, ...]:
+    """What the keys of compiled graphs need to know of the registrations, the last first."""
+    return tuple(row.source for row in _registered)
+
+
+def _source(fn: Callable[..., Any]) -> str:
+    """A digest of the file and the position in it of a function; random where these do not tell what it computes."""
+    code = getattr(fn, "__code__", None)
+    has_state = getattr(fn, "__closure__", None) or hasattr(fn, "__self__")
+    if code is None or has_state or not os.path.isfile(code.co_filename):
+        return os.urandom(16).hex()
+    digest = hashlib.sha256(Path(code.co_filename).read_bytes())
+    digest.update(repr((fn.__module__, fn.__qualname__, *code.co_positions())).encode())
+    return digest.hexdigest()
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
+# The ops of lowbit_kernels check the tensors that they get, when the layouts are new. These checks come first, because
+# PyTorch's rows would broadcast a bias or a residual of another shape, and because only they can name the weight. They
+# run once for each decision that a weight remembers.
 
 
-def check_linear(x: Tensor, weight: LowbitTensor) -> None:
+def check_linear(x: Any, weight: Weight) -> None:
     """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
     x in low bits and inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
         )
-    if isinstance(x, LowbitTensor):
+    if tracer.is_low_bit(x):
         raise x._unsupported(
             "linear with it as the input (accepted: a plain input and a low-bit weight)"
         )
@@ -319,7 +368,7 @@ def _check_addend(
         )
 
 
-def check_first_derivative(weight: LowbitTensor) -> None:
+def check_first_derivative(weight: Weight) -> None:
     """Raise NotImplementedError in a backward pass that itself should be differentiated."""
     # AOTAutograd needs no second derivative, but traces with gradients enabled.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -360,14 +409,10 @@ def unflattened(y: Tensor, x: Tensor) -> Tensor:
 # Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit. In 16 bits the
 # weights are equal to the bit, but the decode kernel does not round them to 16 bits.
 
-_HALVES = (torch.bfloat16, torch.float16)
-_GROUP_STEP = 32
-"""The kernels are measured with groups of a multiple of 32, or one scale a row."""
-
 
 def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
-    if x.dtype not in _HALVES or x.device.type not in ("cpu", "cuda"):
+    if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda"):
         return False
     if weight.stored_as != "integers" or weight.transposed:
         return False
@@ -377,7 +422,7 @@ def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     if spec.format.bits == 8 and weight.activation is not None:
         return False  # int8 by int8 is faster
     if isinstance(spec.granularity, PerGroup):
-        return spec.granularity.group_size % _GROUP_STEP == 0
+        return spec.granularity.group_size % GROUP_STEP == 0
     return isinstance(spec.granularity, PerRow)
 
 
@@ -415,21 +460,34 @@ def _is_rowwise(weight: Weight, format: Int | Float8) -> bool:
     )
 
 
-def _has_int8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+def _has_dynamic_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return x.is_cuda and (_fits_int8_kernel(x, weight) or _fits_float8_kernel(x, weight))
+
+
+def _fits_int8_kernel(x: Tensor, weight: Weight) -> bool:
     return (
-        x.is_cuda
-        and x.dtype in _HALVES
+        x.dtype in HALVES
         and _is_rowwise(weight, Int(8))
         and weight.activation.mapping == "symmetric_no_clipping_err"  # the kernel's own
         and 0 < weight.shape[1] <= kernels.dynamic_linear.MOST_K
     )
 
 
-def int8_dynamic_kernel(
+def _fits_float8_kernel(x: Tensor, weight: Weight) -> bool:
+    return (
+        x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
+        and _is_rowwise(weight, Float8())
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and x.numel() > 0
+        and all(size % 16 == 0 for size in weight.shape)
+    )
+
+
+def dynamic_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
-    """int8 by int8 on a GPU; quantization of the tokens, scales, bias and residual are fused."""
-    tracer.multiplies_in("int8")
+    """int8 by int8 or float8 by float8 on a GPU. The op quantizes the tokens; scales, bias and residual are fused."""
+    tracer.multiplies_in(kernels.dynamic_linear.FORMATS[weight.codes.dtype])
     codes, scale = weight.codes, weight.scale
     return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
 
@@ -456,25 +514,6 @@ def int8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tenso
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
-
-
-def _has_float8_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    if not x.is_cuda or not _is_rowwise(weight, Float8()):
-        return False
-    n, k = weight.shape
-    return (
-        torch.cuda.get_device_capability(x.device) >= (8, 9)
-        and x.dtype is torch.bfloat16  # the output dtype of row-wise _scaled_mm
-        and x.numel() > 0
-        and n % 16 == 0
-        and k % 16 == 0
-    )
-
-
-def float8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """float8 by float8 on a GPU, with float32 sums and both scales in the product."""
-    tracer.multiplies_in("e4m3")
-    return kernels.dynamic_linear.dynamic_linear(x, weight.codes, weight.scale, bias)
 
 
 # ---- ternary weights ---------------------------------------------------------------------------------------
@@ -604,12 +643,10 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 BUILT_IN = (
     # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
     Row("weight_linear", _has_weight_kernel, weight_linear, takes_residual=True),
-    # int8 weights and activations in 16 bits on a GPU: one fused kernel
-    Row("int8_dynamic_kernel", _has_int8_kernel, int8_dynamic_kernel, takes_residual=True),
+    # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
+    Row("dynamic_linear", _has_dynamic_kernel, dynamic_linear, takes_residual=True),
     # int8 weights and activations elsewhere: torch._int_mm
     Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),
-    # float8 weights and activations in bfloat16 on a GPU that has float8 units
-    Row("float8_dynamic_linear", _has_float8_kernel, float8_dynamic_linear),
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", _is_ternary, ternary_linear),
     # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
@@ -618,5 +655,5 @@ BUILT_IN = (
     Row("plain_linear", _is_any, plain_linear),
 )
 
-_rows: tuple[Row, ...] = BUILT_IN
-"""The registrations of users, then `BUILT_IN`. Replaced and never changed, so that `_Known` can compare it."""
+_registered: tuple[Row, ...] = ()
+"""The registrations of users, the last first."""

@@ -13,9 +13,10 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowbit.granularity import PerBlock, PerGroup
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.train_scheme import BitNet, Int8Weight
+from lowbit.scheme import Int, Spec
 
 LOW_BITS = frozenset({"int8", "e4m3", "e5m2"})
 """Formats of the operands of a product that runs in low bits."""
@@ -31,7 +32,7 @@ class TracedProduct:
         m: rows of the input, or indices of a lookup; 0 where the product did not run.
         n, k: the weight is [n, k], also for the products of backward. Under tensor parallelism: on this rank.
         weight: how the weight is stored, such as "int4-g128", "int8-row-int8-token" (the activation's format last),
-            "QAT int4-g32", "int8 weight", "BitNet", or a dtype.
+            "QAT int4-g32", "int8 weight", "BitNet", or a dtype: what `LowbitTensor.stored_format` gives.
         ran_in: the format of the operands, "int8", "e4m3" or "e5m2", or a dtype.
         implementation: the row in the list of `lowbit.products` and the kernels that ran, such as "weight_linear
             decode"; "torch" for products of PyTorch.
@@ -125,19 +126,18 @@ def _ranges(numbers: list[int]) -> str:
 
 def weight_format(weight: Any) -> str:
     """How a local weight is stored, and its activation quantized, in a word or two."""
-    scheme, spec = getattr(weight, "scheme", None), getattr(weight, "spec", None)
-    if isinstance(scheme, Scheme):
-        return "QAT " + _specs_name(scheme.weight, scheme.activation)
-    if isinstance(scheme, Int8Weight):
-        return "int8 weight"
-    if isinstance(scheme, BitNet):
-        return "BitNet"
-    if isinstance(spec, Spec):
-        return _specs_name(spec, weight.activation)
-    return str(weight.dtype).removeprefix("torch.")
+    if hasattr(type(weight), "stored_format"):
+        return weight.stored_format()
+    return dtype_name(weight.dtype)
 
 
-def _specs_name(weight: Spec, activation: Spec | None) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def specs_name(weight: Spec, activation: Spec | None) -> str:
+    """The specs of a weight and its activation, such as "int8-row-int8-token"."""
     return _spec_name(weight) + ("" if activation is None else f"-{_spec_name(activation)}")
 
 
@@ -146,7 +146,7 @@ def _spec_name(spec: Spec) -> str:
     name = (
         f"{'' if fmt.signed else 'u'}int{fmt.bits}"
         if isinstance(fmt, Int)
-        else str(fmt.dtype).removeprefix("torch.")
+        else dtype_name(fmt.dtype)
     )
     if isinstance(granularity, PerGroup):
         name += f"-g{granularity.group_size}"

@@ -7,7 +7,7 @@
 Products are noted as they run:
 
 - Products of weights that `lowbit.train` prepared call `note` and `record`, forward and backward.
-- `lowbit.products` runs each product of a quantized weight inside of `running`.
+- `lowbit.products` runs each product of a quantized weight inside of `running`, and calls `record` in backward.
 - A torch function mode sees the products of all other parameters: plain layers, QAT, nn.MultiheadAttention.
 - Where PyTorch computes the backward products, a hook on the output's autograd node notes them.
 - Kernels report which variant runs (`lowbit_kernels.launches`); the report belongs to the product that runs then.
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowbit.scheme import Scheme
 from lowbit.traced import LOW_BITS, Trace, TracedProduct, weight_format
 from lowbit.train_scheme import IN_ATTENTION, LOOKED_UP, PRODUCTS
+from lowbit_kernels import launches
 
 NOT_REACHED = "not reached by these inputs"
 PLAIN_WEIGHT = "a plain weight"
@@ -109,9 +110,10 @@ def record(
         active.thread.product = made
 
 
-def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[None]:
-    """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]."""
-    # in backward no module runs, and `_follow` notes the product
+def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[Note | None]:
+    """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]. It gives
+    the note, in which `record` notes the gradient of x."""
+    # In backward no module runs, and the product that is differentiated notes its gradients.
     if active is None or not active.thread.modules:
         return _OFF
     return _running(active, x, weight, implementation)
@@ -123,22 +125,23 @@ def multiplies_in(format: str) -> None:
         active.thread.product.ran_in, active.thread.product.why = format, ""
 
 
-_OFF: AbstractContextManager[None] = nullcontext()
+_OFF: AbstractContextManager[None] = nullcontext(None)
 
 
 @contextmanager
-def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> Iterator[None]:
+def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> Iterator[Note]:
     n, k = weight.shape[-2:]
+    thread = watch.thread
+    was_inside, outer = thread.inside, thread.product  # an implementation may run another one
     made = watch.note(x.shape[:-1].numel(), n, k, weight, DEQUANTIZED)
     rounds_input = getattr(weight, "activation", None) is not None
     record(made, "output", x.dtype, ROUNDED if rounds_input else WEIGHT_ONLY)
     made.ran["output"].implementation = implementation
-    thread = watch.thread
     thread.inside = True
     try:
-        yield
+        yield made
     finally:
-        thread.inside, thread.product = False, None
+        thread.inside, thread.product = was_inside, outer
 
 
 # ---- notes ----------------------------------------------------------------------------------------------------
@@ -220,20 +223,25 @@ class Watch:
 
 active: Watch | None = None
 """The notes of the running trace; None without one."""
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watch]:
-    """Note all products that run inside."""
+    """Note all products that run inside. Raises RuntimeError while another trace runs, in any thread."""
     global active
-    from lowbit_kernels import launches  # imports Triton, which `import lowbit` must not
-
-    before, active = active, Watch(model)
+    # Products and launches are noted for the whole process, so two traces would mix their notes.
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError(
+            "another lowbit.trace runs in this process; trace one model at a time, in threads one after the other"
+        )
     try:
-        with launches.listening(active.launched), _hooked(model, active.thread, _Products(active)):
-            yield active
+        active = watch = Watch(model)
+        with launches.listening(watch.launched), _hooked(model, watch.thread, _Products(watch)):
+            yield watch
     finally:
-        active = before
+        active = None
+        _one_at_a_time.release()
 
 
 @contextmanager
@@ -289,9 +297,9 @@ def _local(weight: Tensor) -> Tensor:
     return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
-def _is_low_bit(weight: Any) -> bool:
+def is_low_bit(weight: Any) -> bool:
     """Whether a local tensor is a LowbitTensor, whose module imports this one."""
-    return hasattr(weight, "inner_tensors")
+    return hasattr(type(weight), "inner_tensors")
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:
@@ -299,7 +307,7 @@ def _memory(weight: Tensor) -> tuple[int, int]:
     local: Any = _local(weight)
     if isinstance(local, nn.UninitializedParameter):
         return 0, 0
-    first = next(iter(local.inner_tensors().values())) if _is_low_bit(local) else local
+    first = next(iter(local.inner_tensors().values())) if is_low_bit(local) else local
     if first.is_meta or first.numel() == 0:
         return 0, 0
     try:
@@ -360,7 +368,7 @@ class _Products(TorchFunctionMode):
 
     def _noticed(self, func: Any, x: Tensor, weight: Tensor) -> list[Note]:
         local = _local(weight)
-        is_plain = not _is_low_bit(local)
+        is_plain = not is_low_bit(local)
         if is_plain and func is not F.linear and self.watch.find(weight) is None:
             return []  # a product of two activations
         n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
@@ -377,7 +385,7 @@ class _Products(TorchFunctionMode):
 
     def _lookup(self, indices: Tensor, table: Tensor, found: Tensor) -> None:
         local = _local(table)
-        if _is_low_bit(local):
+        if is_low_bit(local):
             rows, columns = local.shape
             made = self.watch.note(indices.numel(), rows, columns, table, LOOKED_UP)
             record(made, "embedding", found.dtype)
@@ -438,22 +446,26 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
             and a parameter or an argument requires a gradient. Without it, the model runs without gradients.
 
     A compiled model runs eagerly here. Shapes, dtypes, devices and schemes decide what runs in what, so the compiled
-    model makes the same choices. Afterwards gradients (those of the arguments too), buffers and random states are as
-    before. Hooks on gradients of parameters (`register_hook`, `register_post_accumulate_grad_hook`) do not run, as an
-    optimizer step may be one; hooks of modules do. Under FSDP2 and tensor parallelism all ranks must call it.
+    model makes the same choices, with two exceptions. It keeps the implementations that were registered when it was
+    compiled (`register_linear`). Where the eager model runs "cpu_linear", it runs "plain_linear" in the graph.
+
+    Afterwards gradients (those of the arguments too), buffers and random states are as before. Hooks on gradients of
+    parameters (`register_hook`, `register_post_accumulate_grad_hook`) do not run, as an optimizer step may be one.
+    Hooks of modules do. Under FSDP2 and tensor parallelism all ranks must call it.
 
     Raises:
         TypeError: the model is no module.
         ValueError: `backward=True`, but no output requires a gradient.
+        RuntimeError: another trace runs, in this thread or another one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     args, kwargs = _detached(args, kwargs)
     with_grad = model.training and _learns(model, args, kwargs) if backward is None else backward
     with (
+        watched(model) as watch,
         torch.compiler.set_stance("force_eager"),
         _state_restored(model),
-        watched(model) as watch,
         torch.set_grad_enabled(with_grad),
     ):
         outputs = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, Tensor)]
@@ -491,7 +503,7 @@ def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]
     for name, module in model.named_modules():
         is_linear, is_lookup = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
         for attribute, p in module._parameters.items():
-            if p is None or not (_is_low_bit(_local(p)) or (is_linear and attribute == "weight")):
+            if p is None or not (is_low_bit(_local(p)) or (is_linear and attribute == "weight")):
                 continue
             layer = _layer(_plain_name(name), attribute)
             if layer not in reached:

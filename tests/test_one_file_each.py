@@ -168,6 +168,16 @@ def test_torch_optimizers_compile_and_arithmetic(addition):
     assert torch.equal(compiled(x), model(x))
 
 
+def test_a_trace_names_it(addition):
+    model = prepared(addition)
+    found = lowbit.trace(model, batch(0).requires_grad_())
+    assert {(p.layer, p.weight) for p in found.products} == {
+        ("first", "Int5Tensor"),
+        ("second", "Int5Tensor"),
+    }
+    assert len(found.products) == 6 and all(p.why for p in found.products)
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_it_is_saved_and_loaded(addition, tmp_path, suffix):
     pytest.importorskip("safetensors")

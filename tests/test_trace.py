@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,63 @@ def test_an_implementation_that_a_user_registers() -> None:
     (output,) = found.products
     assert (output.ran_in, output.implementation, output.why) == ("int8", "mine fast", "")
     assert found.launches == {("mine", "fast"): 1}
+
+
+class Calls(nn.Module):
+    """Runs a function of the input and a quantized weight."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(64, 64, bias=False), call
+        lb.quantize_(self, lb.Int4WeightOnly(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.layer.weight)
+
+
+CALLS: dict[str, Any] = {
+    "linear": F.linear,
+    "matmul": lambda x, w: x @ w.t(),
+    "inference.linear": linear_with_residual,
+    "inference.linear-residual": lambda x, w: linear_with_residual(x, w, residual=x),
+    "inference.linear-checkpoint": lambda x, w: checkpoint(
+        linear_with_residual, x, w, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_gradient_of_the_input_of_a_quantized_weight(name: str) -> None:
+    found = trace(Calls(CALLS[name]), values(3, 64).requires_grad_())
+    output, grad_input = found.products
+    assert ran_in(found, "layer") == formats("float32", "float32")
+    assert (grad_input.implementation, grad_input.why) == ("torch", tracer.DEQUANTIZED)
+    assert (output.m, output.n, output.k) == (grad_input.m, grad_input.n, grad_input.k)
+    frozen = trace(Calls(CALLS[name]), values(3, 64), backward=False)
+    assert ran_in(frozen, "layer") == formats("float32", "")
+
+
+def test_a_registered_implementation_that_runs_another_product() -> None:
+    """What it launches and multiplies afterwards belongs to the outer product."""
+    inner = nn.Linear(64, 96)
+    lb.quantize_(inner, lb.Int8DynamicActivationInt8Weight())
+    model = nn.Sequential(nn.Linear(64, 96))
+    lb.quantize_(model, lb.Int8WeightOnly())
+    weight = model[0].weight
+
+    def nested(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
+        y = F.linear(x, inner.weight)
+        launches.ran("nested", "fast")
+        return y + F.linear(x, torch.zeros(96, 64))
+
+    lb.register_linear(lambda x, w, b: w is weight, nested)
+    try:
+        outer, within = trace(model, values(4, 64), backward=False).products
+    finally:
+        lb.unregister_linear(nested)
+    assert (outer.weight, outer.implementation) == ("int8-row", "nested fast")
+    assert within.weight == "int8-row-int8-token"
+    assert within.implementation.startswith("int8_dynamic_linear")
 
 
 # ---- layers -------------------------------------------------------------------------------------------------------
@@ -528,6 +587,31 @@ def test_a_compiled_model_in_inference_has_the_launches_of_its_trace(m: int) -> 
         assert any(" ".join(launch) in p.implementation for launch in found.launches)
 
 
+def test_a_compiled_model_differs_from_its_trace_after_a_registration() -> None:
+    """As the docstring of `trace` says: the graph keeps its implementation until torch._dynamo.reset()."""
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(64, 96)), values(4, 64)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (cpu,) = trace(compiled, x, backward=False).products
+    assert cpu.implementation.startswith("cpu_linear")
+
+    def zeros(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        return x.new_zeros(4, 96)
+
+    with torch.no_grad():
+        y = compiled(x)
+        lb.register_linear(lambda x, w, b: True, zeros)
+        try:
+            (named,) = trace(compiled, x, backward=False).products
+            assert named.implementation == "zeros" and torch.equal(compiled(x), y)
+            torch._dynamo.reset()
+            assert torch.equal(compiled(x), torch.zeros(4, 96))
+        finally:
+            lb.unregister_linear(zeros)
+            torch._dynamo.reset()
+
+
 # ---- the table and the file ---------------------------------------------------------------------------------------
 
 
@@ -660,6 +744,33 @@ def test_without_a_tracer_products_note_nothing() -> None:
     tracer.record(None, "output", "int8")
     tracer.multiplies_in("int8")
     assert not launches._listeners
+
+
+def test_traces_do_not_overlap() -> None:
+    """Products are noted for the whole process: a second trace, in another thread or inside of one, is refused."""
+    model = nn.Sequential(linear(8, 64))
+    runs, ends = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        runs.set()
+        ends.wait(60)
+
+    handle = model.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(trace, model, values(4, 64))
+        assert runs.wait(60)
+        handle.remove()
+        try:
+            with pytest.raises(RuntimeError, match=r"another lowbit\.trace runs"):
+                trace(linear(8, 64), values(4, 64))
+        finally:
+            ends.set()
+        assert ran_in(first.result(60), "0")["output"] == {"float32": 1}
+    assert tracer.active is None and not launches._listeners
+    model.register_forward_pre_hook(lambda *_: trace(linear(8, 64), values(4, 64)))
+    with pytest.raises(RuntimeError, match="one model at a time"):
+        trace(model, values(4, 64))
+    assert tracer.active is None and trace(linear(8, 64), values(4, 64)).products
 
 
 def test_only_modules_are_traced() -> None:

@@ -26,7 +26,7 @@ with the index m * (K rounded up to a multiple of 8) + k::
     float8:  the bits that x / scale has beyond the format's are summed with as many bits of the draw, then cut off
 
 No scale is known before the whole matrix is read, so x is read twice: 6 bytes move for each 16-bit element and two
-codes. On an H200 `quantize_rowcol_cuda.cu` moves them at 84 to 91% of the speed of a copy (``benchmarks/LOG.md``).
+codes. On an H200 `quantize_rowcol_sm90.cu` moves them at 84 to 91% of the speed of a copy (``benchmarks/LOG.md``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels import nvrtc, quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, register
 from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
@@ -179,9 +179,9 @@ def _launch(
     arguments = (x, format, rows, columns, tensorwise, seed)
     if x.numel() and (rows or columns):
         if nvrtc.runs_on_hopper(x.device):
-            ran("quantize_rowcol", "cuda")
+            ran("quantize_rowcol", "sm90")
             out = allocate(x, format, rows, columns, tensorwise)
-            quantize_rowcol_cuda.quantize(*arguments, out)
+            quantize_rowcol_sm90.quantize(*arguments, out)
             return out
         if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
             ran("quantize_rowcol", "triton")

@@ -1,4 +1,4 @@
-"""``quantize_rowcol`` in Triton, for GPUs that ``quantize_rowcol_cuda`` does not support and for Triton's interpreter.
+"""``quantize_rowcol`` in Triton, for GPUs that ``quantize_rowcol_sm90`` does not support and for Triton's interpreter.
 
 Two launches over tiles: the first finds the largest magnitudes of rows and columns, by atomic maxima on their bits; the
 second writes the codes.

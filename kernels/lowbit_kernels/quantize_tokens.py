@@ -18,7 +18,7 @@ infinite scale; the codes of such rows have no meaning.
 
 Where each implementation runs:
 
-    compute capability 9.0           quantize_tokens_cuda.cu, compiled at first use: rows of bfloat16 and float16 of a
+    compute capability 9.0           quantize_tokens_sm90.cu, compiled at first use: rows of bfloat16 and float16 of a
                                      multiple of 16 elements, up to 65,536. It reads a row once, into registers
     other GPUs, and ``tensorwise``   Triton, a program a row: rows of up to 8,192 elements are read once, longer ones
                                      twice; ``tensorwise`` takes another launch before
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels import quantize_tokens_cuda
+from lowbit_kernels import quantize_tokens_sm90
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, register
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
@@ -202,16 +202,16 @@ def _implementation(
     x: Tensor, format: str, tensorwise: bool
 ) -> tuple[str, Callable[..., tuple[Tensor, Tensor]]]:
     if x.numel():
-        if not tensorwise and quantize_tokens_cuda.takes(x):
-            return "cuda", _by_cuda
+        if not tensorwise and quantize_tokens_sm90.takes(x):
+            return "sm90", _by_sm90
         if runs_on(x.device) and takes(format, x.device):
             return "triton", _by_triton
     return "torch", _by_torch
 
 
-def _by_cuda(x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool) -> tuple[Tensor, Tensor]:
+def _by_sm90(x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool) -> tuple[Tensor, Tensor]:
     codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
-    quantize_tokens_cuda.quantize(x, codes, scale, format)
+    quantize_tokens_sm90.quantize(x, codes, scale, format)
     return codes, scale
 
 

@@ -21,7 +21,14 @@ from lowbit_kernels import nvrtc
 from lowbit_kernels.library import aligned
 from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
-from lowbit_kernels.weight_operands import CODE_MACROS, E4M3, Tensors, WeightOperands, addresses
+from lowbit_kernels.weight_operands import (
+    CODE_MACROS,
+    E4M3,
+    GROUP_STEP,
+    Tensors,
+    WeightOperands,
+    addresses,
+)
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
@@ -230,7 +237,7 @@ def takes(operands: WeightOperands) -> bool:
         and operands.n > 0
         and k % 32 == 0
         and k % operands.group_size == 0
-        and operands.group_size % 32 == 0
+        and operands.group_size % GROUP_STEP == 0
         and (codes.strides[1] == 1 or codes.shape[1] == 1)
         and codes.misaligned == 0
         and (operands.n == 1 or takes_rows(pitch, codes.shape[1]))

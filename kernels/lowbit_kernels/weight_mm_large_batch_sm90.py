@@ -26,6 +26,7 @@ from lowbit_kernels.tensor_map import takes_rows, tensor_map
 from lowbit_kernels.weight_operands import (
     CODE_MACROS,
     E4M3,
+    GROUP_STEP,
     Layout,
     Tensors,
     WeightOperands,
@@ -226,7 +227,7 @@ def takes(operands: WeightOperands) -> bool:
         and takes_rows(pitch, codes.shape[1])
         and codes.misaligned == 0
         and width % 32 == 0
-        and operands.group_size % 32 == 0
+        and operands.group_size % GROUP_STEP == 0
         and operands.n * operands.groups < 2**32
         and min(*x.shape, *codes.shape) > 0
     )

@@ -15,6 +15,8 @@ from torch import Tensor
 from lowbit_kernels.library import contiguous_strides
 
 HALVES = (torch.bfloat16, torch.float16)
+GROUP_STEP = 32
+"""The fast kernels of `weight_linear` take groups of a multiple of this size, or one scale a row."""
 E4M3 = torch.float8_e4m3fn
 
 # Names of the dtypes of codes in the CUDA sources.

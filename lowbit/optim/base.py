@@ -14,7 +14,7 @@ same formula as C++ for the kernels, `rule`, is optional. A subclass may be in a
             momentum.lerp_(grad, 1 - beta)
             param.sub_(momentum.sign() * lr)
 
-Options of its own are checked in `check_group`, which every step calls again where one has changed:
+`check_group` checks the algorithm's options; a step calls it again if one has changed:
 
         def check_group(self, group):
             super().check_group(group)

@@ -39,6 +39,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, 
 from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
+from lowbit.traced import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, Spec, Scheme])
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
@@ -58,7 +59,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
-    caches = ("_known_product", "_reader")
+    caches = ("_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
     _kinds: ClassVar[list[type[AffineTensor]]] = []
     """The classes that define `stores`, the newest first."""
@@ -70,8 +71,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     """How the weight is quantized."""
     activation: Spec | None
     """How the activation of its linear is quantized, or None."""
-    _known_product: Any = None
-    """The last decision of `lowbit.products` on a product of this weight."""
+    _known_products: tuple[Any, ...] = ()
+    """The last decisions of `lowbit.products` on products of this weight."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -167,24 +168,24 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         shape = tuple(self.shape)
         if 0 in shape:  # an empty slice keeps the scales of the original
             return self.scale.new_empty(shape, dtype=self.dtype)
-        if self.codes.is_cuda and self._has_int4_kernel():
-            return self._dequantize_int4()
+        if self.codes.is_cuda and self._fits_dequantize_op():
+            return self._dequantize_by_op()
         if (values := self._dequantize_on_cpu()) is not None:
             return values
         codes = self._load(self.spec.padded_shape(shape)[-1])
         return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
 
-    def _has_int4_kernel(self) -> bool:
+    def _fits_dequantize_op(self) -> bool:
         spec = self.spec
         return (
             type(self) is AffineTensor
-            and spec.format == Int(4)
+            and spec.format in (Int(4), Int(8))
             and isinstance(spec.granularity, PerGroup | PerRow)
             and spec.mapping != "float_zero_point"
             and self.dtype is not torch.float64
         )
 
-    def _dequantize_int4(self) -> Tensor:
+    def _dequantize_by_op(self) -> Tensor:
         """`dequantize` in one kernel, with the same bits."""
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
         values = kernels.dequantize.dequantize(
@@ -337,6 +338,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             raise ValueError(f"transposed must be True or False, got {self.transposed!r}")
         if not self.stores(self.spec):
             raise ValueError(f"{type(self).__name__} does not store {self.spec}")
+
+    def stored_format(self) -> str:
+        return specs_name(self.spec, self.activation)
 
     def meta_to_json(self) -> dict[str, Any]:
         return {"scheme": Scheme(self.spec, self.activation).to_dict()}

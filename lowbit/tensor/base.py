@@ -38,7 +38,6 @@ from lowbit_kernels.library import contiguous_strides
 aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -283,6 +282,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def _pad_rows(self, rows: int) -> Self:
         """This tensor followed by `rows` rows of zeros."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
+
+    def stored_format(self) -> str:
+        """How the weight is stored, in a word or two, for `lowbit.trace`."""
+        return type(self).__name__
 
     def meta_to_json(self) -> dict[str, Any]:
         """The metadata in plain JSON types, for checkpoints; `meta_from_json` reads it back."""

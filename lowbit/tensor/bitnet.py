@@ -77,6 +77,9 @@ class BitNetTensor(MasterWeightTensor):
         n, k = weight.shape[-2:]
         return {"matrix": (n, k)}
 
+    def stored_format(self) -> str:
+        return "BitNet"
+
     def frozen(self) -> LowbitTensor:
         """The ternary weight for inference. Its products equal those of this weight to the bit."""
         return TernaryTensor(self.weight).to(self.dtype)  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from lowbit.scheme import Float8, Scheme, crop
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, Values
+from lowbit.traced import specs_name
 
 
 class FakeQuantizedTensor(MasterWeightTensor):
@@ -56,6 +57,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
             and self.scheme.activation == other.scheme.activation
             and self.scheme.weight.same_values(other.scheme.weight)
         )
+
+    def stored_format(self) -> str:
+        return f"QAT {specs_name(self.scheme.weight, self.scheme.activation)}"
 
     def frozen(self) -> LowbitTensor:
         """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`."""

@@ -119,6 +119,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         scale = self.scale.new_ones(spec.blocks(self.shape)) if empty else self.scale
         return AffineTensor(self.codes, scale, None, spec, self.shape, self.dtype)
 
+    def stored_format(self) -> str:
+        return "int8 weight"
+
     def set_offsets(self, name: str, rows: Tensor | None = None) -> None:
         """Set the random-number offsets of the parameter `name`. `rows`: indices of this tensor's rows; None: all."""
         columns = self.shape[-1] if self.columns is None else self.columns.total

@@ -27,6 +27,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from lowbit.code_range import FLOATS
 from lowbit.granularity import Granularity
+from lowbit.products import registered_sources
 
 _NOT_A_TENSOR = (
     "accepted: plain dense tensors that need no gradient, each element in memory of its own"
@@ -70,9 +71,8 @@ class Pickling:
     def digest_of_sources(self: Any) -> str:
         """What the keys of compiled graphs need beside the layout: the code that dispatches the tensor."""
         used = map(type, self.meta().values())
-        return _digest_of_sources(
-            frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
-        )
+        kinds = frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
+        return f"{_digest_of_sources(kinds)}{registered_sources()}"
 
     def __setstate__(self: Any, state: Any) -> None:
         """Restore from torch's own pickle format: a wrapper and its attributes. Raises ValueError as `check_parts`."""

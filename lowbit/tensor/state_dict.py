@@ -28,14 +28,14 @@ own names, so torch itself fails in three cases:
   Load into the wrapped module, or with `strict=False`.
 
 Two hooks on each module with a low-bit parameter do all this. torch's global hook on parameter registration adds them,
-whoever replaces the parameter, and removes them with the last low-bit parameter. A third hook, on each wrapper of such
-a module, puts the wrapper's own name into the keys of parts.
+whoever replaces the parameter, and removes them with the last low-bit parameter. A third hook, on every wrapper of a
+module, puts the name of the wrapped module into the keys of parts.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -212,15 +212,35 @@ def take_parts(
 def take_into_wrapped(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """The hook before a wrapper loads: parts get the name of the wrapped module into their keys.
 
-    `set_model_state_dict` adds this name to the keys of parameters, and so not to those of their parts.
+    `set_model_state_dict` adds this name to the keys of parameters, and so not to those of their parts. A state dict in
+    which no key has this name is left alone, unless it holds nothing but parts.
     """
-    (name,) = wrapper._modules
+    ((name, wrapped),) = wrapper._modules.items()
+    if wrapped is None:
+        return
     inner = f"{prefix}{name}."
-    kinds = (k for k in LowbitTensor.kinds.values() if not issubclass(k, MasterWeightTensor))
-    ends = tuple(f".{part}" for kind in kinds for part in kind.tensor_attrs)
-    for key in list(state_dict):
-        if key.startswith(prefix) and not key.startswith(inner) and key.endswith(ends):
+    parts = [key for key in _keys_of_parts(wrapped, prefix) if key in state_dict]
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    if len(parts) == len(keys) or any(key.startswith(inner) for key in keys):
+        for key in parts:
             state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+def _keys_of_parts(module: nn.Module, prefix: str) -> Iterator[str]:
+    """The keys of the parts of all low-bit parameters, without the names that wrappers add."""
+    for name, param in module._parameters.items():
+        own = None if param is None else held_locally(param)
+        if isinstance(own, LowbitTensor) and not isinstance(own, MasterWeightTensor):
+            yield from (f"{prefix}{name}.{part}" for part in own.tensor_attrs)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _keys_of_parts(child, prefix if _is_wrapper(module) else f"{prefix}{name}.")
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether `torch.compile` or DistributedDataParallel made the module around another."""
+    # the name of OptimizedModule's child: importing the class would import the compiler
+    return "_orig_mod" in module._modules or isinstance(module, DistributedDataParallel)
 
 
 def _itself(param: Tensor) -> Tensor:
@@ -297,8 +317,11 @@ def joined(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     A model that was not prepared takes it by `load_state_dict(joined(state_dict), assign=True)`. Entries that were
     renamed or removed since are left alone.
 
-    Raises ValueError for parts that are missing or misshapen, or a description that cannot be read.
+    Raises TypeError for anything but a state dict, and ValueError for parts that are missing or misshapen, or a
+    description that cannot be read.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"joined takes a module's state dict, got {type(state_dict).__name__}")
     entries = {
         f"{prefix}.{name}" if prefix else name: entry
         for prefix, metadata in getattr(state_dict, "_metadata", {}).items()
@@ -508,15 +531,14 @@ def _follow(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def _follow_wrapper(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """torch calls this for every module that any module is given. A wrapper of a module with low-bit parameters gets
-    the hook `take_into_wrapped`, once."""
-    compiled = name == "_orig_mod"  # OptimizedModule: importing it would import the compiler
-    if not (compiled or isinstance(module, DistributedDataParallel)) or submodule is None:
+    """torch calls this for every module that any module is given. A wrapper gets the hook `take_into_wrapped`, once:
+    parameters may become low-bit later."""
+    if submodule is None or not (
+        name == "_orig_mod" or isinstance(module, DistributedDataParallel)
+    ):
         return
     hooks = module._load_state_dict_pre_hooks.values()
-    if any(getattr(hook, "hook", hook) is take_into_wrapped for hook in hooks):
-        return
-    if any(isinstance(held_locally(p), LowbitTensor) for p in submodule.parameters()):
+    if not any(getattr(hook, "hook", hook) is take_into_wrapped for hook in hooks):
         module.register_load_state_dict_pre_hook(take_into_wrapped)
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from lowbit import class_names, tracer
 from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
+from lowbit.traced import dtype_name
 from lowbit.train_scheme import IN_ATTENTION
 
 KEEP_OUT = (
@@ -455,6 +456,9 @@ class MasterWeightTensor(TrainableTensor):
             )
         values = values.detach().contiguous()
         return self._with({"weight": values}, dtype=values.dtype)
+
+    def stored_format(self) -> str:
+        return dtype_name(self.dtype)
 
     def master(self) -> Tensor:
         """The high-precision weight itself: update it in place."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit import products, tracer
 from lowbit.inference import linear
-from lowbit.products import BUILT_IN, Row, choose_linear, plain_linear
+from lowbit.products import BUILT_IN, Row, plain_linear
 from tests.schemes import relative_error
 
 CASES = {
@@ -29,15 +32,16 @@ every_row = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the rows that were chosen, one for each time that a decision was made."""
+    """Names of the built-in rows that were chosen, one for each time that a decision was made."""
     names: list[str] = []
+    built_in_row = products._built_in_row
 
-    def choose(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None = None) -> Row:
-        row = choose_linear(x, weight, bias)
+    def choose(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None) -> Row:
+        row = built_in_row(x, weight, bias)
         names.append(row.name)
         return row
 
-    monkeypatch.setattr(products, "choose_linear", choose)
+    monkeypatch.setattr(products, "_built_in_row", choose)
     return names
 
 
@@ -58,7 +62,7 @@ def more() -> Iterator[Callable[[Tensor, lb.LowbitTensor, Tensor | None], Tensor
 
     lb.register_linear(lambda x, weight, bias: True, more)
     yield more
-    if any(row.implementation is more for row in products._rows):
+    if any(row.implementation is more for row in products._registered):
         lb.unregister_linear(more)
 
 
@@ -77,6 +81,20 @@ def test_equal_products_are_decided_once(name: str, asked: list[str]) -> None:
         assert torch.equal(model(x), first)
     model(torch.randn_like(x))
     assert asked == [name]
+
+
+@every_row
+@torch.no_grad()
+def test_alternating_shapes_are_decided_once_each(name: str, asked: list[str]) -> None:
+    model, x = layer(name)
+    inputs = (x, x[:1], x[None], x[:2])
+    for _ in range(3):
+        for each in inputs:
+            model(each)
+    assert asked == [name] * 4
+    for rows in range(20):
+        model(x.new_zeros(rows + 4, 64))
+    assert len(model.weight._known_products) == 4
 
 
 @every_row
@@ -136,6 +154,51 @@ def test_registrations(name: str, more: Callable[..., Tensor]) -> None:
 
 
 @every_row
+@torch.no_grad()
+def test_a_registered_condition_is_asked_for_every_product(name: str) -> None:
+    """It may read what the cache of built-in decisions does not compare."""
+    model, x = layer(name)
+    y, wide = model(x), torch.empty(3, 128, dtype=x.dtype)[:, ::2].copy_(x)
+    for condition, holds, fails in (
+        (lambda x, w, b: torch.is_grad_enabled(), torch.enable_grad, torch.no_grad),
+        (lambda x, w, b: x.is_contiguous(), nullcontext, nullcontext),
+    ):
+        impl = lb.register_linear(condition)(lambda x, w, b: plain_linear(x, w, b) + 1)
+        try:
+            for _ in range(2):
+                with fails():
+                    assert torch.equal(model(wide), y)
+                with holds():
+                    assert torch.equal(model(x), plain_linear(x, model.weight, model.bias) + 1)
+        finally:
+            lb.unregister_linear(impl)
+
+
+def test_graphs_on_disk_depend_on_the_registrations(tmp_path: Path) -> None:
+    """torch takes a graph of an earlier process by this key."""
+    weight, file = layer("weight_linear")[0].weight, tmp_path / "mine.py"
+
+    def registered(text: str) -> str:
+        file.write_text(text)
+        names: dict[str, Any] = {"__name__": "mine"}
+        exec(compile(text, str(file), "exec"), names)
+        lb.register_linear(names["condition"], names["impl"])
+        try:
+            return weight._stable_hash_for_caching()
+        finally:
+            lb.unregister_linear(names["impl"])
+
+    plain = weight._stable_hash_for_caching()
+    text = "condition = lambda x, w, b: True\ndef impl(x, w, b):\n    return x\n"
+    assert registered(text) == registered(text) != plain
+    assert registered(text.replace("return x", "return -x")) != registered(text)
+    assert registered(f"{text}condition = lambda x, w, b: True") != registered(f"{text}impl = impl")
+    state = f"{text}def outer(y):\n    return lambda x, w, b: y\nimpl = outer(1)\n"
+    assert registered(state) != registered(state), "the value in the closure is not in the file"
+    assert weight._stable_hash_for_caching() == plain
+
+
+@every_row
 def test_gradients_autocast_and_tracers_come_and_go(name: str) -> None:
     model, x = layer(name)
     with torch.no_grad():
@@ -183,7 +246,7 @@ def test_weights_that_move_are_copied_or_viewed(name: str, asked: list[str]) -> 
     model, x = layer(name)
     y = model(x)
     copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), y) and copied.weight._known_product.rows is products._rows
+    assert torch.equal(copied(x), y) and asked == [name]
     assert torch.equal(F.linear(x, model.weight[:32], model.bias[:32]), y[:, :32])
     copied.to(torch.float64)
     assert copied(x.double()).dtype is torch.float64

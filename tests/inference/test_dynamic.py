@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-from lowbit.products import choose_linear, int8_dynamic_linear, plain_linear
+import lowbit.products
+import lowbit_kernels as kernels
+from lowbit.products import BUILT_IN, choose_linear, int8_dynamic_linear, plain_linear
 from tests.schemes import DYNAMIC, PER_TOKEN, over, relative_error, rounded
 
 INT8 = lb.Int8DynamicActivationInt8Weight()
@@ -49,6 +51,28 @@ def test_int8_by_int8_runs_the_integer_product(products: Products) -> None:
         ((10, 48), (48, 16)),
     ]
     assert all(a.dtype is b.dtype is torch.int8 for a, b, _ in products.calls)
+
+
+@pytest.mark.parametrize(
+    "scheme", [INT8, lb.Float8DynamicActivationFloat8Weight()], ids=["int8", "float8"]
+)
+@torch.no_grad()
+def test_the_kernel_of_dynamic_schemes_takes_the_residual(
+    scheme: lb.Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op decides where it adds the residual. Here it runs on a CPU, which the list does not choose it for."""
+    model = nn.Linear(64, 48, dtype=torch.bfloat16)
+    lb.quantize_(model, scheme)
+    x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 48).bfloat16()
+    row = next(row for row in BUILT_IN if row.name == "dynamic_linear")
+    monkeypatch.setattr(lowbit.products, "_built_in_row", lambda *_: row)
+    op, given = kernels.dynamic_linear.dynamic_linear, []
+    monkeypatch.setattr(
+        kernels.dynamic_linear, "dynamic_linear", lambda *args: given.append(args[4]) or op(*args)
+    )
+    y = lb.inference.linear(x, model.weight, model.bias, residual)
+    assert len(given) == 1 and given[0] is residual
+    assert relative_error(y, plain_linear(x, model.weight, model.bias).double() + residual) < 1e-2
 
 
 @pytest.mark.parametrize("scheme", ["int8xint4", "float8xfloat8", "tensor-int8xint8"])

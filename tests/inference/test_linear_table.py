@@ -93,9 +93,13 @@ def test_as_a_decorator() -> None:
         lb.unregister_linear(only_without_bias)
 
 
-def test_unregistering_an_unknown_implementation() -> None:
-    with pytest.raises(ValueError, match=r"is not registered; registered: \[.*'plain_linear'\]"):
+def test_unregistering_an_unknown_implementation(registered) -> None:
+    registered.append(Recorder())
+    lb.register_linear(lambda x, w, b: True, registered[0])
+    with pytest.raises(ValueError, match=r"is not registered; registered: \['recorder'\]"):
         lb.unregister_linear(Recorder())
+    with pytest.raises(ValueError, match=r"plain_linear.* is not registered"):
+        lb.unregister_linear(plain_linear)
 
 
 def test_unregistering_takes_every_registration() -> None:

@@ -60,7 +60,7 @@ def test_gpt2s_conv1d_is_in_the_report_and_can_be_chosen() -> None:
     layers = {name: why for name, why in report.left.items() if ".h." in name}
     assert len(layers) == 4 and all("of a Conv1D" in why for why in layers.values())
     share = sum(e.nbytes for e in report.entries if ".h." in e.fqn) / report.nbytes
-    assert share > 0.7 and "% of bytes  of a Conv1D" in str(report)
+    assert share > 0.7 and "% of bytes  a parameter of a Conv1D" in str(report)
     report = lb.quantize_(model, lb.Int8WeightOnly(32), lambda m, name: isinstance(m, Conv1D))
     assert set(report.converted) == set(layers)
     assert relative_error(logits(model), expected) < 0.03

@@ -1,4 +1,4 @@
-"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_cuda`` and ``quantize_tokens_cuda``.
+"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_sm90`` and ``quantize_tokens_sm90``.
 
 The machine's C++ compiler compiles them; ``cuda_on_cpu.h`` emulates the GPU's instructions. The emulation does not show
 the rounding of a GPU's approximate division and square root, races between warps, or speed. Tests marked ``gpu`` do.
@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import quantize_rowcol_cuda, quantize_tokens_cuda
+from lowbit_kernels import quantize_rowcol_sm90, quantize_tokens_sm90
 from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
@@ -97,22 +97,22 @@ def _on_cpu(module, kernel) -> Iterator[None]:
 
 
 def quantize_tokens(*arguments) -> None:
-    """``quantize_tokens_cuda.quantize`` on CPU tensors."""
+    """``quantize_tokens_sm90.quantize`` on CPU tensors."""
 
-    def kernel(variant: quantize_tokens_cuda.Variant, device: int):
-        source = quantize_tokens_cuda.source(variant, primitives=(HEADER.read_text(),))
+    def kernel(variant: quantize_tokens_sm90.Variant, device: int):
+        source = quantize_tokens_sm90.source(variant, primitives=(HEADER.read_text(),))
         return _emulated("typedef unsigned int uint32;\n" + source + TOKENS_FOOTER)
 
-    with _on_cpu(quantize_tokens_cuda, kernel):
-        quantize_tokens_cuda.quantize(*arguments)
+    with _on_cpu(quantize_tokens_sm90, kernel):
+        quantize_tokens_sm90.quantize(*arguments)
 
 
 def quantize_rowcol(*arguments) -> None:
-    """``quantize_rowcol_cuda.quantize`` on CPU tensors."""
+    """``quantize_rowcol_sm90.quantize`` on CPU tensors."""
 
-    def kernel(variant: quantize_rowcol_cuda.Variant, name: str, device: int):
-        source = quantize_rowcol_cuda.source(variant, primitives=HEADER.read_text())
+    def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: int):
+        source = quantize_rowcol_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + QUANTIZE_FOOTER.replace("NAME", name))
 
-    with _on_cpu(quantize_rowcol_cuda, kernel):
-        quantize_rowcol_cuda.quantize(*arguments)
+    with _on_cpu(quantize_rowcol_sm90, kernel):
+        quantize_rowcol_sm90.quantize(*arguments)

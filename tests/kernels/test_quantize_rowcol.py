@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cases.quantize_rowcol import CASES, Case
-from lowbit_kernels import nvrtc, quantize_rowcol_cuda, quantize_rowcol_triton
+from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
 from lowbit_kernels.quantize_rowcol import FORMATS, allocate, quantize_rowcol, reference
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -268,7 +268,7 @@ def test_cuda_source(case) -> None:
     arguments = case.arguments("cuda")
     if not nvrtc.runs_on_hopper(arguments[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
-    assert_filled(arguments, quantize_rowcol_cuda.quantize)
+    assert_filled(arguments, quantize_rowcol_sm90.quantize)
 
 
 @pytest.mark.gpu

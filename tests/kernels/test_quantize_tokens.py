@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.quantize_tokens import CASES, Case
 from lowbit.presets import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
-from lowbit_kernels import quantize_tokens_cuda
+from lowbit_kernels import quantize_tokens_sm90
 from lowbit_kernels.quantize_tokens import FORMATS, codes_of, quantize_tokens, reference
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -168,7 +168,7 @@ def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("k", [16, 4096, 14336, 65536])
 def test_cuda_blocks_hold_their_row(k: int) -> None:
-    own, threads = quantize_tokens_cuda.plan(k)
+    own, threads = quantize_tokens_sm90.plan(k)
     assert threads % 32 == 0 and 32 <= threads <= 1024 and own in (4, 8)
     assert own * threads * 8 >= k
 

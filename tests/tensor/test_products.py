@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import lowbit
 from lowbit.tensor import BitNetTensor, CodebookTensor, FakeQuantizedTensor
 from tests.tensor.cases import (
     CASES,
@@ -366,3 +367,20 @@ def test_activation_checkpointing_and_second_derivatives(case):
     (found,) = torch.autograd.grad(grad.sum(), x)
     plain = weight.dequantize().double()
     assert relative_error(found, (2 * plain.t() @ plain).sum(0).expand(x.shape)) < 2e-6
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err", "asymmetric"])
+@pytest.mark.parametrize(
+    "granularity", [lowbit.PerRow(), lowbit.PerGroup(16), lowbit.PerGroup(24)], ids=str
+)
+def test_the_op_that_dequantizes_on_gpus_gives_the_same_bits(bits, mapping, granularity):
+    """int4 and int8 weights use the op on a GPU; here it runs on a CPU."""
+    spec = lowbit.Spec(lowbit.Int(bits), granularity, mapping)
+    for shape in ((7, 100), (3, 5, 64)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            weight = lowbit.AffineTensor.from_float(torch.randn(shape, dtype=dtype), spec)
+            assert weight._fits_dequantize_op()
+            codes = weight._load(spec.padded_shape(shape)[-1])
+            parts = (codes, weight.scale, weight.zero_point, shape, dtype)
+            assert torch.equal(weight._dequantize_by_op(), spec.dequantize(*parts))

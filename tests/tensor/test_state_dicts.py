@@ -202,6 +202,34 @@ def test_functions_of_torch_give_and_take_the_same(case, full, strict):
         model = Net(case, seed=3)
 
 
+@every_weight
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_a_compiled_model_loads_what_torch_names_for_it(case, wrapped_first):
+    source = Net(case)
+    model = nn.ModuleDict({"up": nn.Linear(100, 24)})
+    compiled = torch.compile(model) if wrapped_first else None
+    model["up"].weight = nn.Parameter(case.make((24, 100), 1))
+    compiled = compiled or torch.compile(model)
+    state = source.body.state_dict()
+    set_model_state_dict(compiled, dict(state), options=StateDictOptions(strict=False))
+    assert all(same_bits(t, state[name]) for name, t in model.state_dict().items())
+
+
+@every_stored
+def test_keys_without_the_wrappers_name_are_not_loaded_by_half(case):
+    model = nn.ModuleDict({"up": nn.Linear(100, 24)})
+    model["up"].weight = nn.Parameter(case.make((24, 100), 1))
+    before = copy.deepcopy(model.state_dict())
+    found = torch.compile(model).load_state_dict(Net(case).body.state_dict(), strict=False)
+    assert set(before) <= {name.removeprefix("_orig_mod.") for name in found.missing_keys}
+    assert all(same_bits(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_only_a_state_dict_is_joined():
+    with pytest.raises(TypeError, match="joined takes a module's state dict, got NoneType"):
+        lb.tensor.joined(None)
+
+
 @every_stored
 def test_scales_of_another_dtype_are_not_rounded_in_silence(case):
     if case.make((2, 96), dtype=torch.bfloat16).scale.dtype is torch.float32:

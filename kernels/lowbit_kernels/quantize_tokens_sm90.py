@@ -1,4 +1,4 @@
-"""Launches ``quantize_tokens_cuda.cu``: rows of bfloat16 and float16, on GPUs of compute capability 9.0."""
+"""Launches ``quantize_tokens_sm90.cu``: rows of bfloat16 and float16, on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_VECTORS = 8  # of a thread; more do not fit its registers
 
 @dataclass(frozen=True)
 class Variant:
-    """The options of a compiled kernel; the head of ``quantize_tokens_cuda.cu`` explains each field."""
+    """The options of a compiled kernel; the head of ``quantize_tokens_sm90.cu`` explains each field."""
 
     x: str
     codes: str
@@ -69,7 +69,7 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
 
 def source(variant: Variant, primitives: tuple[str, ...] = ("ptx.cuh", "sm90.cuh")) -> str:
     """The CUDA C++ to compile."""
-    return program(asdict(variant), *primitives, "quantize_tokens_cuda.cu")
+    return program(asdict(variant), *primitives, "quantize_tokens_sm90.cu")
 
 
 @functools.cache

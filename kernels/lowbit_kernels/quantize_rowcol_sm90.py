@@ -1,4 +1,4 @@
-"""Launches ``quantize_rowcol_cuda.cu`` on GPUs of compute capability 9.0."""
+"""Launches ``quantize_rowcol_sm90.cu`` on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED = 16384 + 2 * TILE * 8
 
 @dataclass(frozen=True)
 class Variant:
-    """The options of a compiled kernel; the head of ``quantize_rowcol_cuda.cu`` explains each field."""
+    """The options of a compiled kernel; the head of ``quantize_rowcol_sm90.cu`` explains each field."""
 
     input: str
     format: str
@@ -76,7 +76,7 @@ def quantize(
 
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
     """The CUDA C++ to compile."""
-    return program(asdict(variant), primitives, "random_bits.h", "quantize_rowcol_cuda.cu")
+    return program(asdict(variant), primitives, "random_bits.h", "quantize_rowcol_sm90.cu")
 
 
 @functools.cache

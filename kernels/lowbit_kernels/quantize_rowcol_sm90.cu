@@ -1,6 +1,6 @@
 // Quantizes a matrix along its rows and, transposed, along its columns, for sm_90.
 //
-// quantize_rowcol_cuda.py compiles this file once for each combination of
+// quantize_rowcol_sm90.py compiles this file once for each combination of
 //   INPUT              BF16, FP16 or FP32
 //   FORMAT             INT8, E4M3 or E5M2
 //   ROWS, COLUMNS      which copies are written

@@ -1,6 +1,6 @@
 // Quantizes rows to int8 or e4m3, each with its own scale, for sm_90.
 //
-// quantize_tokens_cuda.py compiles this file once for each combination of
+// quantize_tokens_sm90.py compiles this file once for each combination of
 //   X          BF16 or FP16
 //   CODES      INT8 or E4M3
 //   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16 (E4M3: FP16 only)
