@@ -11,7 +11,7 @@ Codes travel as integers, never as bits of a floating dtype. FSDP2 copies the in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,17 @@ def _from_planes(tensor: Any, planes: Sequence[Tensor], rows: int) -> dict[str, 
         found[name] = part.view(dtype).view(shape)
         start += nbytes
     return found
+
+
+def _keep_until_read(tensors: Iterable[Tensor]) -> None:
+    """Keep the memory of these tensors until the current stream has read them.
+
+    FSDP2 calls `fsdp_pre_all_gather` on a stream of its own. The allocator gives the memory of a tensor from there to
+    the next all-gather as soon as the host drops it, when the current stream may have yet to read it.
+    """
+    for t in tensors:
+        if t.is_cuda and not torch.compiler.is_compiling():
+            t.record_stream(torch.cuda.current_stream(t.device))
 
 
 class FSDPHooks:
@@ -94,7 +105,9 @@ class FSDPHooks:
                 for name, t in zip(names, outputs, strict=True)
             }
             owned = outputs
-        inner = {**shard.inner_tensors(), **gathered}
+        computed = {k: t for k, t in shard.inner_tensors().items() if k not in gathered}
+        _keep_until_read(computed.values())
+        inner = {**computed, **gathered}
         if out is None:
             return shard._with(inner, outer_size, param_dtype), owned
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism

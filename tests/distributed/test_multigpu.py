@@ -6,6 +6,8 @@ over many cases in one call, since starting processes is what takes the time.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -346,6 +348,23 @@ def check_low_bit_products_ran(rank, world_size):
     return True
 
 
+def check_host_far_ahead(rank, world_size):
+    """What an all-gather computed is read late, when the host has issued the all-gathers of many layers."""
+    for case in (*named("train-bitnet", "train-int8-weight", "int8-tensor"), *MIXED):
+        layers = [layer(case, 64, 64, torch.bfloat16, seed) for seed in range(12)]
+        whole, model = nn.Sequential(*layers), nn.Sequential(*copy.deepcopy(layers))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh_of("fsdp"))
+        x = batch(0, 64, torch.bfloat16)
+        with torch.no_grad():
+            expected = whole(x)
+            for turn in range(4):
+                if device() == "cuda":
+                    torch.cuda._sleep(200_000_000)  # about a tenth of a second
+                assert same_bits(model(x).cpu(), expected.cpu()), (case.name, turn)
+    return True
+
+
 worlds = pytest.mark.parametrize("world", WORLDS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -396,6 +415,11 @@ def test_replicas(world, dtype):
 @worlds
 def test_low_bit_products_ran(world):
     run(check_low_bit_products_ran, world)
+
+
+@worlds
+def test_host_far_ahead(world):
+    run(check_host_far_ahead, world)
 
 
 @pytest.mark.parametrize("check", test_bytes.CHECKS, ids=lambda f: f.__name__)

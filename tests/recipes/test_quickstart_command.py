@@ -183,7 +183,7 @@ def test_interrupted_while_reading_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*inputs: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt  # by SIGINT, which a process started in the background ignores
 
     monkeypatch.setattr(text, "read_split", interrupted)
     assert main(arguments(tmp_path, 10)) == 130
