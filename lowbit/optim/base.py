@@ -101,6 +101,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     stepped_by: SteppedBy
     """The implementation that last updated each parameter."""
     _fused: FusedStep | None = None  # of the last step
+    _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
@@ -257,11 +258,21 @@ class LowbitOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: an option set since the last step is not accepted, or groups disagree in an option
                 that concerns all gradients together. Nothing has changed then.
         """
+        if self._in_backward is not None and getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "torch's GradScaler unscales gradients that step_in_backward has used already; use bfloat16, or call "
+                "remove() of the handle to step after backward"
+            )
         self._check_options()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_gradients()
+        return loss
+
+    def _step_gradients(self) -> None:
+        """Update every parameter that has a gradient. The options have been checked."""
         if self._fused is not None and not self._fused.holds(self):
             self._fused = None
         jobs = collect(self.param_groups) if self._fused is None else self._fused.jobs()
@@ -276,10 +287,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if self._fused is None and scale.skip is not None and scale.skip.device.type == "cpu":
             # Skips before states are created. On a GPU the host would have to wait for the answer.
             if bool(scale.skip):
-                return loss
+                return
             scale = scale._replace(skip=None)
         self._update(jobs, scale)
-        return loss
 
     def _check_options(self) -> None:
         """Check options that were set since the last step, as the constructor does."""

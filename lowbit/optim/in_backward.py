@@ -1,0 +1,193 @@
+"""Step parameters while backward runs, so that the gradients of a whole model are never in memory at once.
+
+torch calls a hook for each parameter when its gradient of this backward is complete. The hook collects parameters into
+a bucket. A full bucket is one step of the optimizer over these parameters, with the same kernels and random bits as in
+`optimizer.step()`, and frees their gradients. The end of backward steps the last bucket. Parameters are updated one by
+one from their own gradients, so the result equals that of `optimizer.step()` after backward to the bit.
+
+Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), arXiv
+2306.09782, which fuses the update into backward.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.muon import Muon
+
+_BUCKET_MIB = 64.0
+_MOST_STEPS = 256
+"""Compiled steps that are kept: as many as buckets, unless each backward reaches other parameters."""
+
+
+def step_in_backward(
+    optimizer: LowbitOptimizer, *, bucket_mib: float = _BUCKET_MIB
+) -> StepInBackward:
+    """From now on step each parameter of `optimizer` during backward, and free its gradient (`param.grad` is None).
+
+    The gradients in memory are at most those of one bucket and of one more parameter. Every backward is a step: there
+    is no accumulation over several. `optimizer.step()` may stay in the loop, where learning-rate schedulers expect it.
+
+        optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-3)
+        lowbit.optim.step_in_backward(optimizer)
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            scheduler.step()
+
+    Under FSDP2 a parameter is stepped once its gradient is reduced. Parameters that are frozen now, or added later, are
+    stepped by `optimizer.step()`, whose hooks run at its call only. Blocks that share parameters need checkpoints with
+    `use_reentrant=False`: a reentrant one runs a backward of its own, with a part of the gradient.
+
+    Args:
+        optimizer: any of `lowbit.optim`, but for `CPUOffloadOptimizer`, which has its own way.
+        bucket_mib: MiB of gradients, of this rank, that are stepped together. Small buckets cost more launches.
+
+    Returns:
+        A handle; `remove()` ends it.
+
+    Raises:
+        TypeError: not an optimizer of lowbit.
+        ValueError: `bucket_mib` is not positive. `max_grad_norm` or `skip_nonfinite` is set: both need all gradients at
+            once. A parameter is not sharded although there are several processes: the hook comes before
+            DistributedDataParallel's mean over the ranks. The parameters are Muon's and sharded: ranks exchange whole
+            matrices for its step.
+        RuntimeError: the optimizer steps in backward already.
+    """
+    if not isinstance(optimizer, LowbitOptimizer):
+        raise TypeError(
+            f"step_in_backward takes an optimizer of lowbit.optim, got {type(optimizer).__name__}; for those of torch, "
+            "register_post_accumulate_grad_hook on each parameter does the same"
+        )
+    if not bucket_mib > 0:
+        raise ValueError(f"bucket_mib must be positive, got {bucket_mib!r}")
+    if optimizer._in_backward is not None:
+        raise RuntimeError("this optimizer steps in backward already; call remove() of its handle")
+    _check_options(optimizer)
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        _check_param(optimizer, param)
+    return StepInBackward(optimizer, bucket_mib)
+
+
+def _check_options(optimizer: LowbitOptimizer) -> None:
+    options = optimizer.param_groups[0]
+    for name in ("max_grad_norm", "skip_nonfinite"):
+        if options[name]:
+            raise ValueError(
+                f"{name}={options[name]!r} needs the gradients of all parameters at once, which step_in_backward never "
+                f"has; leave {name} out, or step after backward"
+            )
+
+
+def _check_param(optimizer: LowbitOptimizer, param: Tensor) -> None:
+    is_sharded = isinstance(param, DTensor)
+    if is_sharded and isinstance(optimizer, Muon):
+        raise ValueError(
+            "Muon exchanges sharded matrices among the ranks, which cannot happen in backward; step after backward"
+        )
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and not is_sharded:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is not sharded over the {dist.get_world_size()} processes, so "
+            "that its gradient in backward is that of one rank; accepted: models that fully_shard has sharded whole"
+        )
+
+
+class StepInBackward:
+    """The handle of `step_in_backward`."""
+
+    def __init__(self, optimizer: LowbitOptimizer, bucket_mib: float) -> None:
+        self._optimizer = optimizer
+        self._limit = bucket_mib * 2**20
+        self._bucket: dict[
+            Tensor, Any
+        ] = {}  # parameters, with the streams that made their gradients
+        self._nbytes = 0
+        self._backward = -1  # torch's number of the backward whose end is to step the last bucket
+        self._steps: dict[
+            tuple[int, ...], Any
+        ] = {}  # compiled steps, by the parameters of a bucket
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._collect)
+            for param in params
+            if param.requires_grad
+        ]
+        optimizer._in_backward = self
+
+    def remove(self) -> None:
+        """Step after backward again. Gradients that wait for their step stay in `param.grad`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._bucket.clear()
+        if self._optimizer._in_backward is self:
+            self._optimizer._in_backward = None
+
+    def _collect(self, param: Tensor) -> None:
+        """The hook of a parameter: its gradient is complete."""
+        assert param.grad is not None
+        stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
+        self._bucket[param] = stream
+        self._nbytes += _nbytes(param.grad)
+        running = torch._C._current_graph_task_id()
+        if self._backward != running:  # not a flag, which a backward that fails would leave set
+            self._backward = running
+            torch.autograd.Variable._execution_engine.queue_callback(self._step)
+        if self._nbytes >= self._limit:
+            self._step()
+
+    def _step(self) -> None:
+        bucket, self._bucket, self._nbytes = self._bucket, {}, 0
+        ready = {param: stream for param, stream in bucket.items() if param.grad is not None}
+        if not ready:
+            return
+        optimizer = self._optimizer
+        optimizer._check_options()
+        _check_options(optimizer)
+        for param, stream in ready.items():
+            _wait_for(param, stream)
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        waiting = {p: p.grad for p in params if p.grad is not None and p not in ready}
+        key = tuple(i for i, p in enumerate(params) if p in ready)
+        ordinary = optimizer._fused
+        try:
+            for param in waiting:
+                param.grad = None
+            optimizer._fused = self._steps.get(key)
+            with torch.no_grad():
+                optimizer._step_gradients()
+            self._steps.pop(key, None)
+            if len(self._steps) == _MOST_STEPS:
+                self._steps.pop(
+                    next(iter(self._steps))
+                )  # the one that was not used for the longest time
+            self._steps[key] = optimizer._fused
+        finally:
+            optimizer._fused = ordinary
+            for param, grad in waiting.items():
+                param.grad = grad
+        for param in ready:
+            param.grad = None
+
+
+def _nbytes(grad: Any) -> int:
+    own = grad.to_local() if isinstance(grad, DTensor) else grad
+    return own.numel() * own.element_size()
+
+
+def _wait_for(param: Any, stream: Any) -> None:
+    """FSDP2 reduces gradients on a stream of its own, and the last bucket is stepped on another."""
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(param.device)
+    if current != stream:
+        current.wait_stream(stream)
+        grad = param.grad
+        (grad.to_local() if isinstance(grad, DTensor) else grad).record_stream(current)
