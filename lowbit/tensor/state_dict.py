@@ -311,20 +311,22 @@ def _take_plain(param: nn.Parameter, key: str, state_dict: dict[str, Any]) -> No
 # ---- from a state dict back to low-bit tensors ------------------------------------------------------------------
 
 
-def joined(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
     """A module's state dict with low-bit tensors in place of the plain ones that its `_metadata` describes.
 
     A model that was not prepared takes it by `load_state_dict(joined(state_dict), assign=True)`. Entries that were
-    renamed or removed since are left alone.
+    renamed or removed since are left alone. torch's `get_model_state_dict` drops the descriptions; give the `model`
+    then, sharded or not, which has them.
 
     Raises TypeError for anything but a state dict, and ValueError for parts that are missing or misshapen, or a
     description that cannot be read.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"joined takes a module's state dict, got {type(state_dict).__name__}")
+    described = state_dict if model is None else model.state_dict()
     entries = {
         f"{prefix}.{name}" if prefix else name: entry
-        for prefix, metadata in getattr(state_dict, "_metadata", {}).items()
+        for prefix, metadata in getattr(described, "_metadata", {}).items()
         for name, entry in metadata.get(METADATA, {}).items()
     }
     made: dict[str, Tensor] = {}

@@ -1,0 +1,180 @@
+"""The FSDP2 recipe on CPU processes: every way to train, exact resume after a kill, other numbers of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit
+from lowbit.tensor import FakeQuantizedTensor, Int8WeightTensor
+from recipes import fsdp2
+from recipes.command_line import UserError
+from recipes.llama import Llama
+
+TINY = ["--set", "steps=6", "--set", "save_every=2", "--set", "log_every=1", "--set", "lr=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for name in range(12):
+        lines = (f"line {i} of file {name}: {i * name} times {i}\n" for i in range(400))
+        (folder / f"{name}.txt").write_text("".join(lines))
+    return folder
+
+
+def started(*options: str | Path, processes: int = 2) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "-m", "recipes.fsdp2", *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+
+
+def ran(*options: str | Path, processes: int = 2) -> str:
+    process = started(*options, processes=processes)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return out
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r["loss"] for r in records if r["phase"] == "train"}
+
+
+@pytest.mark.parametrize(
+    ("low_bits", "optimizer"),
+    [
+        ("int8", "AdamW4bit"),
+        ("float8", "torch"),
+        ("int8-weights", "AdamW8bit"),
+        ("bitnet", "Lion8bit"),
+        ("qat-int4", "Muon8bit"),
+    ],
+)
+def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path):
+    out = tmp_path / "run"
+    made = ran(
+        "--low-bits", low_bits, "--optimizer", optimizer, "--data", source, "--out", out, *TINY
+    )
+    assert "held-out perplexity" in made
+    found = losses(out)
+    assert list(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
+    assert [c.name for c in fsdp2.checkpoints(fsdp2.RunFolder(out))] == ["step-4", "step-6"]
+    config = fsdp2.Config.from_dict(json.loads((out / "config.json").read_text()))
+    model = Llama(config.model)
+    state = lowbit.load(out / "models" / "final.safetensors")
+    model.load_state_dict(state, assign=True)
+    kinds = {"int8-weights": Int8WeightTensor, "qat-int4": FakeQuantizedTensor}
+    assert type(model.blocks[0].mlp.up.weight.detach()) is kinds.get(low_bits, torch.Tensor)
+    logits = model(torch.arange(8)[None])
+    assert logits.shape == (1, 8, 512) and logits.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory) -> Path:
+    """A run of six steps on two processes."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    ran("--low-bits", "int8-weights", "--data", source, "--out", out, *TINY)
+    return out
+
+
+def as_killed(whole: Path, target: Path) -> Path:
+    """The files of that run as they were when it was killed in its last checkpoint."""
+    shutil.copytree(whole, target)
+    (target / "checkpoints" / "step-6").rename(target / "checkpoints" / "partial")
+    (target / "models" / "final.safetensors").unlink()
+    with (target / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "train", "st')
+    return target
+
+
+@pytest.mark.parametrize("processes", [2, 1, 4])
+def test_a_killed_run_goes_on(processes, whole, tmp_path):
+    killed = as_killed(whole, tmp_path / "killed")
+    ran("--resume", killed, processes=processes)
+    expected, found = losses(whole), losses(killed)
+    assert [*found] == [1, 2, 3, 4, 5, 6]
+    if processes == 2:
+        assert found == expected
+        models = [lowbit.load(run / "models" / "final.safetensors") for run in (whole, killed)]
+        for name, t in models[0].items():
+            assert torch.equal(
+                getattr(t, "codes", t), getattr(models[1][name], "codes", models[1][name])
+            )
+    else:  # gradients are added in another order
+        assert all(abs(found[step] - expected[step]) < 2e-3 * expected[step] for step in expected)
+
+
+def test_killed_for_real(source, tmp_path):
+    out = tmp_path / "run"
+    process = started(
+        "--data", source, "--out", out, "--set", "steps=5000", "--set", "save_every=3"
+    )
+    deadline = time.monotonic() + 120
+    while not fsdp2.checkpoints(fsdp2.RunFolder(out)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
+    process.communicate(timeout=90)
+    reached = fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1])
+    process = started("--resume", out)
+    while fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1]) <= reached:
+        assert process.poll() is None and time.monotonic() < deadline + 120
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=90)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        (["--set", "batch_size=9"], 2, r"batch_size=9 sequences do not divide among 2"),
+        (["--set", "low_bits=int5"], 1, r"low_bits is 'int5'; accepted: none, int8"),
+        (["--set", "optimizer=Adam3bit"], 1, r"optimizer is 'Adam3bit'; accepted: AdamW"),
+        (["--set", "save_every=0"], 1, r"save_every is 0; accepted: 1 or more"),
+        (["--set", "lr=0.0"], 1, r"lr=0\.0 must be above 0"),
+        (["--optimizer", "torch", "--set", "in_backward=True"], 1, r"in_backward takes an elem"),
+        (["--resume", "nowhere"], 1, r"nowhere holds no run"),
+        (["--resume", "nowhere", "--preset", "8b"], 1, r"--preset with --resume"),
+    ],
+)
+def test_mistakes(options, world_size, message):
+    with pytest.raises(UserError, match=message):
+        fsdp2.settings(fsdp2.arguments().parse_args(options)).check(world_size)
+
+
+def test_without_torchrun(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["fsdp2"])
+    assert fsdp2.main() == 2
+    assert "start it with torchrun" in capsys.readouterr().err
+
+
+def test_the_learning_rate_rises_and_falls():
+    config = fsdp2.tiny()
+    found = [fsdp2.learning_rate_factor(config, step) for step in range(config.steps + 1)]
+    assert found[0] == 0.1 and max(found) == found[config.warmup_steps] == 1.0
+    assert found[-1] == pytest.approx(0.1)
+
+
+def test_presets_have_the_sizes_that_they_say():
+    for preset, millions in (("tiny", 0.13), ("small", 302), ("8b", 7248)):
+        with torch.device("meta"):
+            model = Llama(fsdp2.PRESETS[preset]().model)
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.1)
