@@ -15,7 +15,7 @@ from benchmarks.timing import COPY_BYTES, measure
 
 @dataclass(frozen=True)
 class Machine:
-    """What a figure depends on in addition to the code. On a CPU, ``capability`` is the number of threads."""
+    """The hardware and software on which a figure depends. On a CPU, ``capability`` is the number of threads."""
 
     gpu: str
     capability: str

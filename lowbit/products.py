@@ -52,7 +52,7 @@ class Row(NamedTuple):
     implementation: Implementation
     takes_residual: bool = False
     source: str = ""
-    """Of a registration: names its code for the caches of compiled graphs."""
+    """Names the code of a registration for the caches of compiled graphs; empty for built-in rows."""
 
 
 # ---- the public product ------------------------------------------------------------------------------------

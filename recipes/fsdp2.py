@@ -111,7 +111,7 @@ class Config:
 
 
 def tiny() -> Config:
-    """0.2M parameters on CPU processes: to try the program."""
+    """0.1M parameters on CPU processes: to try the program."""
     model = LlamaConfig(512, dim=64, layers=2, heads=4, kv_heads=2, hidden=192, context=64)
     return Config(
         "tiny", model, 8, 60, 10, 3e-3, always=True, compile=False, corpus="stdlib", save_every=20
@@ -119,7 +119,7 @@ def tiny() -> Config:
 
 
 def small() -> Config:
-    """0.3B parameters: an hour or so on one GPU."""
+    """0.3B parameters."""
     model = LlamaConfig(
         32_768, dim=1024, layers=16, heads=16, kv_heads=8, hidden=4096, context=2048
     )
@@ -156,12 +156,12 @@ def build(config: Config, device: torch.device) -> tuple[Llama, torch.optim.Opti
         lowbit.qat.prepare_(model.blocks, lowbit.Int4WeightOnly(group_size=32))
 
     on_gpu = device.type == "cuda"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else None
+    compute = (torch.bfloat16, torch.float32) if on_gpu else ()
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         if config.compile and module is not model:
             module.compile()
-        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(*compute))
         if not on_gpu:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     model.to(device)  # the tables of the rotary embedding

@@ -30,7 +30,7 @@ STATES = {
 ROUNDINGS = ("nearest", "stochastic", "corrected")
 TILE = 256  # elements of a row, the work of a warp
 LOCATE = 256  # tiles for each entry of `locate`
-# Of a multiprocessor. This number leaves each thread 64 registers; measured, see benchmarks/LOG.md.
+# Threads on a multiprocessor at once, which leaves each one 64 registers; measured, see benchmarks/LOG.md.
 RESIDENT_THREADS = 1024
 MAX_HYPER, MAX_STATES = 8, 3
 

@@ -667,8 +667,8 @@ struct Exchange {
     }
 };
 
-// Of the 64 rows that both blocks hold, each block finishes those of two warps. It sends the sums of the other two
-// warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
+// Both blocks hold sums of the same 64 rows, and each block finishes the rows of two warps. It sends the sums of the
+// other two warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
 DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const uint32 sums_arrived = shared_address(&shared.sums_arrived), sums_read = shared_address(&shared.sums_read);

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.muon import Muon
+from lowbit.tensor.dtensor import local
 
 _BUCKET_MIB = 64.0
 _MOST_STEPS = 256
@@ -70,13 +71,14 @@ def step_in_backward(
         raise ValueError(f"bucket_mib must be positive, got {bucket_mib!r}")
     if optimizer._in_backward is not None:
         raise RuntimeError("this optimizer steps in backward already; call remove() of its handle")
-    _check_options(optimizer)
+    _check_separable(optimizer)
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         _check_param(optimizer, param)
     return StepInBackward(optimizer, bucket_mib)
 
 
-def _check_options(optimizer: LowbitOptimizer) -> None:
+def _check_separable(optimizer: LowbitOptimizer) -> None:
+    """Raise ValueError for an option that concerns all gradients together."""
     options = optimizer.param_groups[0]
     for name in ("max_grad_norm", "skip_nonfinite"):
         if options[name]:
@@ -106,14 +108,13 @@ class StepInBackward:
     def __init__(self, optimizer: LowbitOptimizer, bucket_mib: float) -> None:
         self._optimizer = optimizer
         self._limit = bucket_mib * 2**20
-        self._bucket: dict[
-            Tensor, Any
-        ] = {}  # parameters, with the streams that made their gradients
+        # Parameters, with the streams that made their gradients.
+        self._bucket: dict[Tensor, Any] = {}
         self._nbytes = 0
-        self._backward = -1  # torch's number of the backward whose end is to step the last bucket
-        self._steps: dict[
-            tuple[int, ...], Any
-        ] = {}  # compiled steps, by the parameters of a bucket
+        # torch's number of the backward whose end steps the last bucket.
+        self._backward = -1
+        # Compiled steps, by the parameters of a bucket; the one used last comes last.
+        self._steps: dict[tuple[int, ...], Any] = {}
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._collect)
@@ -135,7 +136,8 @@ class StepInBackward:
         assert param.grad is not None
         stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
         self._bucket[param] = stream
-        self._nbytes += _nbytes(param.grad)
+        own = local(param.grad)
+        self._nbytes += own.numel() * own.element_size()  # nbytes raises for a sparse one
         running = torch._C._current_graph_task_id()
         if self._backward != running:  # not a flag, which a backward that fails would leave set
             self._backward = running
@@ -150,7 +152,7 @@ class StepInBackward:
             return
         optimizer = self._optimizer
         optimizer._check_options()
-        _check_options(optimizer)
+        _check_separable(optimizer)
         for param, stream in ready.items():
             _wait_for(param, stream)
         params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -165,9 +167,7 @@ class StepInBackward:
                 optimizer._step_gradients()
             self._steps.pop(key, None)
             if len(self._steps) == _MOST_STEPS:
-                self._steps.pop(
-                    next(iter(self._steps))
-                )  # the one that was not used for the longest time
+                self._steps.pop(next(iter(self._steps)))
             self._steps[key] = optimizer._fused
         finally:
             optimizer._fused = ordinary
@@ -177,11 +177,6 @@ class StepInBackward:
             param.grad = None
 
 
-def _nbytes(grad: Any) -> int:
-    own = grad.to_local() if isinstance(grad, DTensor) else grad
-    return own.numel() * own.element_size()
-
-
 def _wait_for(param: Any, stream: Any) -> None:
     """FSDP2 reduces gradients on a stream of its own, and the last bucket is stepped on another."""
     if stream is None:
@@ -189,5 +184,4 @@ def _wait_for(param: Any, stream: Any) -> None:
     current = torch.cuda.current_stream(param.device)
     if current != stream:
         current.wait_stream(stream)
-        grad = param.grad
-        (grad.to_local() if isinstance(grad, DTensor) else grad).record_stream(current)
+        local(param.grad).record_stream(current)
