@@ -82,7 +82,7 @@ def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
 
 
 @jit
-def _find(offsets, m, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile(offsets, m, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """A tile's expert (`experts` where there is none), its index in the expert, and where its tokens begin and end."""
     every = tl.arange(0, EXPERTS)
     ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), m)
@@ -127,7 +127,7 @@ def _kernel(
     BLOCK_K: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    expert, tile, start, end = _find(offsets, m, experts, tile, EXPERTS, BLOCK_M)
+    expert, tile, start, end = find_tile(offsets, m, experts, tile, EXPERTS, BLOCK_M)
     if expert < experts:
         rows = start.to(tl.int64) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
+from lowbit_kernels.mm_tiles_sm90 import CLUSTER, THREADS, TILE_K, TILE_M, multiply, ring
 from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
 DTYPES = {**FLOAT_MACROS, torch.int32: "INT32"}
-TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
 WIDTHS = (256, 128, 64)  # columns of a tile
-MAX_SLICES, MAX_STAGES = 16, 10
+MAX_SLICES = 16
 
 
 class Plan(NamedTuple):
@@ -134,37 +134,9 @@ def int8_mm(
 def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -> str:
     """The CUDA C++ to compile; `out` is int32 for slices."""
     macros: dict[str, object] = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE"}
-    macros |= {"TILE_N": width, "STAGES": _ring(width)[0]}
-    return program(macros, "ptx.cuh", "sm90.cuh", _multiply(width), "int8_mm_sm90.cu")
-
-
-def _ring(width: int) -> tuple[int, int]:
-    """Stages of the ring, and bytes of shared memory of a block."""
-    stage = (TILE_M + width) * TILE_K
-    fixed = 4 * 64 * 128 + 2 * 4 * width + 2 * 8 * MAX_STAGES
-    stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, MAX_STAGES)
-    return stages, fixed + stages * stage
-
-
-def _multiply(width: int) -> str:
-    """The wgmma instruction for 64 x 32 bytes of a and `width` x 32 of b; generated, with an operand for each sum."""
-    sums = width // 2
-    names = ", ".join(f"%{i}" for i in range(sums))
-    operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
-    a, b, add, high = (f"%{sums + i}" for i in range(4))
-    return f"""
-// sums = a * b, plus sums if `add`
-DEVICE void multiply(int (&sums)[{sums}], uint32 a, uint32 b, int add) {{
-    asm volatile(
-        "{{\\n.reg .pred p;\\n.reg .b64 x, y;\\n"
-        "setp.ne.b32 p, {add}, 0;\\n"
-        "mov.b64 x, {{{a}, {high}}};\\n"
-        "mov.b64 y, {{{b}, {high}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{width}k32.s32.s8.s8 {{{names}}}, x, y, p;\\n}}"
-        : {operands}
-        : "r"(a), "r"(b), "r"(add), "n"(OPERAND_HIGH));
-}}
-"""
+    macros |= {"TILE_N": width, "STAGES": ring(width)[0], "FLOAT8": False}
+    parts = ("ptx.cuh", "sm90.cuh", multiply(width), "mm_tiles_sm90.cuh", "int8_mm_sm90.cu")
+    return program(macros, *parts)
 
 
 @functools.cache
@@ -174,7 +146,7 @@ def _module(out: torch.dtype, bias: torch.dtype | None, width: int, device: int)
 
 @functools.cache
 def _product(out: torch.dtype, bias: torch.dtype | None, width: int, device: int) -> nvrtc.Kernel:
-    shared = _ring(width)[1]
+    shared = ring(width)[1]
     return _module(out, bias, width, device).kernel(
         "int8_mm", 14, structs=3, shared=shared, overlaps=True
     )

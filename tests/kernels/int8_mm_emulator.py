@@ -41,10 +41,11 @@ def _kernel(
 ) -> Callable[..., None]:
     code = int8_mm_sm90.source(out, bias, width)
     folder = Path(int8_mm_sm90.__file__).parent
-    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "int8_mm_sm90.cu"))
+    names = ("ptx.cuh", "mm_tiles_sm90.cuh", "int8_mm_sm90.cu")
+    ptx, tiles, kernel = ((folder / name).read_text() for name in names)
     defines = code[: code.index(ptx)]
     compiled = library(
-        "\n".join([defines, HEADER.read_text(), MULTIPLY, kernel, DESCRIBED, footer])
+        "\n".join([defines, HEADER.read_text(), MULTIPLY, tiles, kernel, DESCRIBED, footer])
     )
 
     def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:

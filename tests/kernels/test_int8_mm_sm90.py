@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cases.scaled_mm import Case
-from lowbit_kernels import int8_mm_sm90
+from lowbit_kernels import int8_mm_sm90, mm_tiles_sm90
 from tests.kernels import int8_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close
@@ -37,8 +37,8 @@ def test_no_slice_is_empty(m: int, n: int, k16: int, multiprocessors: int) -> No
 
 @pytest.mark.parametrize("width", int8_mm_sm90.WIDTHS)
 def test_the_ring_fits_shared_memory(width: int) -> None:
-    stages, shared = int8_mm_sm90._ring(width)
-    assert 4 <= stages <= int8_mm_sm90.MAX_STAGES and shared <= 227 * 1024
+    stages, shared = mm_tiles_sm90.ring(width)
+    assert 4 <= stages <= mm_tiles_sm90.MAX_STAGES and shared <= 227 * 1024
     source = int8_mm_sm90.source(torch.bfloat16, None, width)
     assert f"#define STAGES {stages}\n" in source and f"#define TILE_N {width}\n" in source
 

@@ -1,0 +1,79 @@
+"""Launches ``grouped_mm_sm90.cu``, grouped products of int8 or float8 on GPUs of compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels import nvrtc
+from lowbit_kernels.library import aligned
+from lowbit_kernels.mm_tiles_sm90 import CLUSTER, THREADS, TILE_K, TILE_M, multiply, ring
+from lowbit_kernels.sources import FLOAT_MACROS, program
+from lowbit_kernels.tensor_map import tensor_map
+
+WIDTH = 256
+"""Columns of a tile."""
+FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+TALL = 2048
+"""Rows of an expert, on average, from which the two tiles of a cluster lie under each other. With fewer rows, more of
+such a pair would lie outside of the expert than the traffic that it saves is worth."""
+
+
+def beside(rows: int, columns: int) -> int:
+    """Tiles of a cluster that lie beside each other, where an expert has so many rows and columns on average."""
+    return CLUSTER if rows < TALL and columns > WIDTH else 1
+
+
+def grouped_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """``lowbit::grouped_scaled_mm`` on a GPU of compute capability 9.0. The operands are checked; no size is 0."""
+    a, b = aligned(a), aligned(b)
+    a_scale, b_scale, offsets = a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous()
+    experts, ragged = offsets.shape[0], b.dim() == 2
+    m, n, k = a.shape[0], b.shape[-2], a.shape[1]
+    tokens = a_scale.shape[0] if not ragged else k
+    # The TMA stores rows that begin at multiples of 16 bytes. Other widths are cut from a wider result.
+    pitch = -(-n * out_dtype.itemsize // 16) * 16
+    shape = (experts, m) if ragged else (m,)
+    out = a.new_empty((*shape, pitch // out_dtype.itemsize), dtype=out_dtype)
+    with torch.cuda.device_of(a):
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        multiprocessors = nvrtc.multiprocessors(a.device)
+        across = beside(m if ragged else m // experts, n)
+        rows, box = experts * m if ragged else m, 128 // out_dtype.itemsize
+        b_rows = n if ragged else experts * n
+        maps = (
+            tensor_map(a.data_ptr(), 1, m, k, k, TILE_M // across, TILE_K),
+            tensor_map(b.data_ptr(), 1, b_rows, k, k, WIDTH * across // CLUSTER, TILE_K),
+            tensor_map(out.data_ptr(), out.itemsize, rows, n, out.shape[-1], 64, box),
+        )
+        kernel = _kernel(out_dtype, FORMATS[a.dtype], FORMATS[b.dtype], ragged, across, device)
+        kernel(
+            stream,
+            multiprocessors // CLUSTER * CLUSTER,
+            THREADS,
+            *(one.getPtr() for one in maps),
+            *(out.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(), offsets.data_ptr()),
+            *(pitch, int(b_scale.numel() > 1), experts, tokens, m, n, -(-k // TILE_K), 8 // across),
+        )
+    return out if out.shape[-1] == n else out[..., :n].contiguous()
+
+
+def source(out: torch.dtype, a: str, b: str, ragged: bool, across: int) -> str:
+    """The CUDA C++ to compile, for operands in the formats a and b."""
+    macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "BIAS": "NONE", "TILE_N": WIDTH}
+    macros |= {"STAGES": ring(WIDTH)[0], "FLOAT8": a != "int8", "RAGGED": ragged, "BESIDE": across}
+    parts = ("ptx.cuh", "sm90.cuh", multiply(WIDTH, a, b), "mm_tiles_sm90.cuh")
+    return program(macros, *parts, "grouped_mm_sm90.cu")
+
+
+@functools.cache
+def _kernel(
+    out: torch.dtype, a: str, b: str, ragged: bool, across: int, device: int
+) -> nvrtc.Kernel:
+    module = nvrtc.Module(nvrtc.compiled(source(out, a, b, ragged, across), "sm_90a"))
+    shared = ring(WIDTH)[1]
+    return module.kernel("grouped_mm", 15, structs=3, shared=shared, overlaps=True)

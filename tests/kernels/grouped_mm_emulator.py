@@ -1,0 +1,54 @@
+"""``grouped_mm_sm90`` on a CPU, emulated as `int8_mm_emulator` emulates ``int8_mm_sm90``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from lowbit_kernels import grouped_mm_sm90, nvrtc
+from tests.kernels.compiled_on_cpu import library
+from tests.kernels.int8_mm_emulator import MULTIPLY
+from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
+
+FOOTER = """
+extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
+    emulation::launch(grid, THREADS, CLUSTER, [=] {
+        grouped_mm(described(m), described(m + 7), described(m + 14), (unsigned char *)a[0], (const float *)a[1],
+                   (const float *)a[2], (const int *)a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+    });
+}
+"""
+
+
+def _kernel(
+    out: torch.dtype, a: str, b: str, ragged: bool, across: int, device: int
+) -> Callable[..., None]:
+    code = grouped_mm_sm90.source(out, a, b, ragged, across)
+    folder = Path(grouped_mm_sm90.__file__).parent
+    names = ("ptx.cuh", "mm_tiles_sm90.cuh", "grouped_mm_sm90.cu")
+    ptx, tiles, kernel = ((folder / name).read_text() for name in names)
+    defines = code[: code.index(ptx)]
+    parts = [defines, HEADER.read_text(), MULTIPLY, tiles, kernel, DESCRIBED, FOOTER]
+    compiled = library("\n".join(parts))
+
+    def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:
+        maps = [word for one in arguments if isinstance(one, tuple) for word in one]
+        rest = [one for one in arguments if not isinstance(one, tuple)]
+        compiled.emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
+
+    return launch
+
+
+@contextlib.contextmanager
+def emulated(multiprocessors: int = 4) -> Iterator[None]:
+    """Inside, ``grouped_mm_sm90.grouped_mm`` takes CPU tensors, as on a GPU of so many multiprocessors."""
+    with (
+        launches_on_cpu(grouped_mm_sm90),
+        mock.patch.object(grouped_mm_sm90, "_kernel", _kernel),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: multiprocessors),
+    ):
+        yield
