@@ -187,6 +187,14 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     return __shfl_sync(0xffffffff, n, 0);
 }
 
+// A number that other blocks count up; what they wrote before is then visible (sm_70 and newer).
+DEVICE unsigned int load_acquire(const unsigned int *p) {
+    unsigned int x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(p)) : "memory");
+    return x;
+}
+DEVICE void sleep_shortly() { __nanosleep(50); }
+
 // Loads a struct, 16 bytes at a time, through the read-only cache: no thread may write to it during the kernel. The
 // compiler drops loads of unused members.
 template <typename T>

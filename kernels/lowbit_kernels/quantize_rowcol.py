@@ -87,14 +87,14 @@ def reference(
     """The formula in PyTorch ops, on any device."""
     _check(x, format, tensorwise, seed)
     values, largest = x.to(torch.float32), FORMATS[format][1]
-    draws = None if seed is None else _draws(x.shape[0], x.shape[1], seed)
+    draws = None if seed is None else draws_of(x.shape[0], x.shape[1], seed)
     pairs: list[Tensor] = []
     for wanted, dim in ((rows, 1), (columns, 0)):
         codes, scale = _empty(x, format)
         if wanted:
             scale = _scale(values, largest, None if tensorwise else dim)
             spread = scale if tensorwise else scale.unsqueeze(dim)
-            codes = _encode(values, spread, format, draws)
+            codes = encode(values, spread, format, draws)
             codes = _padded(codes if dim else codes.T.contiguous())
         pairs += [codes, scale]
     return pairs[0], pairs[1], pairs[2], pairs[3]
@@ -106,13 +106,18 @@ def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
         found = magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
     else:
         found = magnitude.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
+    return scale_of(found, largest)
+
+
+def scale_of(found: Tensor, largest: float) -> Tensor:
+    """The scales for rows or columns with the largest magnitudes `found`."""
     # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
     scale = (found / torch.full_like(found, largest)).clamp(min=2.0**-126)
     scale = torch.where(found == 0, 1.0, scale)
     return torch.where(found.isfinite(), scale, torch.nan)
 
 
-def _encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
+def encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
     dtype, largest = FORMATS[format]
     q = torch.where(scale.isnan(), 0.0, x / scale)
     if draws is not None:
@@ -135,7 +140,7 @@ def _round_stochastically(q: Tensor, format: str, draws: Tensor) -> Tensor:
     return (bits.view(torch.float32) - shift).copysign(q)
 
 
-def _draws(m: int, k: int, seed: Tensor) -> Tensor:
+def draws_of(m: int, k: int, seed: Tensor) -> Tensor:
     """The draw of each element of [m, k], int32."""
     octets = -(-k // 8)
     h = hashed(torch.arange(m * octets, device=seed.device), *keys(seed.reshape(())))

@@ -27,6 +27,8 @@ class Variant:
     columns: bool
     tensorwise: bool
     stochastic: bool
+    factor: bool
+    row_scales: bool
     aligned: bool
     steps: int
 
@@ -51,6 +53,8 @@ def quantize(
         columns,
         tensorwise,
         seed is not None,
+        False,
+        False,
         x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0,
         min(-(-k // ROW_STEP), MAX_STEPS) if in_one_pass else 0,
     )
@@ -63,7 +67,7 @@ def quantize(
             found = scratch.data_ptr()
         arguments = (
             *(x.data_ptr(), x.stride(0), codes, scale, codes_t, scale_t),
-            *(found, found + 4 * m, 0 if seed is None else seed.data_ptr(), m, k),
+            *(found, found + 4 * m, 0 if seed is None else seed.data_ptr(), 0, m, k),
         )
         device = torch.cuda.current_device()
         if in_one_pass:
@@ -88,4 +92,4 @@ def _module(variant: Variant, device: int) -> nvrtc.Module:
 @functools.cache
 def _kernel(variant: Variant, name: str, device: int) -> nvrtc.Kernel:
     shared = 0 if name == "rows" else SHARED
-    return _module(variant, device).kernel(name, 11, shared=shared)
+    return _module(variant, device).kernel(name, 12, shared=shared)

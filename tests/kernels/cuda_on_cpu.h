@@ -134,6 +134,10 @@ static inline int __syncthreads_or(int x) {
 // Blocks run one after another.
 template <typename T>
 static inline void atomicMax(T *p, T x) { *p = max(*p, x); }
+static inline unsigned int atomicAdd(unsigned int *p, unsigned int x) { return (*p += x) - x; }
+static inline void __threadfence() {}
+DEVICE unsigned int load_acquire(const unsigned int *p) { return *p; }
+DEVICE void sleep_shortly() { __builtin_trap(); }
 
 // ---- instructions ----------------------------------------------------------------------------------------------------
 

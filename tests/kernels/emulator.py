@@ -1,4 +1,5 @@
-"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_sm90`` and ``quantize_tokens_sm90``.
+"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_sm90``, ``quantize_grouped_sm90`` and
+``quantize_tokens_sm90``.
 
 The machine's C++ compiler compiles them; ``cuda_on_cpu.h`` emulates the GPU's instructions. The emulation does not show
 the rounding of a GPU's approximate division and square root, races between warps, or speed. Tests marked ``gpu`` do.
@@ -9,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from lowbit_kernels import quantize_rowcol_sm90, quantize_tokens_sm90
+from lowbit_kernels import nvrtc, quantize_grouped_sm90, quantize_rowcol_sm90, quantize_tokens_sm90
 from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
@@ -61,7 +63,19 @@ QUANTIZE_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
         NAME((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8], a[9], a[10]);
+             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8],
+             (const float *)a[9], a[10], a[11]);
+    });
+}
+"""
+
+
+GROUPED_FOOTER = """
+extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        quantize_grouped((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
+                         (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8], (const float *)a[9],
+                         a[10], a[11], (const int *)a[12], a[13], a[14], a[15], (uint32 *)a[16]);
     });
 }
 """
@@ -116,3 +130,20 @@ def quantize_rowcol(*arguments) -> None:
 
     with _on_cpu(quantize_rowcol_sm90, kernel):
         quantize_rowcol_sm90.quantize(*arguments)
+
+
+@contextlib.contextmanager
+def grouped_quantization(lag: int) -> Iterator[None]:
+    """Inside, ``quantize_grouped_sm90`` takes CPU tensors, with this distance of its two passes. A block takes all items,
+    in their order, and would wait for ever where an item does not come after those that it needs."""
+
+    def kernel(variant: quantize_grouped_sm90.Variant, device: int):
+        variant = replace(variant, lag=lag)
+        source = quantize_grouped_sm90.source(variant, primitives=HEADER.read_text())
+        return _emulated(source + GROUPED_FOOTER)
+
+    with (
+        _on_cpu(quantize_grouped_sm90, kernel),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: 1),
+    ):
+        yield

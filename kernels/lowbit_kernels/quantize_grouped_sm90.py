@@ -1,0 +1,110 @@
+"""Launches ``quantize_grouped_sm90.cu`` on GPUs of compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels import nvrtc
+from lowbit_kernels.quantize_rowcol_sm90 import SHARED, THREADS
+from lowbit_kernels.sources import FLOAT_MACROS, program
+
+LAG = 640
+"""Tiles of 128 x 128 between the two passes over an expert: 20 MB of bfloat16, two fifths of the L2 cache of an H200."""
+BLOCKS = 4
+"""Blocks for each multiprocessor, at least as many as fit."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The options of a compiled kernel; the heads of ``quantize_rowcol_sm90.cu`` and ``quantize_grouped_sm90.cu``
+    explain each field."""
+
+    input: str
+    format: str
+    rows: bool
+    columns: bool
+    stochastic: bool
+    factor: bool
+    row_scales: bool
+    aligned: bool
+    weights: bool
+    tensorwise: bool = False
+    steps: int = -1
+    lag: int = LAG
+
+
+def tokens(
+    x: Tensor,
+    offsets: Tensor,
+    format: str,
+    rows: bool,
+    columns: bool,
+    seed: Tensor | None,
+    row_factor: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Write the results of ``lowbit::quantize_grouped`` to `out`; the arguments have been checked, no size is 0."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    options = (rows, columns, seed is not None, row_factor is not None, False)
+    experts, k = offsets.shape[0], x.shape[1]
+    offsets = offsets.contiguous()
+    factor = None if row_factor is None else row_factor.contiguous()
+    _launch(x, format, options, out, seed, factor, offsets, experts, experts * k)
+
+
+def weights(x: Tensor, format: str, codes_t: Tensor, scale: Tensor) -> None:
+    """Write the results of ``lowbit::quantize_experts`` for x [E, N, K]; checked, no size is 0."""
+    experts, n, k = x.shape
+    flat = x.contiguous().view(experts * n, k)
+    options = (False, True, False, False, True)
+    out = (codes_t, scale, codes_t, scale)  # row codes are not written
+    _launch(flat, format, options, out, None, None, None, experts, 0)
+
+
+def _launch(
+    x: Tensor,
+    format: str,
+    options: tuple[bool, bool, bool, bool, bool],
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    seed: Tensor | None,
+    factor: Tensor | None,
+    offsets: Tensor | None,
+    experts: int,
+    column_maxima: int,
+) -> None:
+    """`options`: rows, columns, stochastic, factor and row_scales of the variant."""
+    m, k = x.shape
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    name = FLOAT_MACROS[x.dtype]
+    variant = Variant(name, format.upper(), *options, is_aligned, offsets is None)
+    scratch = torch.zeros(m + column_maxima + experts + 1, dtype=torch.int32, device=x.device)
+    found = scratch.data_ptr()
+    with torch.cuda.device_of(x):
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        _kernel(variant, device)(
+            stream,
+            BLOCKS * nvrtc.multiprocessors(x.device),
+            THREADS,
+            *(x.data_ptr(), x.stride(0), *(part.data_ptr() for part in out)),
+            *(found, found + 4 * m),
+            *(0 if part is None else part.data_ptr() for part in (seed, factor)),
+            *(m, k, 0 if offsets is None else offsets.data_ptr(), experts, m // experts),
+            *(0 if offsets is None else out[2].shape[1], found + 4 * (m + column_maxima)),
+        )
+
+
+def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
+    """The CUDA C++ to compile."""
+    parts = (primitives, "random_bits.h", "quantize_rowcol_sm90.cu", "quantize_grouped_sm90.cu")
+    return program(asdict(variant), *parts)
+
+
+@functools.cache
+def _kernel(variant: Variant, device: int) -> nvrtc.Kernel:
+    arch = nvrtc.architecture(torch.device("cuda", device))
+    module = nvrtc.Module(nvrtc.compiled(source(variant), arch))
+    return module.kernel("quantize_grouped", 17, shared=SHARED)
