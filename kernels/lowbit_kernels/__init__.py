@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         round_rows,
         scaled_mm,
         ternary_mm,
+        transpose_codes,
         weight_linear,
     )
 
@@ -45,6 +46,7 @@ __all__ = [
     "round_rows",
     "scaled_mm",
     "ternary_mm",
+    "transpose_codes",
     "weight_linear",
 ]
 

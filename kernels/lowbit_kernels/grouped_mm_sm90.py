@@ -16,14 +16,22 @@ from lowbit_kernels.tensor_map import tensor_map
 WIDTH = 256
 """Columns of a tile."""
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-TALL = 2048
-"""Rows of an expert, on average, from which the two tiles of a cluster lie under each other. With fewer rows, more of
-such a pair would lie outside of the expert than the traffic that it saves is worth."""
 
 
-def beside(rows: int, columns: int) -> int:
-    """Tiles of a cluster that lie beside each other, where an expert has so many rows and columns on average."""
-    return CLUSTER if rows < TALL and columns > WIDTH else 1
+def beside(m: int, experts: int, n: int, ragged: bool) -> int:
+    """Tiles of a cluster that lie beside each other: 2, or 1 where they lie under each other.
+
+    Each expert's rows are filled up to whole clusters, and so are the columns. Tiles beside each other fill fewer rows
+    and more columns. They read 4% more, as measured on an H200 where neither fills anything.
+    """
+
+    def filled(across: int) -> float:
+        height, width = TILE_M * CLUSTER // across, WIDTH * across
+        mean = m if ragged else max(m / experts, 1)
+        rows = -(-m // height) * height / m if ragged else 1 + height / 2 / mean
+        return rows * (-(-n // width) * width / n)
+
+    return CLUSTER if 1.04 * filled(CLUSTER) < filled(1) else 1
 
 
 def grouped_mm(
@@ -42,7 +50,7 @@ def grouped_mm(
     with torch.cuda.device_of(a):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         multiprocessors = nvrtc.multiprocessors(a.device)
-        across = beside(m if ragged else m // experts, n)
+        across = beside(m, experts, n, ragged)
         rows, box = experts * m if ragged else m, 128 // out_dtype.itemsize
         b_rows = n if ragged else experts * n
         maps = (

@@ -53,9 +53,7 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    expert, tile, start, end = find_tile(
-        offsets, m, experts, tl.program_id(0), EXPERTS, BLOCK_M
-    )
+    expert, tile, start, end = find_tile(offsets, m, experts, tl.program_id(0), EXPERTS, BLOCK_M)
     if expert < experts:
         rows = start.to(tl.int64) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -108,7 +106,9 @@ def _columns_kernel(
     own = expert.to(tl.int64) * k + columns
     column_scale = tl.load(b_scale + own, mask=column_inside, other=0)
     result = sums.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
-    result = tl.where(count > 0, result, 0.0)  # the scales of an expert without tokens have any value
+    result = tl.where(
+        count > 0, result, 0.0
+    )  # the scales of an expert without tokens have any value
     wanted = row_inside[:, None] & column_inside[None, :]
     at = of_rows[:, None] * k + columns[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)
@@ -118,9 +118,7 @@ def grouped_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """``lowbit::grouped_scaled_mm`` where Triton runs. The operands are checked; no size is 0."""
-    a, b, a_scale, b_scale, offsets = (
-        t.contiguous() for t in (a, b, a_scale, b_scale, offsets)
-    )
+    a, b, a_scale, b_scale, offsets = (t.contiguous() for t in (a, b, a_scale, b_scale, offsets))
     experts, stored = offsets.shape[0], stored_dtype(out_dtype, a.device)
     options = {**_blocks(a.device), "EXPERTS": triton.next_power_of_2(experts)}
     options["SUM"] = tl.int32 if a.dtype == torch.int8 else tl.float32

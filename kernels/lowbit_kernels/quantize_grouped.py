@@ -170,9 +170,7 @@ def _check(
         raise ValueError(f"seed must hold one element, got {tuple(seed.shape)}")
     wanted = (offsets.shape[0], x.shape[1])
     if row_factor is not None and tuple(row_factor.shape) != wanted:
-        raise ValueError(
-            f"row_factor must have the shape {wanted}, got {tuple(row_factor.shape)}"
-        )
+        raise ValueError(f"row_factor must have the shape {wanted}, got {tuple(row_factor.shape)}")
 
 
 register(

@@ -90,8 +90,9 @@ DEVICE Job part_of(const Job &whole, const Parts &parts, const Cursor &at) {
     return job;
 }
 
+#if STEPS < 0 && !GIVEN
 // `done`: for each expert, the finished tiles of the first pass; then the counter of items. All are zero before.
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     quantize_grouped(PARAMETERS, const int *offsets, long long experts, long long each, long long columns_t, uint32 *done) {
     JOB;
     __shared__ int taken[2];
@@ -104,23 +105,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     for (int turn = 0;; turn ^= 1) {
         const int item = taken[turn];
         if (!order.seek(item)) return;
-        if (threadIdx.x == 0) taken[turn ^ 1] = atomicAdd(done + experts, 1u);
+        uint32 next = 0;  // stored late, since the counter answers late
+        if (threadIdx.x == 0) next = atomicAdd(done + experts, 1u);
         const Cursor at = order.cursor();
         const Job own = part_of(job, parts, at);
         const int tile = item - order.begin;
         Part part;
         fetch(own, tile, part);
-        if (!order.quantizes) {
-            find_largest(own, shared, tile, part);
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) atomicAdd(done + at.expert, 1u);
-        } else {
+        if (order.quantizes) {
             if (threadIdx.x == 0)
                 while (load_acquire(done + at.expert) < (uint32)order.items) sleep_shortly();
             __syncthreads();
             quantize_tile(own, shared, draws, tile, part);
-            __syncthreads();
+        } else find_largest(own, shared, tile, part);
+        if (threadIdx.x == 0) taken[turn ^ 1] = next;
+        __syncthreads();
+        if (!order.quantizes && threadIdx.x == 0) {
+            __threadfence();  // after the barrier, it covers the whole block
+            atomicAdd(done + at.expert, 1u);
         }
     }
 }
+#endif
+
+#if GIVEN
+// Transposed copies of weights whose scales are known: one block per tile.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_weights(PARAMETERS, long long each) {
+    JOB;
+    const long long tiles = (each + TILE - 1) / TILE * job.tiles_across();
+    Cursor at;
+    at.expert = blockIdx.x / tiles;
+    at.start = at.expert * each, at.end = at.start + each;
+    const Job own = part_of(job, {nullptr, 0, (int)m, (int)each, 0}, at);
+    Part part;
+    fetch(own, blockIdx.x % tiles, part);
+    quantize_tile(own, *(Shared *)memory, Draws(job.seed), blockIdx.x % tiles, part);
+}
+#endif
+
+#if STEPS > 0
+// Rows of at most 2048 elements: one warp per row, which stays in registers.
+extern "C" __global__ void __launch_bounds__(THREADS) short_rows(PARAMETERS) {
+    JOB;
+    constexpr int SPAN = 32 * 8, MOST = 8;
+    const int lane = threadIdx.x % 32;
+    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= m) return;
+    Raw<8> raw[MOST];
+    uint32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i)
+        if (i * SPAN < k) load(job, row, i * SPAN + lane * 8, raw[i]);
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+        if (i * SPAN >= k) continue;
+#pragma unroll
+        for (int j = 0; j < Raw<8>::WORDS; ++j) largest = larger(largest, raw[i].word[j] & MAGNITUDE);
+    }
+    const Scale own = scale_of(widened(warp_max(largest_of(largest))));
+    if (lane == 0) job.scale[row] = shown(own);
+    const Draws draws(job.seed);
+#pragma unroll
+    for (int i = 0; i < MOST; ++i)
+        if (i * SPAN < k) store_row(job, row, i * SPAN + lane * 8, raw[i], own, draws);
+}
+#endif

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
-from lowbit_kernels.quantize_rowcol_sm90 import SHARED, THREADS
+from lowbit_kernels.quantize_rowcol_sm90 import SHARED, THREADS, TILE
 from lowbit_kernels.sources import FLOAT_MACROS, program
 
-LAG = 640
-"""Tiles of 128 x 128 between the two passes over an expert: 20 MB of bfloat16, two fifths of the L2 cache of an H200."""
+LAG = 400
+"""Tiles of 128 x 128 between the two passes over an expert: 13 MB of bfloat16. On an H200, 200 to 640 are alike; with
+fewer, blocks wait for each other."""
+MOST_SHORT = 2048
+"""Elements of a row that one warp keeps."""
 BLOCKS = 4
-"""Blocks for each multiprocessor, at least as many as fit."""
+"""Blocks for each multiprocessor: as many as fit, since one that starts late has to walk over all experts."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Variant:
     tensorwise: bool = False
     steps: int = -1
     lag: int = LAG
+    given: bool = False
 
 
 def tokens(
@@ -56,13 +60,46 @@ def tokens(
     _launch(x, format, options, out, seed, factor, offsets, experts, experts * k)
 
 
-def weights(x: Tensor, format: str, codes_t: Tensor, scale: Tensor) -> None:
-    """Write the results of ``lowbit::quantize_experts`` for x [E, N, K]; checked, no size is 0."""
+def weights(x: Tensor, format: str, codes: Tensor, scale: Tensor) -> None:
+    """Write the codes and scales of the rows of x [E, N, K]; checked, no size is 0, K is at most `MOST_SHORT`."""
+    flat = x.contiguous().view(-1, x.shape[2])
+    options = (True, False, False, False, False)
+    variant = replace(_variant(flat, format, options, True), steps=1)
+    addresses = (codes.data_ptr(), scale.data_ptr(), 0, 0, 0, 0)
+    _run("short_rows", variant, flat, -(-len(flat) * 32 // THREADS), addresses)
+
+
+def weights_t(x: Tensor, format: str, codes_t: Tensor, scale: Tensor, is_given: bool) -> None:
+    """Write the transposed codes of x [E, N, K], and their scales unless they are given; checked, no size is 0."""
     experts, n, k = x.shape
     flat = x.contiguous().view(experts * n, k)
     options = (False, True, False, False, True)
-    out = (codes_t, scale, codes_t, scale)  # row codes are not written
-    _launch(flat, format, options, out, None, None, None, experts, 0)
+    if not is_given:
+        out = (codes_t, scale, codes_t, scale)  # row codes are not written
+        _launch(flat, format, options, out, None, None, None, experts, 0)
+        return
+    variant = replace(_variant(flat, format, options, True), given=True)
+    tiles = experts * -(-n // TILE) * -(-k // TILE)
+    # the kernel writes the scales again, as they are
+    addresses = (0, 0, codes_t.data_ptr(), scale.data_ptr(), scale.data_ptr(), 0)
+    _run("transpose_weights", variant, flat, tiles, addresses, n)
+
+
+def _run(
+    name: str, variant: Variant, x: Tensor, grid: int, addresses: tuple[int, ...], *more: int
+) -> None:
+    """`addresses`: codes, scale, codes_t, scale_t and the largest magnitudes of rows and columns."""
+    with torch.cuda.device_of(x):
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        arguments = (x.data_ptr(), x.stride(0), *addresses, 0, 0, *x.shape, *more)
+        _kernel(name, variant, device)(stream, grid, THREADS, *arguments)
+
+
+def _variant(
+    x: Tensor, format: str, options: tuple[bool, bool, bool, bool, bool], weights: bool
+) -> Variant:
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return Variant(FLOAT_MACROS[x.dtype], format.upper(), *options, is_aligned, weights)
 
 
 def _launch(
@@ -78,14 +115,12 @@ def _launch(
 ) -> None:
     """`options`: rows, columns, stochastic, factor and row_scales of the variant."""
     m, k = x.shape
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    name = FLOAT_MACROS[x.dtype]
-    variant = Variant(name, format.upper(), *options, is_aligned, offsets is None)
+    variant = _variant(x, format, options, offsets is None)
     scratch = torch.zeros(m + column_maxima + experts + 1, dtype=torch.int32, device=x.device)
     found = scratch.data_ptr()
     with torch.cuda.device_of(x):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-        _kernel(variant, device)(
+        _kernel("quantize_grouped", variant, device)(
             stream,
             BLOCKS * nvrtc.multiprocessors(x.device),
             THREADS,
@@ -103,8 +138,12 @@ def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
     return program(asdict(variant), *parts)
 
 
+ARGUMENTS = {"quantize_grouped": 17, "transpose_weights": 13, "short_rows": 12}
+
+
 @functools.cache
-def _kernel(variant: Variant, device: int) -> nvrtc.Kernel:
+def _kernel(name: str, variant: Variant, device: int) -> nvrtc.Kernel:
     arch = nvrtc.architecture(torch.device("cuda", device))
     module = nvrtc.Module(nvrtc.compiled(source(variant), arch))
-    return module.kernel("quantize_grouped", 17, shared=SHARED)
+    shared = 0 if name == "short_rows" else SHARED
+    return module.kernel(name, ARGUMENTS[name], shared=shared)

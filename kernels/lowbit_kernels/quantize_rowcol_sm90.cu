@@ -20,6 +20,10 @@
 // codes of a column, which are neighbours in the transposed copy. The codes pass through shared memory, so that a warp
 // writes 128 bytes to each of four rows of the transposed copy.
 
+#ifndef GIVEN
+#define GIVEN 0  // `row_max` holds the scales of rows, and no first pass runs
+#endif
+
 enum { BF16, FP16, FP32 };
 enum { INT8, E4M3, E5M2 };
 
@@ -135,6 +139,10 @@ DEVICE Scale scale_of(uint32 largest) {
     if (largest >= INFINITE) return {-1.0f, 0.0f};
     const float value = fmaxf(divide_exactly(bits_float(largest), LARGEST), 0x1p-126f);
     return {-value, divide_exactly(1.0f, value)};
+}
+// A scale that `shown` has given.
+DEVICE Scale given_scale(float value) {
+    return value == value ? Scale{-value, divide_exactly(1.0f, value)} : Scale{-1.0f, 0.0f};
 }
 DEVICE float shown(Scale scale) { return scale.inverse == 0.0f ? bits_float(0x7fc00000) : -scale.negative; }
 
@@ -289,7 +297,7 @@ DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
     uint32 largest = 0;
     if (TENSORWISE) largest = __ldcg(job.row_max);
     else if (wanted && inside) largest = __ldcg(for_rows ? job.row_max + index : job.column_max + index);
-    const Scale scale = scale_of(largest);
+    const Scale scale = GIVEN && for_rows && inside ? given_scale(bits_float(largest)) : scale_of(largest);
     (for_rows ? shared.row : shared.column)[i] = scale;
     if (wanted && inside && (for_rows ? at.column : at.row) == 0 && (!TENSORWISE || index == 0)) {
         if (for_rows ? ROWS : COLUMNS) (for_rows ? job.scale : job.scale_t)[index] = shown(scale);

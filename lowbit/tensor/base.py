@@ -41,6 +41,11 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+def stored_shape(tensor: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which `tensor` stores one of this logical shape: its last two dimensions swapped if transposed."""
+    return (*shape[:-2], shape[-1], shape[-2]) if tensor.transposed else tuple(shape)
+
+
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     """A tensor of logical `shape` and `dtype`, stored in low bits. See the module for how to write a subclass."""
 

@@ -8,7 +8,7 @@ inside the clamp range.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,14 @@ from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, crop
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, Values
+from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
+from lowbit.tensor.trainable import (
+    GROUPED,
+    MATMULS,
+    GatheredForm,
+    MasterWeightTensor,
+    Values,
+)
 from lowbit.traced import specs_name
 
 
@@ -33,18 +39,35 @@ class FakeQuantizedTensor(MasterWeightTensor):
         F.linear: "linear",
         F.embedding: "embedding",
         F.multi_head_attention_forward: "attention",
+        **dict.fromkeys(MATMULS, "matmul"),
+        **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
+        **dict.fromkeys(GROUPED, "grouped_mm"),
     }
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
 
     scheme: Scheme
 
+    @classmethod
+    def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
+        return {"transposed": False}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        return {**super().meta_from_json(data), "transposed": False}
+
     def fake_quantized(self) -> Tensor:
         """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
+        if self.transposed:
+            stored: Any = self.transpose(-2, -1)
+            return stored.fake_quantized().transpose(-2, -1)
         return self.scheme.weight.fake_quantize(Values.apply(self), self.weight.dtype)
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
         if self.flat_from is not None:
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        if self.transposed:
+            return self._transposed().dequantize().transpose(-2, -1)
         return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
             self.dtype
         )
@@ -73,6 +96,37 @@ class FakeQuantizedTensor(MasterWeightTensor):
         if activation is not None:
             x = activation.fake_quantize(x)
         return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
+
+    @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        activation = weight.scheme.activation
+        if activation is not None:
+            x = activation.fake_quantize(x)
+        return torch._grouped_mm(x, weight.fake_quantized().to(x.dtype), offs=offs)
+
+    def values(self) -> Tensor:
+        weight = super().values()
+        return weight.transpose(-2, -1) if self.transposed else weight
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        return super().inner_shapes(stored_shape(self, shape))
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        if self.transposed:
+            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
+            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+        return super()._slice(dim, start, end)
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        return super()._encode(values.transpose(-2, -1) if self.transposed else values)
+
+    def _view(self, shape: tuple[int, ...]) -> Self | None:
+        return None if self.transposed else super()._view(shape)
+
+    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        if self.transposed:
+            raise self._unsupported("cat of transposed tensors")
+        return super()._cat(tensors, dim)
 
     @classmethod
     def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,6 +210,8 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     zero_point: Tensor | None
 
     def fake_quantized(self) -> Tensor:
+        if self.transposed:
+            return super().fake_quantized()
         return _FromCodes.apply(self)
 
     def dequantize(self) -> Tensor:
@@ -163,7 +219,7 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
             return self.fake_quantized().to(self.dtype)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        spec = self.scheme.weight
+        spec, shape = self.scheme.weight, stored_shape(self, shape)
         blocks = spec.blocks(shape)
         shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self.inner_tensors().items()}
         shapes["codes"] = (spec.padded_shape(shape), self.codes.dtype)

@@ -34,13 +34,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
+from lowbit import tracer
 from lowbit.presets import Int8WeightOnly
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight, stored_shape
 from lowbit.tensor.base_ops import copy_, product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu
+from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
-from lowbit.tensor.trainable import TrainableTensor, dequantized_linear
+from lowbit.tensor.trainable import (
+    TrainableTensor,
+    dequantized_linear,
+    grouped_in_high_precision,
+)
 from lowbit.train_scheme import Int8Weight
 
 NEXT = -0x61C8864680B583EB
@@ -214,6 +220,18 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return dequantized_linear(input, weight, bias, f"int8 weight, dequantized: {why}")
 
     @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        n, k = weight.shape[-1], weight.shape[-2]
+        scheme, m, experts = weight.scheme, x.shape[0], weight.shape[0]
+        why = scheme.grouped_plain_because(x.device, m, experts, n, k)
+        if why is None and not weight.transposed:  # stored as [E, K, N]
+            why = "its scales belong to columns"
+        if why is None:
+            return low_bit_grouped_mm(x, weight, offs)
+        tracer.note(m, n, k, f"int8 weight, dequantized: {why}", weight)
+        return grouped_in_high_precision(x, weight, offs)
+
+    @classmethod
     def embedding(
         cls,
         input: Tensor,
@@ -234,6 +252,15 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     def row_codes(self) -> Codes:
         """Codes [N, K16] and scale [N]."""
         return F.pad(self.codes, (0, -self.shape[1] % 16)), self.scale.view(-1)
+
+    def expert_codes(self) -> Codes:
+        """Codes [E, N, K16] and scale [E, N] of experts."""
+        return F.pad(self.codes, (0, -self.shape[-1] % 16)), self.scale.squeeze(-1)
+
+    def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
+        """Codes [E, K, N16] of their transposes, and the same scales."""
+        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1])
+        return codes, self.scale.squeeze(-1)
 
     def column_codes(self) -> Codes:
         """Codes [K, N16] and scale [K] of the transpose, rounded again."""
@@ -285,8 +312,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        if self.transposed:
-            shape = (*shape[:-2], shape[-1], shape[-2])
+        shape = stored_shape(self, shape)
         row = (*shape[:-1], 1)
         found: InnerShapes = {"codes": (tuple(shape), torch.int8), "scale": (row, torch.float32)}
         if self.place is not None:

@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
         fmt = scheme.backward_format
         grad_x = grad_weight = grad_bias = None
         if rows or columns:
-            seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
+            seed = seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
             codes, scale, codes_t, scale_t = kernels.quantize_rowcol.quantize_rowcol(
                 grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
             )
@@ -109,7 +109,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _seed_of(grad: Tensor, seed: int) -> Tensor:
+def seed_of(grad: Tensor, seed: int) -> Tensor:
     """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`. So no counter of steps is needed, and
     replicas with equal gradients round them alike."""
     some = grad[:: max(1, grad.shape[0] // 64)].float()
@@ -147,11 +147,33 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 _last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
 
 
+class _Same:
+    """A tensor in a key, equal to itself only."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Same)
+            and self.tensor is other.tensor
+            and self.version == other.version
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def quantized_input(
-    x: Tensor, format: str, *, rows: bool, columns: bool, tensorwise: bool
+    x: Tensor,
+    format: str,
+    *,
+    rows: bool,
+    columns: bool,
+    tensorwise: bool,
+    offsets: Tensor | None = None,
 ) -> Quantized:
-    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient. Returns the last result again if x is the
-    last input, as for the layers of query, key and value.
+    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient; `quantize_grouped` with `offsets`. Returns the
+    last result again if x is the last input, as for the layers of query, key and value.
 
     Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
     inputs and results. Under torch.compile the compiler merges equal operations itself.
@@ -159,14 +181,20 @@ def quantized_input(
     global _last
     may_share = not torch.compiler.is_compiling() and x.grad_fn is not None
     captured = may_share and x.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = (x._version, captured, format, rows, columns, tensorwise) if may_share else None
+    grouped = None if offsets is None or not may_share else _Same(offsets)
+    key = (x._version, captured, format, rows, columns, tensorwise, grouped) if may_share else None
     last = _last
     if may_share and last is not None and last[0]() is x and last[1] == key:
         return last[2]
     flat = x.detach().reshape(-1, x.shape[-1])
-    found = kernels.quantize_rowcol.quantize_rowcol(
-        flat, format, rows=rows, columns=columns, tensorwise=tensorwise
-    )
+    if offsets is None:
+        found = kernels.quantize_rowcol.quantize_rowcol(
+            flat, format, rows=rows, columns=columns, tensorwise=tensorwise
+        )
+    elif columns:
+        found = kernels.quantize_grouped.quantize_grouped(flat, offsets, format, rows=rows)
+    else:  # rows do not depend on the expert
+        found = kernels.quantize_rowcol.quantize_rowcol(flat, format, rows=rows, columns=False)
     if may_share:
         _last = (weakref.ref(x, _forget), key, found)
     return found

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, stored_shape
 from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
 from lowbit.train_scheme import MixedPrecision
@@ -39,6 +40,10 @@ class MixedPrecisionTensor(MasterWeightTensor):
         cls.check_operands(input, weight)
         return low_bit_linear(input, weight, bias)
 
+    @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        return low_bit_grouped_mm(x, weight, offs)
+
     def dequantize(self) -> Tensor:
         """The high-precision weight, in this tensor's dtype, without gradient."""
         return self.weight.detach().to(self.dtype).reshape(self.shape)
@@ -58,6 +63,17 @@ class MixedPrecisionTensor(MasterWeightTensor):
             self._exact(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
         )
         return codes, scale
+
+    def expert_codes(self) -> Codes:
+        """The experts [E, N, K] as the output's product reads them: codes [E, N, K16], scale [E, N]."""
+        return kernels.quantize_experts.quantize_experts(self.weight, self.scheme.forward_format)
+
+    def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
+        """The same codes as the product for the input's gradient reads them: [E, K, N16], and the same scales, which
+        `expert_codes` may have given."""
+        return kernels.quantize_experts.quantize_experts(
+            self.weight, self.scheme.forward_format, transposed=True, scale=scale
+        )
 
     def _exact(self) -> Tensor:
         """The values in the widest dtype that holds them."""
@@ -84,7 +100,8 @@ class MixedPrecisionTensor(MasterWeightTensor):
             "codes": codes.view(*self.shape[:-1], codes.shape[1]),
             "scale": scale.expand(n).contiguous().view(*self.shape[:-1], 1),
         }
-        return GatheredMixedPrecision.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        meta = {**self.meta(), "transposed": False}
+        return GatheredMixedPrecision.from_inner(tensors, meta, self.shape, self.dtype)
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
@@ -92,11 +109,14 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     product for the input's gradient, and an embedding tied to it read the dequantized weight."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
 
     codes: Tensor
     scale: Tensor
 
     def _exact(self) -> Tensor:
+        if self.transposed:
+            return self._transposed()._exact().transpose(-2, -1)
         codes = self.codes[..., : self.shape[-1]]
         # int8 times float32 is one operation; float8 has no such product
         return codes * self.scale if codes.dtype is torch.int8 else codes.float().mul_(self.scale)
@@ -107,6 +127,13 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     def row_codes(self) -> Codes:
         return self.codes, self.scale.view(-1)
 
+    def expert_codes(self) -> Codes:
+        return self.codes, self.scale.squeeze(-1)
+
+    def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
+        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1])
+        return codes, self.scale.squeeze(-1)
+
     def values(self) -> Tensor:
         return self.dequantize()
 
@@ -115,11 +142,21 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
         return (codes.float() * self.scale[indices]).to(self.dtype)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        shape = stored_shape(self, shape)
         padded = -(-shape[-1] // 16) * 16
         return {
             "codes": ((*shape[:-1], padded), self.codes.dtype),
             "scale": ((*shape[:-1], 1), torch.float32),
         }
+
+
+@GatheredMixedPrecision.implements(aten.transpose.int)
+def _transpose_gathered(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
+    """Experts keep their codes, which grouped products read."""
+    self, dims = args[0], {dim % args[0].ndim for dim in args[1:]}
+    if self.ndim == 3 and dims == {1, 2}:
+        return self._transposed()
+    return _transpose(func, args, kwargs)
 
 
 @MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)

@@ -79,6 +79,7 @@ class Pickling:
         label = f"the pickled {type(self).__name__}"
         if not isinstance(state, dict):
             raise ValueError(f"{label} has the state {state!r}; expected its attributes by name")
+        state = {**_missing_in_earlier_files(type(self), state), **state}
         missing = [n for n in (*self.tensor_attrs, *self.meta_attrs) if n not in state]
         if missing:
             raise ValueError(f"{label} has no {' and no '.join(missing)}; it has {[*state]}")
@@ -218,6 +219,12 @@ def _set_others(t: Any, others: Mapping[str, Any]) -> None:
         setattr(t, name, value)
 
 
+def _missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that files of earlier versions lack: QAT weights, with a scheme, could not be transposed."""
+    is_earlier = {*cls.meta_attrs} - {*found} == {"transposed"} and "scheme" in found
+    return {"transposed": False} if is_earlier else {}
+
+
 def rebuild(
     kind: Any,
     tensors: Mapping[str, Tensor],
@@ -236,6 +243,7 @@ def rebuild(
     if not (isinstance(kind, type) and issubclass(kind, Pickling)):
         raise ValueError(f"{kind!r} is no class of low-bit tensors")
     cls: Any = kind
+    meta = {**_missing_in_earlier_files(cls, meta), **meta}
     unknown = {*tensors} - {*cls.tensor_attrs}
     if unknown or {*meta} != {*cls.meta_attrs} or not tensors:
         raise ValueError(

@@ -35,11 +35,11 @@ KEEP_OUT = (
 )
 """The way out for a weight that is trained: a plain tensor in its place would silently stop learning."""
 
-_MATMULS = (
+MATMULS = (
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
     *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
 )
-_GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
+GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
 _ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 """Prefixes of the operations by which torch's optimizers and weight averages update many weights at once."""
 
@@ -69,10 +69,10 @@ class TrainableTensor(LowbitTensor):
         F.linear: "linear",
         F.embedding: "embedding",
         F.multi_head_attention_forward: "attention",
-        **dict.fromkeys(_MATMULS, "matmul"),
+        **dict.fromkeys(MATMULS, "matmul"),
         **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
         torch._grouped_mm: "grouped_mm",
-        _GROUPED[1]: "grouped_mm",
+        GROUPED[1]: "grouped_mm",
     }
     """torch's functions that it replaces, and the name of the classmethod, called with the same arguments, for each."""
     _by_scheme: ClassVar[dict[type, type[TrainableTensor]]] = {}
@@ -202,14 +202,51 @@ class TrainableTensor(LowbitTensor):
         return product + input.to(product.dtype)
 
     @classmethod
-    def grouped_mm(cls, x: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """In high precision, since only the device knows the sizes of the products."""
+    def grouped_mm(
+        cls,
+        x: Tensor,
+        weight: Any,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [M, K] by the experts [E, K, N] of `weight`; `offs`, int32 [E]: the end of each expert's rows. Without
+        `offs`, x [E, M, K] by the same."""
         cls.check_operands(x, weight)
+        if bias is not None:
+            raise weight._unsupported("a grouped product with a bias, as torch has none either")
+        if offs is None:
+            y = cls.matmul(x, weight)
+        else:
+            cls.check_grouped(x, weight, offs)
+            y = cls.product_of_experts(x, weight, offs)
+        return y if out_dtype is None else y.to(out_dtype)
+
+    @classmethod
+    def check_grouped(cls, x: Tensor, weight: Any, offs: Tensor) -> None:
+        """Raise ValueError for shapes, dtypes or devices of a grouped product that do not fit."""
+        if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1]:
+            raise ValueError(
+                f"a grouped product of {tuple(x.shape)} and {tuple(weight.shape)}; accepted: [M, K] and [E, K, N] with "
+                "offs, such as w.transpose(-2, -1) of experts stored as [E, N, K]"
+            )
+        if offs.dtype is not torch.int32 or tuple(offs.shape) != (weight.shape[0],):
+            raise ValueError(
+                f"offs of a grouped product must be int32 [{weight.shape[0]}], the end of each expert's rows, got "
+                f"{offs.dtype} {tuple(offs.shape)}"
+            )
+        if not x.device == weight.device == offs.device:
+            raise ValueError(
+                f"a grouped product of an input on {x.device}, a weight on {weight.device} and offs on {offs.device}; "
+                "accepted: all on one device"
+            )
+
+    @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        """`grouped_mm` of checked operands: by default in high precision, since torch has no product of codes."""
         n, k = weight.shape[-1], weight.shape[-2]
-        m, why = x.shape[:-1].numel(), "grouped products run in high precision"
-        tracer.note(m, n, k, why, weight)
-        values = Values.apply(weight).to(x.dtype)
-        return torch._grouped_mm(cls.rounded_input(x), values, *args, **kwargs)
+        tracer.note(x.shape[0], n, k, "grouped products run in high precision", weight)
+        return grouped_in_high_precision(cls.rounded_input(x), weight, offs)
 
     @classmethod
     def rounded_input(cls, x: Tensor) -> Tensor:
@@ -300,6 +337,11 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     tracer.note(m, n, k, why, weight)
     return unflattened(_DequantizedLinear.apply(x.reshape(m, k), weight, bias), x)
+
+
+def grouped_in_high_precision(x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+    """torch's grouped product of x [M, K] and the values of the weight [E, K, N]."""
+    return torch._grouped_mm(x, Values.apply(weight).to(x.dtype), offs=offs)
 
 
 # ---- operations of optimizers, initialisers and norms --------------------------------------------------------------

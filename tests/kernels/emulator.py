@@ -70,15 +70,15 @@ extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
 """
 
 
-GROUPED_FOOTER = """
-extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
-    emulation::launch(grid, threads, [=] {
-        quantize_grouped((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-                         (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8], (const float *)a[9],
-                         a[10], a[11], (const int *)a[12], a[13], a[14], a[15], (uint32 *)a[16]);
-    });
+_MORE = {
+    "quantize_grouped": ", (const int *)a[12], a[13], a[14], a[15], (uint32 *)a[16]",
+    "transpose_weights": ", a[12]",
+    "short_rows": "",
 }
-"""
+GROUPED_FOOTERS = {
+    name: QUANTIZE_FOOTER.replace("NAME", name).replace("a[11]);", f"a[11]{more});")
+    for name, more in _MORE.items()
+}
 
 
 TOKENS_FOOTER = """
@@ -137,10 +137,10 @@ def grouped_quantization(lag: int) -> Iterator[None]:
     """Inside, ``quantize_grouped_sm90`` takes CPU tensors, with this distance of its two passes. A block takes all items,
     in their order, and would wait for ever where an item does not come after those that it needs."""
 
-    def kernel(variant: quantize_grouped_sm90.Variant, device: int):
+    def kernel(name: str, variant: quantize_grouped_sm90.Variant, device: int):
         variant = replace(variant, lag=lag)
         source = quantize_grouped_sm90.source(variant, primitives=HEADER.read_text())
-        return _emulated(source + GROUPED_FOOTER)
+        return _emulated(source + GROUPED_FOOTERS[name])
 
     with (
         _on_cpu(quantize_grouped_sm90, kernel),

@@ -106,11 +106,19 @@ EMULATED = [case for case in INT8 if not is_empty(case) and sum(case.tokens) + c
 @pytest.mark.parametrize("case", EMULATED, ids=lambda c: c.name)
 def test_emulated(case: Case, across: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks share all tiles, so that each takes several. Stores are as late as the kernel allows."""
-    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda rows, columns: across)
+    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda *shape: across)
     arguments = case.arguments()
     with grouped_mm_emulator.emulated():
         out = grouped_mm_sm90.grouped_mm(*arguments)
     assert_close(out, case, arguments)
+
+
+def test_clusters_fill_few_rows_and_columns() -> None:
+    beside = grouped_mm_sm90.beside
+    assert beside(131072, 128, 1536, False) == 2, "an expert has 1,024 rows"
+    assert beside(131072, 128, 768, False) == 1, "768 columns are three tiles"
+    assert beside(32768, 8, 14336, False) == 1
+    assert beside(1536, 128, 2048, True) == 1
 
 
 OPCHECKED = [case for case in CASES if case.name.endswith(("typical", "no-tokens"))]
@@ -167,7 +175,7 @@ def test_refusals(name: str) -> None:
 @pytest.mark.parametrize("across", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda(case: Case, across: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda rows, columns: across)
+    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda *shape: across)
     arguments = case.arguments("cuda")
     sums = 0.0 if case in INT8 else 2.0**-9
     assert_close(OP(*arguments), case, arguments, sums)

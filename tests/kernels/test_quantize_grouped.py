@@ -132,23 +132,44 @@ WEIGHTS = [(3, 40, 33), (2, 130, 272), (1, 16, 128), (2, 0, 16), (0, 8, 16)]
 
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
 @pytest.mark.parametrize("shape", WEIGHTS, ids=str)
-def test_transposed_codes_of_weights_are_those_of_rows(shape: tuple, format: str) -> None:
+def test_codes_of_weights_are_those_of_rows(shape: tuple, format: str) -> None:
     weight = torch.randn(shape, dtype=torch.bfloat16)
     experts, n, k = shape
     codes, scale, _, _ = quantize_rowcol(weight.reshape(-1, k), format, columns=False)
-    found, own_scale = quantize_experts(weight, format)
-    expected = bits(codes).view(experts, n, codes.shape[1])[..., :k].mT
-    assert found.shape == (experts, k, n + -n % 16) and found.is_contiguous()
-    assert torch.equal(bits(found)[..., :n], expected) and not bits(found)[..., n:].any()
+    along, own_scale = quantize_experts(weight, format)
+    assert torch.equal(bits(along).view(-1, codes.shape[1]), bits(codes))
     assert torch.equal(own_scale.reshape(-1), scale)
-    if COMPILER and weight.numel():
-        codes_t, scale_e = experts_module._allocate(weight, format)
-        with emulator.grouped_quantization(1):
-            quantize_grouped_sm90.weights(weight, format, codes_t, scale_e)
-        assert torch.equal(bits(codes_t), bits(found)) and torch.equal(scale_e, own_scale)
-    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    op = torch.ops.lowbit.quantize_experts.default
-    torch.library.opcheck(op, (weight, format), test_utils=checks)
+    expected = bits(codes).view(experts, n, codes.shape[1])[..., :k].mT
+    for given in (None, own_scale):
+        found, own = quantize_experts(weight, format, transposed=True, scale=given)
+        assert found.shape == (experts, k, n + -n % 16) and found.is_contiguous()
+        assert torch.equal(bits(found)[..., :n], expected) and not bits(found)[..., n:].any()
+        assert torch.equal(own, own_scale)
+        arguments = (weight, format, True, given)
+        checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        op = torch.ops.lowbit.quantize_experts.default
+        torch.library.opcheck(op, arguments, test_utils=checks)
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+@pytest.mark.parametrize("shape", [w for w in WEIGHTS if 0 not in w], ids=str)
+def test_emulated_weights(shape: tuple, format: str) -> None:
+    weight = torch.randn(shape, dtype=torch.bfloat16)
+    weight[0, 0, 0], weight[-1, -1] = float("nan"), 0.0
+    with emulator.grouped_quantization(1):
+        codes, scale = experts_module.allocate(weight, format, False)
+        quantize_grouped_sm90.weights(weight, format, codes, scale)
+        expected = experts_module.reference(weight, format)
+        assert torch.equal(codes.float(), expected[0].float())  # a row with NaN may have codes -0
+        assert torch.equal(scale.nan_to_num(-1), expected[1].nan_to_num(-1))
+        expected = experts_module.reference(weight, format, transposed=True)
+        for is_given in (False, True):
+            codes, own = experts_module.allocate(weight, format, True)
+            own = scale.clone() if is_given else own
+            quantize_grouped_sm90.weights_t(weight, format, codes, own, is_given)
+            assert torch.equal(codes.float(), expected[0].float())
+            assert torch.equal(own.nan_to_num(-1), expected[1].nan_to_num(-1))
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
@@ -176,10 +197,12 @@ def test_cuda_with_many_experts() -> None:
 def test_weights_on_cuda(format: str) -> None:
     for shape in (*WEIGHTS, (20, 1000, 1536)):
         weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-        for found, expected in zip(
-            quantize_experts(weight, format), experts_module.reference(weight, format), strict=True
-        ):
-            assert torch.equal(bits(found), bits(expected))
+        scale = quantize_experts(weight, format)[1]
+        for options in ((False, None), (True, None), (True, scale)):
+            found = torch.ops.lowbit.quantize_experts(weight, format, *options)
+            expected = experts_module.reference(weight, format, *options)
+            for own, other in zip(found, expected, strict=True):
+                assert torch.equal(bits(own), bits(other)), (shape, options)
 
 
 def test_columns_have_room_however_the_tokens_fall() -> None:

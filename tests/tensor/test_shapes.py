@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit import IntxWeightOnly
-from lowbit.tensor import AffineTensor, BitNetTensor, CodebookTensor
+from lowbit.tensor import AffineTensor, BitNetTensor, CodebookTensor, FakeQuantizedTensor
 from tests.tensor.cases import (
     CASES,
     check,
@@ -271,7 +271,7 @@ def test_new_tensors_of_the_same_rows(case):
         assert torch.equal(turned.dequantize(), torch.zeros(100, 24))
 
 
-@every_transposable
+@over([c for c in CASES if c.is_transposable and c.kind is not FakeQuantizedTensor])
 def test_slices_of_a_transposed_weight(case):
     t = case.make((24, 100))
     full = t.dequantize().t()
@@ -280,6 +280,15 @@ def test_slices_of_a_transposed_weight(case):
         assert same_bits(t.t()[:, index].dequantize(), full[:, index])
     assert same_bits(t.t()[step:].dequantize(), full[step:])
     assert same_bits(t.t()[:, 8:][:step].t().dequantize(), full[:, 8:][:step].t())
+
+
+@over([case for case in CASES if case.kind is FakeQuantizedTensor])
+def test_rows_of_a_transposed_qat_weight(case):
+    """Parts of columns would have other scales, as those of the weight itself."""
+    t = case.make((24, 96))
+    step = max(case.row_step, 1)
+    assert same_bits(t.t()[:, 8:16].dequantize(), t.dequantize().t()[:, 8:16]), step
+    assert t.t()[:, :8].t().shape == (8, 96)
 
 
 @every_transposable

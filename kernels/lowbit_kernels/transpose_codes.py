@@ -1,0 +1,95 @@
+"""The codes of experts' weights, transposed.
+
+    out[e, k, n] = codes[e, n, k] for k < K
+
+    codes  int8, float8_e4m3fn or float8_e5m2 [E, N, Kp]
+    k      K, at most Kp
+    out    like codes, [E, K, N rounded up to a multiple of 16], 0 in the padding
+
+So the gradient of an expert's input reads the codes of its output. PyTorch's copy of a transposed tensor moves single
+bytes; the Triton kernel moves tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit_kernels.launches import ran
+from lowbit_kernels.library import register
+from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
+
+DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def transpose_codes(codes: Tensor, k: int) -> Tensor:
+    """The transposed codes; shapes, dtypes and the formula are in the module's docstring.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or k beyond the columns.
+    """
+    return torch.ops.lowbit.transpose_codes(codes, k)
+
+
+def reference(codes: Tensor, k: int) -> Tensor:
+    """The formula in PyTorch ops, on any device."""
+    _check(codes, k)
+    own = codes.view(torch.uint8)[..., :k].mT
+    return F.pad(own, (0, -codes.shape[1] % 16)).contiguous().view(codes.dtype)
+
+
+@jit
+def _kernel(codes, out, n, k, width, width_t, across, BLOCK: tl.constexpr):
+    expert = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    at = row[:, None] * width + column[None, :]
+    inside = (row < n)[:, None] & (column < k)[None, :]
+    tile = tl.load(codes + expert * n * width + at, mask=inside, other=0)
+    to = column[:, None] * width_t + row[None, :]
+    wanted = (column < k)[:, None] & (row < width_t)[None, :]
+    tl.store(out + expert * k * width_t + to, tl.trans(tile), mask=wanted)
+
+
+def _launch(codes: Tensor, k: int) -> Tensor:
+    _check(codes, k)
+    if not (codes.numel() and k and runs_on(codes.device)):
+        ran("transpose_codes", "torch")
+        return reference(codes, k)
+    ran("transpose_codes", "triton")
+    codes = codes.contiguous()
+    experts, n, width = codes.shape
+    out = _allocate(codes, k)
+    block = 32 if codes.device.type == "cpu" else 128
+    across = triton.cdiv(k, block)
+    grid = (triton.cdiv(n, block) * across, experts)
+    with torch.cuda.device_of(codes):
+        as_bytes = codes.view(torch.uint8), out.view(torch.uint8)
+        _kernel[grid](*as_bytes, n, k, width, out.shape[2], across, BLOCK=block, num_warps=8)
+    return out
+
+
+def _allocate(codes: Tensor, k: int) -> Tensor:
+    experts, n, _ = codes.shape
+    return codes.new_empty((experts, k, n + -n % 16))
+
+
+def _fake(codes, k) -> Tensor:
+    _check(codes, k)
+    return _allocate(codes, k)
+
+
+def _check(codes: Tensor, k: int) -> None:
+    if codes.dtype not in DTYPES:
+        raise TypeError(
+            f"transpose_codes takes codes of {', '.join(map(str, DTYPES))}; got {codes.dtype}"
+        )
+    if codes.dim() != 3 or not 0 <= k <= codes.shape[2]:
+        raise ValueError(
+            f"transpose_codes takes codes [E, N, K] and k, at most K; got {tuple(codes.shape)} and {k}"
+        )
+
+
+register("transpose_codes(Tensor codes, SymInt k) -> Tensor", _launch, _fake)

@@ -1,0 +1,286 @@
+"""Grouped products of experts in training: int8 and float8, int8 weights, QAT; against float64, expert by expert."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit import Int8Weight, trace, train
+from lowbit.tensor.mixed_precision import GatheredMixedPrecision
+from lowbit_kernels import launches
+from tests.traced import ran_in, reasons
+from tests.train.problems import snr, values
+
+TOKENS = {
+    "ragged": (5, 30, 1, 12),
+    "empty-experts": (0, 17, 0, 31),
+    "one-gets-all": (0, 0, 48, 0),
+    "tokens-beyond": (9, 0, 20, 3),
+}
+N, K, ROWS = 40, 72, 48
+FORMATS = {
+    "int8": train.Int8MixedPrecision(always=True),
+    "float8": train.Float8MixedPrecision(always=True),
+    "float8-e5m2": train.Float8MixedPrecision(backward="e5m2", always=True),
+    "int8-stochastic": train.Int8MixedPrecision(stochastic_rounding=True, always=True),
+    "int8-weight": Int8Weight(True, True, True, always=True),
+}
+LEAST = {"int8": 33, "float8": 24, "float8-e5m2": 19, "int8-stochastic": 28, "int8-weight": 33}
+"""Decibels between a result and the exact one."""
+
+
+class Experts(nn.Module):
+    """Weights [E, N, K]; the rows of x are sorted by expert."""
+
+    def __init__(self, experts: int = 4, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up = nn.Parameter(values(experts, N, K, seed=1).to(dtype))
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.up.transpose(-2, -1), offs=offsets)
+
+
+def prepared(model: Experts, scheme) -> Experts:
+    low = copy.deepcopy(model)
+    report = train.prepare_(low, scheme, lambda module, name: isinstance(module, Experts))
+    assert report.converted == ["up"]
+    return low
+
+
+def offsets_of(tokens: tuple[int, ...]) -> Tensor:
+    return torch.tensor(tokens).cumsum(0).to(torch.int32)
+
+
+def outcome(model: Experts, x: Tensor, offsets: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x, offsets)
+    y.backward(grad)
+    return {"output": y.detach(), "input": x.grad, "weight": model.up.grad}
+
+
+def exact(weight: Tensor, x: Tensor, tokens: tuple[int, ...], grad: Tensor) -> dict[str, Tensor]:
+    w, x, grad = (t.double() for t in (weight, x, grad))
+    y, dx, dw = grad.new_zeros(grad.shape), torch.zeros_like(x), torch.zeros_like(w)
+    start = 0
+    for e, count in enumerate(tokens):
+        own = slice(start, start + count)
+        y[own], dx[own], dw[e] = x[own] @ w[e].T, grad[own] @ w[e], grad[own].T @ x[own]
+        start += count
+    return {"output": y, "input": dx, "weight": dw}
+
+
+def calls_of(ran: Counter) -> dict[str, int]:
+    return {name: n for (op, name), n in ran.items() if op == "grouped_scaled_mm"}
+
+
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_three_products(name: str, tokens: tuple[int, ...]) -> None:
+    model = Experts()
+    low = prepared(model, FORMATS[name])
+    x, grad = values(ROWS, K, seed=2), values(ROWS, N, seed=3)
+    with launches.counted() as ran:
+        found = outcome(low, x, offsets_of(tokens), grad)
+    kind = "float8" if name.startswith("float8") else "int8"
+    assert calls_of(ran) == {f"{kind} torch": 3}
+    weight = low.up.dequantize() if name == "int8-weight" else model.up.detach()
+    for key, expected in exact(weight, x, tokens, grad).items():
+        assert found[key].shape == expected.shape and found[key].dtype == torch.float32
+        assert snr(found[key], expected.float()) > LEAST[name], key
+    empty = [e for e, count in enumerate(tokens) if count == 0]
+    assert not found["weight"][empty].any()
+    assert not found["output"][sum(tokens) :].any() and not found["input"][sum(tokens) :].any()
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_the_weight_is_rounded_once(name: str) -> None:
+    """The gradient of the input is that of the codes of the output, but for the rounding of the gradient."""
+    low = prepared(Experts(), FORMATS[name])
+    codes, scale = low.up.expert_codes()
+    codes_t, scale_t = low.up.expert_codes_t()
+    assert torch.equal(codes[..., :K].float().mT, codes_t[..., :N].float())
+    assert torch.equal(scale, scale_t)
+    gathered = low.up._wire()
+    assert isinstance(gathered, GatheredMixedPrecision)
+    for own, other in zip(gathered.expert_codes_t(), (codes_t, scale_t), strict=True):
+        assert torch.equal(own.float(), other.float())
+
+
+@pytest.mark.parametrize("name", ["int8", "float8", "float8-e5m2"])
+def test_the_gathered_form_gives_the_same_bits(name: str) -> None:
+    low = prepared(Experts(), FORMATS[name])
+    x, grad, offsets = values(ROWS, K), values(ROWS, N, seed=3), offsets_of(TOKENS["ragged"])
+    expected = outcome(low, x, offsets, grad)
+    whole = low.up.detach()._wire()
+    turned = whole.transpose(-2, -1)
+    assert type(turned) is GatheredMixedPrecision and turned.shape == (4, K, N)
+    assert torch.equal(turned.dequantize(), whole.dequantize().mT)
+    low.up = nn.Parameter(whole)
+    for key, value in outcome(low, x, offsets, grad).items():
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
+def test_each_product_can_stay_in_high_precision(product: str) -> None:
+    scheme = train.Int8MixedPrecision(**{product: False}, always=True)
+    model = Experts(dtype=torch.bfloat16)
+    low = prepared(model, scheme)
+    x, grad = values(ROWS, K).bfloat16(), values(ROWS, N, seed=3).bfloat16()
+    with launches.counted() as ran:
+        found = outcome(low, x, offsets_of(TOKENS["ragged"]), grad)
+    assert calls_of(ran) == {"int8 torch": 2}
+    expected = exact(model.up.detach(), x, TOKENS["ragged"], grad)
+    for key, value in expected.items():
+        assert snr(found[key].float(), value.float()) > 30, key
+    traced = ran_in(trace(low, x.requires_grad_(), offsets_of(TOKENS["ragged"])), "up")
+    assert traced[product] == {"bfloat16": 1}
+
+
+def test_the_trace_shows_grouped_products() -> None:
+    x, offsets = values(ROWS, K, dtype=torch.bfloat16).requires_grad_(), offsets_of((9, 0, 20, 3))
+    model = Experts(dtype=torch.bfloat16)
+    for scheme, ran in (
+        (FORMATS["int8"], ("int8", "int8", "int8")),
+        (FORMATS["float8-e5m2"], ("e4m3", "e5m2", "e5m2")),
+        (FORMATS["int8-weight"], ("int8", "int8", "int8")),
+    ):
+        found = trace(prepared(model, scheme), x, offsets)
+        products = ("output", "grad_input", "grad_weight")
+        expected = {key: {fmt: 1} for key, fmt in zip(products, ran, strict=True)}
+        assert ran_in(found, "up") == expected and not reasons(found, "up")
+        assert all((p.m, p.n, p.k) == (ROWS, N, K) for p in found.products)
+        assert all("grouped_scaled_mm" in p.implementation for p in found.products)
+    plain = prepared(model, train.Int8MixedPrecision(always=True, output=True))
+    assert "grouped_scaled_mm" in str(trace(plain, x, offsets))
+    tensorwise = prepared(model, train.Float8MixedPrecision(tensorwise=True, always=True))
+    assert reasons(trace(tensorwise, x, offsets), "up") == {
+        "grouped products take a scale a row, and the scheme one a tensor"
+    }
+
+
+def test_which_sizes_gain() -> None:
+    scheme = train.Int8MixedPrecision()
+    cuda = torch.device("cuda")
+    assert scheme.grouped_plain_because(torch.device("cpu"), 8, 4, 4096, 4096)
+    assert "too small to gain" in scheme.grouped_plain_because(cuda, 64, 8, 4096, 4096)
+    assert "too small to gain" in scheme.grouped_plain_because(cuda, 131072, 8, 256, 4096)
+    assert scheme.grouped_plain_because(cuda, 0, 8, 4096, 4096) == "there is nothing to multiply"
+    assert scheme.least_experts.gains(32768, 8, 14336, 4096)
+    assert scheme.obstacle((128, 1536, 2048), ["other"]) is None
+    assert "too small" in scheme.obstacle((128, 256, 2048), ["other"])
+
+
+@pytest.mark.parametrize("name", ["int8", "float8", "int8-weight"])
+def test_compiled_without_a_break_or_recompilation(name: str) -> None:
+    """20 steps of changing token counts, of which the graph knows nothing; then other numbers of rows."""
+    torch._dynamo.reset()
+    low = prepared(Experts(dtype=torch.bfloat16), FORMATS[name])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    eager = copy.deepcopy(low)
+    compiled = torch.compile(low, backend="aot_eager", fullgraph=True)
+    counted = torch.compile(copy.deepcopy(low), backend=backend, fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        tokens = torch.multinomial(torch.ones(4), ROWS, True, generator=generator).bincount(
+            minlength=4
+        )
+        offsets = tokens.cumsum(0).to(torch.int32)
+        x, grad = values(ROWS, K, seed=step).bfloat16(), values(ROWS, N).bfloat16()
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            counted(x.clone().requires_grad_(), offsets)
+            found = outcome(compiled, x, offsets, grad)
+        for key, value in outcome(eager, x, offsets, grad).items():
+            assert torch.equal(found[key], value), key
+    assert len(graphs) == 1
+    for rows in (50, 61, 75):
+        x, offsets = values(rows, K).bfloat16(), offsets_of((rows - 40, 0, 30, 10))
+        with torch._dynamo.config.patch(error_on_recompile=rows > 50):
+            y = compiled(x.requires_grad_(), offsets)
+        assert snr(y.detach().float(), eager(x, offsets).detach().float()) > 60
+
+
+def test_layers_that_read_the_same_rows_quantize_them_once() -> None:
+    low = prepared(Experts(), FORMATS["int8"])
+    x = values(ROWS, K).requires_grad_() * 1.0
+    offsets = offsets_of(TOKENS["ragged"])
+    with launches.counted() as ran:
+        for _ in range(2):
+            low(x, offsets)
+    assert ran["quantize_grouped", "torch"] == 1
+    with launches.counted() as ran:
+        low(x, offsets.clone())
+        offsets += 0
+        low(x, offsets)
+    assert ran["quantize_grouped", "torch"] == 2
+
+
+def test_refusals() -> None:
+    weight = prepared(Experts(), FORMATS["int8"]).up.mT
+    x, offsets = values(ROWS, K), offsets_of(TOKENS["ragged"])
+    with pytest.raises(ValueError, match=r"accepted: \[M, K\] and \[E, K, N\] with offs"):
+        torch._grouped_mm(x[:, :8], weight, offs=offsets)
+    with pytest.raises(ValueError, match=r"must be int32 \[4\]"):
+        torch._grouped_mm(x, weight, offs=offsets.long())
+    with pytest.raises(NotImplementedError, match="with a bias"):
+        torch._grouped_mm(x, weight, offs=offsets, bias=x)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        rows = x.requires_grad_()
+        y = torch._grouped_mm(rows, weight, offs=offsets)
+        torch.autograd.grad(y.sum(), rows, create_graph=True)
+
+
+# ---- fake quantization -------------------------------------------------------------------------------------------
+
+QAT = {
+    "int4-g24": lb.Int4WeightOnly(group_size=24),
+    "int8-row": lb.Int8WeightOnly(),
+    "int8-token-int8-row": lb.Int8DynamicActivationInt8Weight(),
+}
+
+
+@pytest.mark.parametrize("name", QAT)
+def test_fake_quantized_experts(name: str) -> None:
+    """As the products of the values that the converted experts will have."""
+    scheme, model = QAT[name], Experts(dtype=torch.bfloat16)
+    low = copy.deepcopy(model)
+    lb.qat.prepare_(low, scheme, lambda module, name: isinstance(module, Experts))
+    x, grad, offsets = (
+        values(ROWS, K).bfloat16(),
+        values(ROWS, N, seed=3).bfloat16(),
+        offsets_of(TOKENS["empty-experts"]),
+    )
+    found = outcome(low, x, offsets, grad)
+    rounded = x if scheme.activation is None else scheme.activation.fake_quantize(x)
+    expected = exact(low.up.dequantize(), rounded, TOKENS["empty-experts"], grad)
+    for key in ("output", "input"):
+        assert snr(found[key].float(), expected[key].float()) > 35, key
+    inside = found["weight"] != 0
+    assert inside.float().mean() > 0.4, "the gradient passes where nothing clips"
+    assert snr(found["weight"][inside].float(), expected["weight"][inside].float()) > 35
+    traced = trace(low, x.requires_grad_(), offsets)
+    assert reasons(traced, "up") == {"rounded values, multiplied in high precision"}
+    assert {p.weight for p in traced.products} == {low.up.stored_format()}
+    batched = values(4, 5, K).bfloat16()
+    assert torch.equal(
+        torch.stack([batched[e] @ low.up.dequantize()[e].T for e in range(4)])
+        if scheme.activation is None
+        else torch.bmm(batched, low.up.mT),
+        torch.bmm(batched, low.up.mT),
+    )
+    converted = copy.deepcopy(low)
+    lb.qat.convert_(converted)
+    assert torch.equal(converted.up.dequantize(), low.up.dequantize())
+    if scheme.activation is None:
+        assert torch.equal(converted(x, offsets), low(x, offsets))
