@@ -117,10 +117,10 @@ class LeastExperts:
 
     As for `Least`, low-bit products save time in proportion to M·N·K, and quantization of the rows costs time in
     proportion to M·(N + K). Here the weights count too, in proportion to E·N·K, since an expert may have few rows. In
-    units of M·N·K, experts gain where M·N·K exceeds `rows`·M·(N + K) + `weights`·E·N·K + `launches`. Measured on an H200
-    (`benchmarks/results/grouped_mm-nvidia-h200.md`): the products of 131,072 rows and 128 experts of 1536 x 2048 take
-    1,837 us less in int8 than in bfloat16, the rows 783 us and the weights 568 us. That makes the costs 374 and 316; the
-    limits are a tenth higher.
+    units of M·N·K, experts gain where M·N·K exceeds `rows`·M·(N + K) + `weights`·E·N·K + `launches`. Measured on an
+    H200 (`benchmarks/LOG.md`): the products of 131,072 rows and 128 experts of 1536 x 2048 take 1,837 us less in int8
+    than in bfloat16; quantization takes 783 us for the rows and 568 us for the weights. That makes the costs 374 and
+    316; the limits are a tenth higher.
     """
 
     rows: int = 410

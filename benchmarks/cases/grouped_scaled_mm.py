@@ -25,6 +25,7 @@ class Case:
     out_dtype: torch.dtype = torch.bfloat16
     one_scale: bool = False  # for all columns
     beyond: int = 0  # tokens that belong to no expert
+    large: bool = False
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """a, b, a_scale, b_scale, offsets, out_dtype."""

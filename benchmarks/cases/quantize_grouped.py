@@ -21,6 +21,7 @@ class Case:
     seed: int | None = None
     factor: bool = False
     beyond: int = 0  # tokens that belong to no expert
+    large: bool = False
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """x, offsets, format, rows, columns, seed, row_factor."""

@@ -1,7 +1,7 @@
 """``grouped_scaled_mm`` in Triton, for GPUs that ``grouped_mm_sm90`` does not support and for the interpreter.
 
-The grid covers the most tiles that any offsets can give. A program finds its expert in the offsets, or finds that it has
-none.
+The grid covers the most tiles that any offsets can give. A program finds its expert in the offsets, or finds that it
+has none.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
               ``transposed``: [E, K, N rounded up to a multiple of 16]
     scale     float32 [E, N]
 
-So the gradient of an expert's input can read the same codes as its output. Scales of zeros, NaN and infinities are as in
-`quantize_rowcol`. A transposed copy with the scales of an earlier call, ``scale``, reads the weight once, without a pass
-for the largest magnitudes.
+So the gradient of an expert's input can read the same codes as its output. Scales of zeros, NaN and infinities are as
+in `quantize_rowcol`. A transposed copy with the scales of an earlier call, ``scale``, reads the weight once, without a
+pass for the largest magnitudes.
 
 On Hopper, a row of at most 2048 elements stays in the registers of a warp. The kernel of `quantize_rowcol`, which gives
 a row to a block, is slower for so many short rows.

@@ -1,7 +1,7 @@
 """The rows of experts quantized along rows and, in the same pass, along the columns of each expert.
 
-The rows (tokens) are sorted by expert; `offsets` holds the end of each expert's rows, as in ``torch._grouped_mm``. It is
-`quantize_rowcol` for each expert e with the rows R(e), of which only the device knows how many there are:
+The rows (tokens) are sorted by expert; `offsets` holds the end of each expert's rows, as in ``torch._grouped_mm``. This
+is `quantize_rowcol` for each expert e with the rows R(e), of which only the device knows how many there are:
 
     scale[m]              = max_k |x[m, k] * f[k]| / L             f = row_factor[e] for m in R(e), or 1
     codes[m, k]           = round(x[m, k] * f[k] / scale[m])       L = 127 (int8), 448 (e4m3), 57344 (e5m2)
@@ -16,16 +16,16 @@ The rows (tokens) are sorted by expert; `offsets` holds the end of each expert's
     codes_t     like codes, [K, W]: the columns of experts as `grouped_columns` places them
     scale_t     float32 [E, K]; 1 for experts without rows
 
-Codes and scales of rows that no expert has, and columns of codes_t after the last expert's, have any values. A pair that
-is not requested comes back empty. Scales of zeros, NaN and infinities, and stochastic rounding with ``seed``, are as in
-`quantize_rowcol`.
+Codes and scales of rows that no expert has, and columns of codes_t after the last expert's, have any values. A pair
+that is not requested comes back empty. Scales of zeros, NaN and infinities, and stochastic rounding with ``seed``, are
+as in `quantize_rowcol`.
 
 So the products of experts (`grouped_scaled_mm`) sum over contiguous elements: those of a weight over `codes`, those of
 its gradient over `codes_t`. Where the other operand has scales along the dimension that is summed over, `row_factor`
 multiplies them in.
 
-`quantize_grouped_sm90.cu` reads x from memory once where an expert fits into the L2 cache. Elsewhere PyTorch operations
-do the same, without waiting for the offsets.
+On Hopper `quantize_grouped_sm90.cu` makes both passes over x in one launch. Elsewhere PyTorch operations do the same,
+without waiting for the offsets.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ def reference(
     row = torch.arange(m, device=x.device)
     owner = torch.searchsorted(ends, row, right=True)  # `experts` for rows that no expert has
     if rows:
-        if row_factor is None:
-            factored = values
-        else:
+        factored = values
+        if row_factor is not None:
             factored = values * torch.cat([row_factor, row_factor.new_ones(1, k)])[owner]
         codes, scale, _, _ = quantize_rowcol.reference(factored, format, columns=False, seed=seed)
     if columns:

@@ -5,6 +5,7 @@
 //   WEIGHTS     0: tokens; `offsets` holds the end of each expert's rows, and the transposed copies lie beside each other
 //                  (grouped_columns.py)
 //               1: weights; each expert has `each` rows, and a transposed copy of its own
+//   BLOCKS      blocks of a multiprocessor, whose registers must suffice
 //   LAG         tiles between the first and the second pass over an expert
 //
 // The two passes over an expert follow each other closely, so that the second reads what the L2 cache still holds. An
@@ -92,7 +93,7 @@ DEVICE Job part_of(const Job &whole, const Parts &parts, const Cursor &at) {
 
 #if STEPS < 0 && !GIVEN
 // `done`: for each expert, the finished tiles of the first pass; then the counter of items. All are zero before.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize_grouped(PARAMETERS, const int *offsets, long long experts, long long each, long long columns_t, uint32 *done) {
     JOB;
     __shared__ int taken[2];

@@ -17,8 +17,6 @@ LAG = 400
 fewer, blocks wait for each other."""
 MOST_SHORT = 2048
 """Elements of a row that one warp keeps."""
-BLOCKS = 4
-"""Blocks for each multiprocessor: as many as fit, since one that starts late has to walk over all experts."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,14 @@ class Variant:
     steps: int = -1
     lag: int = LAG
     given: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks for each multiprocessor: as many as fit without keeping registers in memory. No more are started,
+        since a late one has to walk over all experts."""
+        if self.input == "FP32":
+            return 2
+        return 4 if self.format == "INT8" and not self.stochastic else 3
 
 
 def tokens(
@@ -122,7 +128,7 @@ def _launch(
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
         _kernel("quantize_grouped", variant, device)(
             stream,
-            BLOCKS * nvrtc.multiprocessors(x.device),
+            variant.blocks * nvrtc.multiprocessors(x.device),
             THREADS,
             *(x.data_ptr(), x.stride(0), *(part.data_ptr() for part in out)),
             *(found, found + 4 * m),
@@ -135,7 +141,7 @@ def _launch(
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
     """The CUDA C++ to compile."""
     parts = (primitives, "random_bits.h", "quantize_rowcol_sm90.cu", "quantize_grouped_sm90.cu")
-    return program(asdict(variant), *parts)
+    return program({**asdict(variant), "blocks": variant.blocks}, *parts)
 
 
 ARGUMENTS = {"quantize_grouped": 17, "transpose_weights": 13, "short_rows": 12}

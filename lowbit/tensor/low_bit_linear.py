@@ -172,8 +172,8 @@ def quantized_input(
     tensorwise: bool,
     offsets: Tensor | None = None,
 ) -> Quantized:
-    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient; `quantize_grouped` with `offsets`. Returns the
-    last result again if x is the last input, as for the layers of query, key and value.
+    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient; with `offsets`, `quantize_grouped`. Returns
+    the last result again if x is the last input, as for the layers of query, key and value.
 
     Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
     inputs and results. Under torch.compile the compiler merges equal operations itself.

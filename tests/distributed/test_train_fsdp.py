@@ -24,11 +24,13 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
+from lowbit_kernels import launches
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
+from tests.train import test_grouped as grouped
 from tests.train.test_experts import PRODUCTS, Experts
 
 ROWS = [64, 33, 1]  # even; uneven; one rank without any
@@ -237,6 +239,41 @@ def check_experts(rank, world_size):
     return True
 
 
+def check_grouped_products(rank, world_size):
+    """Experts that are gathered as codes give the bits of one process, forward and backward."""
+    schemes = {
+        "int8": train.Int8MixedPrecision(always=True),
+        "float8": train.Float8MixedPrecision(always=True),
+        "int8-weight": Int8Weight(True, True, True, always=True),
+        "qat": lowbit.Int8WeightOnly(),
+    }
+    offsets = torch.tensor([10, 10, 30, 48], dtype=torch.int32)
+    is_expert = lambda module, name: isinstance(module, grouped.Experts)  # noqa: E731
+    for name, scheme in schemes.items():
+        for count in (4, 3):
+            model = grouped.Experts(count)
+            prepare = lowbit.qat.prepare_ if name == "qat" else train.prepare_
+            prepare(model, scheme, is_expert)
+            whole = copy.deepcopy(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            model.set_force_sum_reduction_for_comms(True)
+            ends = offsets[-count:]
+            results = []
+            for m in (whole, model):
+                with launches.counted() as calls:
+                    x = values(grouped.ROWS, grouped.K, seed=rank).requires_grad_()
+                    y = m(x, ends)
+                    y.square().sum().backward()
+                ran = sum(n for (op, _), n in calls.items() if op == "grouped_scaled_mm")
+                assert ran == (0 if name == "qat" else 3), (name, count)
+                results.append((y.detach(), x.grad))
+            for own, other in zip(*results, strict=True):
+                assert torch.equal(own, other), (name, count)
+            expected = summed(whole)["up"]
+            assert relative(model.up.grad.full_tensor(), expected) < 1e-6, (name, count)
+    return True
+
+
 def check_tied_embedding(rank, world_size):
     """The embedding looks rows up in the gathered weight, and gradients of both uses reach the shards."""
     for scheme in (SCHEMES["int8"], SCHEMES["float8"]):
@@ -318,6 +355,7 @@ CHECKS = [
     check_state_dicts,
     check_traced_and_refused,
     check_experts,
+    check_grouped_products,
     check_data_parallel,
     check_data_parallel_of_one_weight,
     check_tied_embedding,

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.tensor.base import LowbitTensor
+from lowbit_kernels import launches
 from tests.integrations.models import (
     TOKENS,
     gpt2,
@@ -111,6 +113,50 @@ def test_experts_whose_inputs_are_quantized_say_what_they_take() -> None:
         logits(model)
     model.set_experts_implementation("eager")
     assert logits(model).isfinite().all()
+
+
+TRAINED = {
+    "int8": (lb.train.Int8MixedPrecision(always=True), 0.05),
+    "float8": (lb.train.Float8MixedPrecision(always=True), 0.15),
+    "int8-weight": (lb.Int8Weight(True, True, True, always=True), 0.05),
+    "qat": (lb.Int8WeightOnly(), 1e-5),
+}
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe], ids=["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_experts_train_through_grouped_products(make, name) -> None:
+    """The stock model: its experts' output and gradients are near those of the values that they have."""
+    scheme, bound = TRAINED[name]
+    model = make().train()
+    model.set_experts_implementation("grouped_mm")
+    is_experts = lambda module, name: name.endswith("experts")  # noqa: E731
+    prepare = lb.qat.prepare_ if name == "qat" else lb.train.prepare_
+    report = prepare(model, scheme, is_experts)
+    assert len(report.converted) == 2
+    plain = make().train()
+    plain.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            other.copy_(own.dequantize() if isinstance(own, LowbitTensor) else own)
+    with launches.counted() as calls:
+        losses = [run(input_ids=TOKENS, labels=TOKENS).loss for run in (model, plain)]
+        for loss in losses:
+            loss.backward()
+    assert relative_error(losses[0], losses[1]) < bound
+    ran = {name: n for (op, name), n in calls.items() if op == "grouped_scaled_mm"}
+    kind = "float8" if name == "float8" else "int8"
+    assert ran == ({} if name == "qat" else {f"{kind} torch": 6})
+    wanted = dict(plain.named_parameters())
+    for fqn, p in model.named_parameters():
+        if name == "qat" and ".experts." in fqn:
+            continue  # no gradient where values clip
+        if wanted[fqn].grad.norm() > 0:
+            assert relative_error(p.grad, wanted[fqn].grad) < 3 * bound, fqn
+    found = lb.trace(model, TOKENS)
+    products = [p for p in found.products if ".experts." in p.layer]
+    assert {p.layer.rpartition(".")[2] for p in products} == {"gate_up_proj", "down_proj"}
+    assert len(products) == 6 and all(p.in_low_bits == (name != "qat") for p in products)
 
 
 # ---- Trainer -----------------------------------------------------------------------------------------------------

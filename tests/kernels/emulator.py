@@ -134,8 +134,8 @@ def quantize_rowcol(*arguments) -> None:
 
 @contextlib.contextmanager
 def grouped_quantization(lag: int) -> Iterator[None]:
-    """Inside, ``quantize_grouped_sm90`` takes CPU tensors, with this distance of its two passes. A block takes all items,
-    in their order, and would wait for ever where an item does not come after those that it needs."""
+    """Inside, ``quantize_grouped_sm90`` takes CPU tensors, with this distance of its two passes. One block takes all
+    items in their order. It traps where an item does not come after those that it needs."""
 
     def kernel(name: str, variant: quantize_grouped_sm90.Variant, device: int):
         variant = replace(variant, lag=lag)

@@ -38,7 +38,7 @@ def assert_same(found: tuple, expected: tuple, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_each_expert_is_quantized_by_rowcol(case: Case) -> None:
     """Stochastic rounding aside, whose random numbers belong to the whole matrix."""
-    x, offsets, format, rows, columns, seed, factor = case.arguments()
+    x, offsets, format, rows, columns, _, factor = case.arguments()
     with launches.counted() as calls:
         codes, scale, codes_t, scale_t = OP(x, offsets, format, rows, columns, None, factor)
     assert calls == {("quantize_grouped", "torch"): 1}
@@ -75,7 +75,7 @@ def test_stochastic_rounding_has_the_right_mean_and_both_copies_agree() -> None:
     x = torch.full((4096, 16), 0.3)
     x[::2, 0] = x[1::2, 1] = 1.0
     offsets = torch.tensor([1000, 4096], dtype=torch.int32)
-    codes, scale, codes_t, scale_t = quantize_grouped(x, offsets, "int8", seed=torch.tensor([5]))
+    codes, scale, codes_t, _ = quantize_grouped(x, offsets, "int8", seed=torch.tensor([5]))
     assert abs((codes * scale[:, None])[:, 2:].mean() - 0.3) < 1e-4
     assert torch.equal(codes[:1000, 0], codes_t[0, :1000])
     assert torch.equal(codes[1000:, 0], codes_t[0, 1024 : 1024 + 3096])
