@@ -14,11 +14,11 @@ from lowbit_kernels.grouped_linear import find_tile
 from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
 
 
-def takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton multiplies this format on this device; under the interpreter int8 only."""
-    if dtype == torch.int8:
+def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton multiplies these formats on this device: int8; on GPUs also float8, both operands in one format."""
+    if a == torch.int8:
         return True
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return a == b and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @jit

@@ -26,7 +26,7 @@ than 133,000 products of 127 by 127. float8 sums have about 14 bits on Hopper.
 Implementations, as `launches` reports them, after "int8" or "float8":
 
     sm90     compute capability 9.0: grouped_mm_sm90.cu, compiled at first use
-    triton   other GPUs, float8 from capability 8.9 on
+    triton   other GPUs; float8 from capability 8.9 on, with both operands in one format
     torch    elsewhere: expert by expert. On a GPU the host waits for the offsets
     empty    a size is 0
 """
@@ -131,7 +131,7 @@ def _launch(
     if nvrtc.runs_on_hopper(device):
         ran("grouped_scaled_mm", f"{name} sm90")
         return grouped_mm_sm90.grouped_mm(*operands)
-    if runs_on(device) and grouped_mm_triton.takes(a.dtype, device):
+    if runs_on(device) and grouped_mm_triton.takes(a.dtype, b.dtype, device):
         ran("grouped_scaled_mm", f"{name} triton")
         return grouped_mm_triton.grouped_mm(*operands)
     ran("grouped_scaled_mm", f"{name} torch")

@@ -226,6 +226,40 @@ def test_layers_that_read_the_same_rows_quantize_them_once() -> None:
     assert ran["quantize_grouped", "torch"] == 2
 
 
+def test_the_experts_of_torchtitan() -> None:
+    """w1, w2 and w3 [E, hidden, dim] in float32, cast where they are multiplied; groups with rows to spare."""
+
+    class GroupedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w3 = (nn.Parameter(values(4, N, K, seed=s) / 8) for s in (1, 3))
+            self.w2 = nn.Parameter(values(4, K, N, seed=2) / 6)
+
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+            x = x.bfloat16()
+            gate, up = (
+                torch._grouped_mm(x, w.bfloat16().transpose(-2, -1), offs=offsets)
+                for w in (self.w1, self.w3)
+            )
+            h = F.silu(gate) * up
+            return torch._grouped_mm(h, self.w2.bfloat16().transpose(-2, -1), offs=offsets)
+
+    plain, counts = GroupedExperts(), torch.tensor([16, 0, 24, 8])
+    low = copy.deepcopy(plain)
+    train.prepare_(low, FORMATS["int8"], lambda module, name: isinstance(module, GroupedExperts))
+    grads = []
+    for model in (low, plain):
+        x = values(56, K, seed=7).requires_grad_()
+        y = model(x * 1.0, counts)[:48]
+        y.float().square().sum().backward()
+        grads.append({"y": y.detach(), "x": x.grad[:48], "w1": model.w1.grad, "w2": model.w2.grad})
+    for key, expected in grads[1].items():
+        assert snr(grads[0][key].float(), expected.float()) > 25, key
+    layers = {p.layer for p in trace(low, values(56, K).requires_grad_(), counts).products}
+    assert layers <= {"w1", "w2", "w3", ""}
+
+
 def test_refusals() -> None:
     weight = prepared(Experts(), FORMATS["int8"]).up.mT
     x, offsets = values(ROWS, K), offsets_of(TOKENS["ragged"])
