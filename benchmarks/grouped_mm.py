@@ -64,7 +64,7 @@ TABLE = Table(
 
 
 def tokens_of(m: int, experts: int) -> list[int]:
-    """Rows of each expert: multiples of 16, as torch's float8 product takes them; half to one and a half of the mean."""
+    """Rows of each expert: multiples of 16, as torch's float8 product takes them; half to 1.5 of the mean."""
     generator = torch.Generator().manual_seed(0)
     share = torch.rand(experts, generator=generator) + 0.5
     counts = (share / share.sum() * m / 16).long() * 16
@@ -94,7 +94,7 @@ def forward_and_backward(x: Tensor, weight: Tensor, offsets: Tensor, grad: Tenso
 def check(name: str, shape: tuple[int, int, int, int], scheme: Any) -> None:
     """RuntimeError unless every result is within the noise of quantization."""
     x, weight, offsets, grad = arguments(shape, scheme)
-    plain = nn.Parameter(weight.master())  # type: ignore[operator]
+    plain = nn.Parameter(weight.master())
     results = (forward_and_backward(x, w, offsets, grad) for w in (weight, plain))
     for what, found, exact in zip(PRODUCTS, *results, strict=True):
         noise = (found.float() - exact.float()).norm() / exact.float().norm()

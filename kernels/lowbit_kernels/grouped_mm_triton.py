@@ -15,7 +15,7 @@ from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
 
 
 def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton multiplies these formats on this device: int8; on GPUs also float8, both operands in one format."""
+    """Whether Triton multiplies these formats on this device: int8, and on GPUs float8, both operands in one format."""
     if a == torch.int8:
         return True
     return a == b and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

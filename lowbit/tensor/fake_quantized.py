@@ -93,14 +93,14 @@ class FakeQuantizedTensor(MasterWeightTensor):
         cls.check_operands(input, weight)
         x, bias = autocast_inputs(input, weight, bias)
         activation = weight.scheme.activation
-        if activation is not None:
+        if activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
         return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
         activation = weight.scheme.activation
-        if activation is not None:
+        if activation is not None and weight.transposed:  # stored as [E, N, K], as linears are
             x = activation.fake_quantize(x)
         return torch._grouped_mm(x, weight.fake_quantized().to(x.dtype), offs=offs)
 

@@ -68,7 +68,10 @@ class _Grouped(torch.autograd.Function):
         ctx.note, ctx.dtype = note, x.dtype
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
         # an alias of the weight, as in low_bit_linear
-        w_codes, w_scale = weight.expert_codes() if scheme.output else (None, None)
+        w_codes: Any = None
+        w_scale: Any = None
+        if scheme.output:
+            w_codes, w_scale = weight.expert_codes()
         saved = (offsets, weight.detach(), w_scale, *(kept if ctx.needs_input_grad[1] else ()))
         ctx.save_for_backward(*saved)
         if scheme.output:
@@ -92,7 +95,11 @@ class _Grouped(torch.autograd.Function):
         multiply = kernels.grouped_scaled_mm.grouped_scaled_mm
         grad_x = grad_weight = None
         if rows or columns:
-            w_codes, w_scale = weight.expert_codes_t(w_scale) if rows else (None, None)
+            w_codes: Any = None
+            if rows:
+                w_codes, w_scale = weight.expert_codes_t(w_scale)
+            else:
+                w_scale = None
             seed = seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
             codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
                 grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale

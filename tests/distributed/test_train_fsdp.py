@@ -29,8 +29,8 @@ from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit
-from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train import test_grouped as grouped
+from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
 ROWS = [64, 33, 1]  # even; uneven; one rank without any
