@@ -318,3 +318,25 @@ def test_fake_quantized_experts(name: str) -> None:
     assert torch.equal(converted.up.dequantize(), low.up.dequantize())
     if scheme.activation is None:
         assert torch.equal(converted(x, offsets), low(x, offsets))
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tokens", [(300, 0, 171, 229), (0, 0, 700, 0)], ids=["ragged", "one-gets-all"]
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_three_products_on_a_gpu(name: str, tokens: tuple[int, ...]) -> None:
+    model = Experts(dtype=torch.bfloat16)
+    model.up = nn.Parameter(values(4, 264, 400, seed=1, dtype=torch.bfloat16))
+    low = prepared(model, FORMATS[name]).cuda()
+    x, grad = (values(700, k, seed=2, dtype=torch.bfloat16).cuda() for k in (400, 264))
+    offsets = offsets_of(tokens).cuda()
+    with launches.counted() as ran:
+        found = outcome(low, x, offsets, grad)
+    assert sum(calls_of(ran).values()) == 3 and not any("torch" in kind for kind in calls_of(ran))
+    weight = low.up.dequantize()
+    for key, expected in exact(weight, x, tokens, grad).items():
+        assert snr(found[key].float(), expected.float()) > LEAST[name], key
