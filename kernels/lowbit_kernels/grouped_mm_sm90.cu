@@ -2,7 +2,7 @@
 //
 // grouped_mm_sm90.py compiles this file once for each combination of
 //   OUT                BF16, FP16 or FP32
-//   FLOAT8             the operands are float8, and the sums float32
+//   SUM                int for int8 operands, float for float8
 //   RAGGED             0: the rows of a belong to experts:  out[m] = a[m] @ b[expert of m].T
 //                      1: the columns of a and b do:        out[e] = a[:, columns of e] @ b[:, columns of e].T
 //   BESIDE             tiles of a cluster that lie beside each other: 1 or 2
@@ -138,7 +138,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
             const int at = column + i * 128 + thread;
             column_scale[i] = at < shape.n ? b_scale[b_scales ? (long long)schedule.expert * shape.n + at : 0] : 0.0f;
         }
-        Sum sums[SUMS];
+        SUM sums[SUMS];
         accumulate(shared, ring, sums, schedule.steps);
         if (rows <= 0) continue;
         // Plain stores join no group of the TMA's, and so store_sums would not wait for those of the previous tile.

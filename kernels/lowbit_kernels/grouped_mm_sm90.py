@@ -9,13 +9,20 @@ from torch import Tensor
 
 from lowbit_kernels import nvrtc
 from lowbit_kernels.library import aligned
-from lowbit_kernels.mm_tiles_sm90 import CLUSTER, THREADS, TILE_K, TILE_M, multiply, ring
+from lowbit_kernels.mm_tiles_sm90 import (
+    CLUSTER,
+    THREADS,
+    TILE_K,
+    TILE_M,
+    Formats,
+    instruction,
+    ring,
+)
 from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import tensor_map
 
 WIDTH = 256
 """Columns of a tile."""
-FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def beside(m: int, experts: int, n: int, ragged: bool) -> int:
@@ -58,7 +65,7 @@ def grouped_mm(
             tensor_map(b.data_ptr(), 1, b_rows, k, k, WIDTH * across // CLUSTER, TILE_K),
             tensor_map(out.data_ptr(), out.itemsize, rows, n, out.shape[-1], 64, box),
         )
-        kernel = _kernel(out_dtype, FORMATS[a.dtype], FORMATS[b.dtype], ragged, across, device)
+        kernel = _kernel(out_dtype, (a.dtype, b.dtype), ragged, across, device)
         kernel(
             stream,
             multiprocessors // CLUSTER * CLUSTER,
@@ -70,18 +77,19 @@ def grouped_mm(
     return out if out.shape[-1] == n else out[..., :n].contiguous()
 
 
-def source(out: torch.dtype, a: str, b: str, ragged: bool, across: int) -> str:
-    """The CUDA C++ to compile, for operands in the formats a and b."""
+def source(out: torch.dtype, formats: Formats, ragged: bool, across: int) -> str:
+    """The CUDA C++ to compile, for operands in these formats."""
     macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "BIAS": "NONE", "TILE_N": WIDTH}
-    macros |= {"STAGES": ring(WIDTH)[0], "FLOAT8": a != "int8", "RAGGED": ragged, "BESIDE": across}
-    parts = ("ptx.cuh", "sm90.cuh", multiply(WIDTH, a, b), "mm_tiles_sm90.cuh")
+    macros |= {"SUM": "int" if formats[0] == torch.int8 else "float", "STAGES": ring(WIDTH)[0]}
+    macros |= {"RAGGED": ragged, "BESIDE": across}
+    parts = ("ptx.cuh", "sm90.cuh", instruction(formats, WIDTH), "mm_tiles_sm90.cuh")
     return program(macros, *parts, "grouped_mm_sm90.cu")
 
 
 @functools.cache
 def _kernel(
-    out: torch.dtype, a: str, b: str, ragged: bool, across: int, device: int
+    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: int
 ) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(out, a, b, ragged, across), "sm_90a"))
+    module = nvrtc.Module(nvrtc.compiled(source(out, formats, ragged, across), "sm_90a"))
     shared = ring(WIDTH)[1]
     return module.kernel("grouped_mm", 15, structs=3, shared=shared, overlaps=True)

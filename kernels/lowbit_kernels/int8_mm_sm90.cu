@@ -1,7 +1,7 @@
 // The product of two int8 matrices on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
 //
 // int8_mm_sm90.py compiles this file once for each combination of
-//   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds and scales
+//   OUT                BF16, FP16 or FP32; or SLICES: sums of slices of K, which `combine` adds and scales
 //   BIAS               NONE, BF16, FP16 or FP32
 //   TILE_N             columns of a tile: 256; 128 or 64 if a has few rows
 //   STAGES             stages of the ring
@@ -95,7 +95,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
             column_scale[i] = at < shape.n ? b_scale[b_scales ? at : 0] : 0.0f;
         }
 
-        Sum sums[SUMS];
+        SUM sums[SUMS];
         accumulate(shared, ring, sums, schedule.end - schedule.first);
         // Rows outside of the matrix. The sums of slices must not be stored, since their rows lie inside the buffer. The
         // box must not be filled either: the store of the previous tile may still read it.
@@ -110,7 +110,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 }
 
 // Grid: a multiple of CLUSTER blocks, at most one per multiprocessor. The maps describe a [m, k] in boxes of a_rows x
-// 128, b [n, k] in boxes of TILE_N / UNDER x 128, and out [m, n] in boxes of 64 x BOX_COLUMNS; for INT32, out is
+// 128, b [n, k] in boxes of TILE_N / UNDER x 128, and out [m, n] in boxes of 64 x BOX_COLUMNS; for SLICES, out is
 // [slices, m rounded up to whole clusters, n]. `steps` is k / 128 rounded up, and at least `slices`. If a_scales
 // (b_scales) is 0, all rows (columns) share one scale.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -140,7 +140,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 }
 
 // Adds the sums of `slices` products, `step` elements apart, and scales them; a thread computes four columns of a row.
-// Rows of sums are `width` elements apart, rows of out `out_width`; both are multiples of 16 bytes. Not for OUT INT32.
+// Rows of sums are `width` elements apart, rows of out `out_width`; both are multiples of 16 bytes. Not for OUT SLICES.
 extern "C" __global__ void __launch_bounds__(256)
     combine(const int *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {

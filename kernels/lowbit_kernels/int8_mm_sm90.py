@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import nvrtc
-from lowbit_kernels.mm_tiles_sm90 import CLUSTER, THREADS, TILE_K, TILE_M, multiply, ring
+from lowbit_kernels.mm_tiles_sm90 import CLUSTER, THREADS, TILE_K, TILE_M, instruction, ring
 from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.tensor_map import takes_rows, tensor_map
 
-DTYPES = {**FLOAT_MACROS, torch.int32: "INT32"}
+DTYPES = {**FLOAT_MACROS, torch.int32: "SLICES"}
 WIDTHS = (256, 128, 64)  # columns of a tile
 MAX_SLICES = 16
 
@@ -134,8 +134,14 @@ def int8_mm(
 def source(out: torch.dtype, bias: torch.dtype | None, width: int = WIDTHS[0]) -> str:
     """The CUDA C++ to compile; `out` is int32 for slices."""
     macros: dict[str, object] = {"OUT": DTYPES[out], "BIAS": DTYPES[bias] if bias else "NONE"}
-    macros |= {"TILE_N": width, "STAGES": ring(width)[0], "FLOAT8": False}
-    parts = ("ptx.cuh", "sm90.cuh", multiply(width), "mm_tiles_sm90.cuh", "int8_mm_sm90.cu")
+    macros |= {"TILE_N": width, "STAGES": ring(width)[0], "SUM": "int"}
+    parts = (
+        "ptx.cuh",
+        "sm90.cuh",
+        instruction((torch.int8, torch.int8), width),
+        "mm_tiles_sm90.cuh",
+        "int8_mm_sm90.cu",
+    )
     return program(macros, *parts)
 
 

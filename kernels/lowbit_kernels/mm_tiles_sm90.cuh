@@ -1,19 +1,19 @@
 // The parts that products of 8-bit matrices on sm_90a share: tiles of both operands in a ring in shared memory, the sums
 // of a tile in registers, and boxes in which scaled results are stored.
 //
-// Macros: OUT, BIAS, TILE_N and STAGES as in int8_mm_sm90.cu; FLOAT8 (the sums are float32, not int32). ptx.cuh,
-// sm90.cuh and `multiply`, the wgmma instruction, stand before this file.
+// Macros: OUT, BIAS, TILE_N and STAGES as in int8_mm_sm90.cu; SUM (the type of sums: int for int8, float for float8).
+// ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, stand before this file.
 //
 // A tile is 128 x TILE_N. The third warpgroup of a block is the producer; each of the other two multiplies 64 rows.
 
-enum { NONE, BF16, FP16, FP32, INT32 };
+enum { NONE, BF16, FP16, FP32, SLICES };
 
 static constexpr int TILE_M = 128, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
 static constexpr int CLUSTER = 2;
 static constexpr int GROUPS = 2;                  // warpgroups that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
-static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
+static constexpr int OUT_SIZE = OUT == FP32 || OUT == SLICES ? 4 : 2;
 static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // a box of the result is stored at once
 static constexpr int BOXES = TILE_N / BOX_COLUMNS;                        // boxes of a tile: an even number, or 1
 static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // per thread
@@ -24,12 +24,6 @@ struct Shared {
     float scale[GROUPS][TILE_N];  // scales of the tile's columns
     uint64 full[STAGES], empty[STAGES];
 };
-
-#if FLOAT8
-typedef float Sum;
-#else
-typedef int Sum;
-#endif
 
 struct Ring {
     int slot = 0;
@@ -46,7 +40,7 @@ DEVICE void release(Shared &shared, int slot) {
 }
 
 // The sums of 64 rows of a tile over `steps` steps, at least one.
-DEVICE void accumulate(Shared &shared, Ring &ring, Sum (&sums)[SUMS], int steps) {
+DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps) {
     const int group = threadIdx.x / 128;
     int before = 0;
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -83,10 +77,12 @@ DEVICE float bias_at(const void *bias, int column) {
     else return from_half(((const unsigned short *)bias)[column]);
 }
 
-// Two neighbouring sums to results. For INT32 the results are the sums' bits.
-DEVICE void scaled(const Sum *sums, float row_scale, float2 column_scale, float2 bias, float &x, float &y) {
-    if constexpr (OUT == INT32) {
-        x = bits_float((uint32)(int)sums[0]), y = bits_float((uint32)(int)sums[1]);
+// Two neighbouring sums to results. For SLICES the results are the sums' bits.
+DEVICE float bits_of(int sum) { return bits_float((uint32)sum); }
+DEVICE float bits_of(float sum) { return sum; }
+DEVICE void scaled(const SUM *sums, float row_scale, float2 column_scale, float2 bias, float &x, float &y) {
+    if constexpr (OUT == SLICES) {
+        x = bits_of(sums[0]), y = bits_of(sums[1]);
         return;
     }
     x = (float)sums[0] * row_scale * column_scale.x;
@@ -101,7 +97,7 @@ DEVICE uint32 packed(float x, float y) {
 
 // Writes 64 x BOX_COLUMNS results, from column `column` of the product on, to shared memory in the TMA's layout. For
 // each 8 neighbouring columns, a thread holds two in row lane / 4 of its warp's 16 rows and two in the row 8 below.
-DEVICE void fill_box(uint32 box, const Sum *sums, const float *row_scale, const float *column_scale, const void *bias,
+DEVICE void fill_box(uint32 box, const SUM *sums, const float *row_scale, const float *column_scale, const void *bias,
                      int column, int columns) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int matrix = lane / 8;  // a store has four: rows 0..7 and 8..15 of eight columns, and of the next eight
@@ -118,7 +114,7 @@ DEVICE void fill_box(uint32 box, const Sum *sums, const float *row_scale, const 
                 if (column + at < columns) shift.x = bias_at(bias, column + at);
                 if (column + at + 1 < columns) shift.y = bias_at(bias, column + at + 1);
             }
-            const Sum *s = sums + (j + half) * 4;
+            const SUM *s = sums + (j + half) * 4;
             scaled(s, row_scale[0], scale, shift, x[half * 4], x[half * 4 + 1]);
             scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
         }
@@ -142,7 +138,7 @@ DEVICE void fill_box(uint32 box, const Sum *sums, const float *row_scale, const 
 // Scales the sums of a warpgroup's 64 rows and stores them box by box. All threads of the warpgroup call `store(i, box)`
 // once box i is in shared memory.
 template <typename Store>
-DEVICE void store_sums(Shared &shared, const Sum (&sums)[SUMS], const float (&row_scale)[2],
+DEVICE void store_sums(Shared &shared, const SUM (&sums)[SUMS], const float (&row_scale)[2],
                        const float (&column_scale)[COLUMN_SCALES], const void *bias, int column, int columns,
                        const Store &store) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;

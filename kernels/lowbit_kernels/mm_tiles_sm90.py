@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from lowbit_kernels import nvrtc
 
 TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
 MAX_STAGES = 10
-NAMES = {"int8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}
-"""Formats of operands as the instruction names them."""
+FORMATS = {torch.int8: "s8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""The names of the operands' formats in instructions."""
+Formats = tuple[torch.dtype, torch.dtype]
 
 
 def ring(width: int) -> tuple[int, int]:
@@ -18,28 +21,24 @@ def ring(width: int) -> tuple[int, int]:
     return stages, fixed + stages * stage
 
 
-def multiply(width: int, a: str = "int8", b: str = "int8") -> str:
-    """The wgmma instruction for 64 x 32 bytes of a and `width` x 32 of b; generated, with an operand for each sum.
-
-    int32 sums wrap, float32 sums have the precision of the hardware.
-    """
+def instruction(formats: Formats, width: int) -> str:
+    """The wgmma instruction for 64 x 32 bytes of a and `width` x 32 of b; generated, with an operand for each sum."""
     sums = width // 2
-    is_int8 = a == "int8"
-    constraint, type_of_sums = ("+r", "int") if is_int8 else ("+f", "float")
     names = ", ".join(f"%{i}" for i in range(sums))
-    operands = ", ".join(f'"{constraint}"(sums[{i}])' for i in range(sums))
-    at_a, at_b, add, high = (f"%{sums + i}" for i in range(4))
-    types = f"{'s32' if is_int8 else 'f32'}.{NAMES[a]}.{NAMES[b]}"
-    signs = "" if is_int8 else ", 1, 1"  # a and b are not negated
+    is_int8 = formats[0] == torch.int8
+    kind, letter, signs = ("s32", "r", "") if is_int8 else ("f32", "f", ", 1, 1")
+    operands = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(sums))
+    a, b, add, high = (f"%{sums + i}" for i in range(4))
+    name = f"m64n{width}k32.{kind}.{FORMATS[formats[0]]}.{FORMATS[formats[1]]}"
     return f"""
 // sums = a * b, plus sums if `add`
-DEVICE void multiply({type_of_sums} (&sums)[{sums}], uint32 a, uint32 b, int add) {{
+DEVICE void multiply(SUM (&sums)[{sums}], uint32 a, uint32 b, int add) {{
     asm volatile(
         "{{\\n.reg .pred p;\\n.reg .b64 x, y;\\n"
         "setp.ne.b32 p, {add}, 0;\\n"
-        "mov.b64 x, {{{at_a}, {high}}};\\n"
-        "mov.b64 y, {{{at_b}, {high}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{width}k32.{types} {{{names}}}, x, y, p{signs};\\n}}"
+        "mov.b64 x, {{{a}, {high}}};\\n"
+        "mov.b64 y, {{{b}, {high}}};\\n"
+        "wgmma.mma_async.sync.aligned.{name} {{{names}}}, x, y, p{signs};\\n}}"
         : {operands}
         : "r"(a), "r"(b), "r"(add), "n"(OPERAND_HIGH));
 }}

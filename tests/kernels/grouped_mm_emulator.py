@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from lowbit_kernels import grouped_mm_sm90, nvrtc
+from lowbit_kernels.mm_tiles_sm90 import Formats
 from tests.kernels.compiled_on_cpu import library
 from tests.kernels.int8_mm_emulator import MULTIPLY
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
@@ -25,9 +26,9 @@ extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
 
 
 def _kernel(
-    out: torch.dtype, a: str, b: str, ragged: bool, across: int, device: int
+    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: int
 ) -> Callable[..., None]:
-    code = grouped_mm_sm90.source(out, a, b, ragged, across)
+    code = grouped_mm_sm90.source(out, formats, ragged, across)
     folder = Path(grouped_mm_sm90.__file__).parent
     names = ("ptx.cuh", "mm_tiles_sm90.cuh", "grouped_mm_sm90.cu")
     ptx, tiles, kernel = ((folder / name).read_text() for name in names)
