@@ -45,7 +45,7 @@ BY_SCHEME = "its scheme keeps this product in high precision"
 DEQUANTIZED = "the weight is dequantized"
 WEIGHT_ONLY = "its scheme quantizes the weight only"
 ROUNDED = "rounded values, multiplied in high precision"
-OPERAND_OPS = ("dequantize", "quantize_rowcol", "quantize_tokens", "round_rows")
+OPERAND_OPS = ("dequantize", "quantize_blocks", "quantize_rowcol", "quantize_tokens", "round_rows")
 """The ops of `lowbit_kernels` that only prepare operands; a trace counts the others."""
 LEFT_ALONE = "_lowbit_left"
 """Attribute of the modules of a prepared model: the reason by name for each weight that `lowbit.train.prepare_` left

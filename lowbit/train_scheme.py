@@ -23,12 +23,20 @@ from torch import Tensor
 
 from lowbit import class_names
 from lowbit.code_range import FLOATS
+from lowbit.granularity import PerBlock, PerGroup
+from lowbit.scheme import Float8, Spec
 
 TRAINED_DTYPES = tuple(dtype for dtype in FLOATS if dtype is not torch.float64)
 """Dtypes of weights and inputs that training schemes take."""
 PRODUCTS = ("output", "grad_input", "grad_weight")
 LOOKED_UP = "an embedding looks rows up and multiplies nothing"
 IN_ATTENTION = "nn.MultiheadAttention has its own product"
+BLOCK = 128
+"""Elements along each side of the blocks of `Float8BlockMixedPrecision`."""
+BLOCK_WEIGHT = Spec(Float8(), PerBlock(BLOCK, BLOCK))
+"""How `Float8BlockMixedPrecision` rounds a weight, and how such a weight is stored."""
+BLOCK_ACTIVATION = Spec(Float8(), PerGroup(BLOCK))
+"""How it rounds inputs, along the dimension that a product sums over."""
 
 
 class TrainingScheme:
@@ -48,6 +56,10 @@ class TrainingScheme:
         """Why a weight of this shape is left alone; None if it is prepared. `uses`: the kinds of the modules that hold
         it, of `lowbit.convert.USES`."""
         return None
+
+    def starts_from(self, weight: Any) -> bool:
+        """Whether training may start from this quantized weight, from the values that its codes stand for."""
+        return False
 
     def check(self, weight: Tensor) -> None:
         """Raise ValueError for a weight that this scheme cannot take."""
@@ -135,6 +147,8 @@ class LowbitProducts(TrainingScheme):
 
     capability: ClassVar[tuple[int, int]]
     """The lowest CUDA compute capability of GPUs with units for these products."""
+    newer: ClassVar[bool] = True
+    """Whether GPUs of a higher compute capability run them too."""
     least: ClassVar[Least] = Least()
     forward_format: ClassVar[str]
     """The format of inputs and weights, of `lowbit_kernels.quantize_rowcol`."""
@@ -161,6 +175,11 @@ class LowbitProducts(TrainingScheme):
         """Whether each tensor has one scale, instead of one for each row or column."""
         return False
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether operands have a scale for each block (`lowbit_kernels.quantize_blocks`)."""
+        return False
+
     def describe(self, shape: Sequence[int]) -> str:
         scale = "one scale a tensor" if self.one_scale else "a scale a row"
         note = f"{self.forward_format}, {scale}: {', '.join(self.products)}"
@@ -178,7 +197,7 @@ class LowbitProducts(TrainingScheme):
 
     def _refusal_of(self, device: torch.device) -> str | None:
         """Error message for devices without int8 or float8 matrix units; None for those that have them."""
-        reason = None if self.always else missing_units(device, self.capability)
+        reason = None if self.always else missing_units(device, self.capability, self.newer)
         if reason is None:
             return None
         return (
@@ -274,6 +293,50 @@ class Float8MixedPrecision(MixedPrecision):
 
 
 @dataclass(frozen=True)
+class Float8BlockMixedPrecision(MixedPrecision):
+    """float8 (e4m3) products with scales of blocks, as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3).
+
+    Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one for
+    each 128 x 128 elements. Outlying values so cost precision only in their own block. The output and the input's
+    gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference, with the
+    outputs of training. Training may also start from such a weight: `lowbit.train.prepare_` takes it. The kernels of
+    these products are for GPUs of compute capability 9.0 (H100, H200).
+
+    Args:
+        output, grad_input, grad_weight, always: as for `Int8MixedPrecision`.
+        power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
+
+    Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe has not.
+    """
+
+    power_of_two: bool = field(default=False, kw_only=True)
+
+    capability = (9, 0)
+    newer = False
+    forward_format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stochastic_rounding:
+            raise ValueError(
+                "Float8BlockMixedPrecision rounds gradients to nearest, and takes no stochastic_rounding=True; "
+                "accepted: False, or another scheme, such as Float8MixedPrecision"
+            )
+
+    @property
+    def in_blocks(self) -> bool:
+        return True
+
+    def starts_from(self, weight: Any) -> bool:
+        is_float8 = getattr(weight, "stored_as", None) == "float8"
+        return is_float8 and weight.spec == BLOCK_WEIGHT and not weight.transposed
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = f"e4m3, a scale a block of {BLOCK} x {BLOCK}: {', '.join(self.products)}"
+        return f"{note}; scales are powers of two" if self.power_of_two else note
+
+
+@dataclass(frozen=True)
 class Int8Weight(Int8Products):
     """The weight itself is int8, with a scale a row and no high-precision copy; see `lowbit.tensor.int8_weight`.
 
@@ -364,8 +427,11 @@ def _check_bools(scheme: Any) -> None:
             raise TypeError(f"{each.name} must be True or False, got {value!r}")
 
 
-def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
-    """Why a device lacks the matrix units of a GPU of this capability; None if it has them, and for CPU and meta."""
+def missing_units(
+    device: torch.device, capability: tuple[int, int], newer: bool = True
+) -> str | None:
+    """Why a device lacks the matrix units of a GPU of this capability, or with `newer` of a higher one; None if it has
+    them, and for CPU and meta."""
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda" or torch.version.cuda is None:
@@ -373,7 +439,9 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
     found = torch.cuda.get_device_capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
-    return None if found >= capability else f"its compute capability is {has}, below {needed}"
+    if found == capability or (newer and found > capability):
+        return None
+    return f"its compute capability is {has}, {'below' if newer else 'not'} {needed}"
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.

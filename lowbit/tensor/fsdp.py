@@ -71,11 +71,15 @@ class FSDPHooks:
         """This shard in the form that travels and that the next product reads; by default, unchanged."""
         return self
 
+    def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
+        """Whether each of `ranks` shards of a weight of `shape` has this form. All ranks decide alike."""
+        return True
+
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """The tensors to gather, and (the shard, the full size, the names of the tensors, or None for planes)."""
-        shard = self._wire()
+        shard = self._wire() if self._wire_fits(outer_size, mesh.size()) else self
         if outer_size[0] % mesh.size():
             rows = -(-outer_size[0] // mesh.size())
             return _to_planes(shard, rows), (shard, outer_size, None)

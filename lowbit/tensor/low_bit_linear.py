@@ -4,6 +4,9 @@ The input is quantized once: along rows for the output, and along columns, trans
 Backward keeps these codes, one byte an element, and not the input. The weight is quantized along rows for the output,
 and again along columns for the input's gradient, which costs a hundredth of the products. The gradient of the output is
 quantized once, along rows and columns. So every product reads both operands along the dimension that it sums over.
+
+`Float8BlockMixedPrecision` has a scale for each 128 elements along that dimension instead. Its products are
+`block_scaled_mm`, and scales are then matrices.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from lowbit.tracer import Note
 MOST_TERMS = 2**17
 """Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
 Codes = tuple[Tensor, Tensor]
-"""Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
+"""Codes [rows, columns rounded up to 16], and the scale of each row or of all. In blocks: codes [rows, columns rounded
+up to 128], and scales as `lowbit_kernels.block_scaled_mm` takes them."""
 
 
 def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -46,9 +50,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     scheme.check_dtype(x.dtype)
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
-    quantized = quantized_input(
-        x, scheme.forward_format, rows=scheme.output, columns=columns, tensorwise=scheme.one_scale
-    )
+    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns)
     y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
     return unflattened(y, x)
 
@@ -89,8 +91,8 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if rows or columns:
             seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
-            codes, scale, codes_t, scale_t = kernels.quantize_rowcol.quantize_rowcol(
-                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
+            codes, scale, codes_t, scale_t = _quantize(
+                grad, scheme, fmt, rows=rows, columns=columns, seed=seed
             )
         if rows:
             other = weight.column_codes()
@@ -127,6 +129,10 @@ def low_bit_product(
 ) -> Tensor:
     """a @ b.T, scaled. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
     tracer.record(note, name, fmt)
+    if a[1].dim() == 2:
+        return kernels.block_scaled_mm.block_scaled_mm(
+            a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype
+        )
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
     parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
@@ -147,10 +153,21 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 _last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
 
 
-def quantized_input(
-    x: Tensor, format: str, *, rows: bool, columns: bool, tensorwise: bool
+def _quantize(
+    x: Tensor, scheme: Any, format: str, *, rows: bool, columns: bool, seed: Tensor | None = None
 ) -> Quantized:
-    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient. Returns the last result again if x is the
+    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns."""
+    if scheme.in_blocks:
+        return kernels.quantize_blocks.quantize_blocks(
+            x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two
+        )
+    return kernels.quantize_rowcol.quantize_rowcol(
+        x, format, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
+    )
+
+
+def quantized_input(x: Tensor, scheme: Any, *, rows: bool, columns: bool) -> Quantized:
+    """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient. Returns the last result again if x is the
     last input, as for the layers of query, key and value.
 
     Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
@@ -159,14 +176,12 @@ def quantized_input(
     global _last
     may_share = not torch.compiler.is_compiling() and x.grad_fn is not None
     captured = may_share and x.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = (x._version, captured, format, rows, columns, tensorwise) if may_share else None
+    key = (x._version, captured, scheme, rows, columns) if may_share else None
     last = _last
     if may_share and last is not None and last[0]() is x and last[1] == key:
         return last[2]
     flat = x.detach().reshape(-1, x.shape[-1])
-    found = kernels.quantize_rowcol.quantize_rowcol(
-        flat, format, rows=rows, columns=columns, tensorwise=tensorwise
-    )
+    found = _quantize(flat, scheme, scheme.forward_format, rows=rows, columns=columns)
     if may_share:
         _last = (weakref.ref(x, _forget), key, found)
     return found

@@ -123,14 +123,13 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
 
 
 @MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
-def _transpose(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
+def _transpose(func: Any, args: Any, kwargs: Any) -> TrainableTensor:
     """The gathered form is transposed over the weight that its codes represent."""
     self = args[0]
     check_not_flat(self, "transposition")
     weight = func(self.values(), *args[1:], **kwargs)
-    return MixedPrecisionTensor.from_inner(
-        {"weight": weight}, self.meta(), weight.shape, self.dtype
-    )
+    kind = TrainableTensor.of(self.scheme)
+    return kind.from_inner({"weight": weight}, self.meta(), weight.shape, self.dtype)
 
 
 @MixedPrecisionTensor.implements(aten.embedding.default)

@@ -7,6 +7,7 @@ from lowbit.train.prepare import prepare_, restore_
 from lowbit.train.sharded import locate_, precompute_bitnet_scale
 from lowbit.train_scheme import (
     BitNet,
+    Float8BlockMixedPrecision,
     Float8MixedPrecision,
     Int8MixedPrecision,
     Int8Weight,
@@ -15,6 +16,7 @@ from lowbit.train_scheme import (
 
 __all__ = [
     "BitNet",
+    "Float8BlockMixedPrecision",
     "Float8MixedPrecision",
     "Int8MixedPrecision",
     "Int8Weight",

@@ -1,4 +1,5 @@
-"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_sm90`` and ``quantize_tokens_sm90``.
+"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, and ``quantize_rowcol``, ``quantize_blocks`` and
+``quantize_tokens`` for sm_90.
 
 The machine's C++ compiler compiles them; ``cuda_on_cpu.h`` emulates the GPU's instructions. The emulation does not show
 the rounding of a GPU's approximate division and square root, races between warps, or speed. Tests marked ``gpu`` do.
@@ -14,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import quantize_rowcol_sm90, quantize_tokens_sm90
+from lowbit_kernels import quantize_blocks_sm90, quantize_rowcol_sm90, quantize_tokens_sm90
 from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
@@ -66,7 +67,14 @@ extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
 }
 """
 
-
+BLOCKS_FOOTER = """
+extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        quantize_blocks((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
+                        (float *)a[5], a[6], a[7]);
+    });
+}
+"""
 TOKENS_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
@@ -116,3 +124,14 @@ def quantize_rowcol(*arguments) -> None:
 
     with _on_cpu(quantize_rowcol_sm90, kernel):
         quantize_rowcol_sm90.quantize(*arguments)
+
+
+def quantize_blocks(*arguments) -> None:
+    """``quantize_blocks_sm90.quantize`` on CPU tensors."""
+
+    def kernel(variant: quantize_blocks_sm90.Variant, device: int):
+        source = quantize_blocks_sm90.source(variant, primitives=HEADER.read_text())
+        return _emulated(source + BLOCKS_FOOTER)
+
+    with _on_cpu(quantize_blocks_sm90, kernel):
+        quantize_blocks_sm90.quantize(*arguments)

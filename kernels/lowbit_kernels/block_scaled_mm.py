@@ -1,0 +1,174 @@
+"""Products of two float8 matrices with a scale for each 128 elements along K.
+
+    out[m, n] = sum_g (sum_{k in group g} a[m, k] * b[n, k]) * a_scale[g, m] * b_scale[...]  +  bias[n]
+
+    a          float8_e4m3fn [M, K], K a multiple of 128; group g is k = 128 g .. 128 g + 127
+    b          the same [N, K]: both operands have K contiguous, the product is a @ b.T
+    a_scale    float32 [K/128, M]
+    b_scale    float32, [K/128, N]: a scale for each row and group, b_scale[g, n];
+               or [N/128 rounded up, K/128]: a scale for each tile of 128 x 128, b_scale[n // 128, g]
+    bias       float32, bfloat16 or float16 [N], or None
+    out        float32, bfloat16 or float16 [M, N], contiguous
+
+`quantize_blocks` makes such operands. The sum of a group is scaled and added in float32, and the result is rounded once
+to the output dtype (DeepSeek-V3, arXiv 2412.19437, 3.3.2). Where one group has the scale NaN, the result is NaN.
+
+The device chooses the implementation:
+
+    CUDA, compute capability 9.0      block_mm_sm90.cu, compiled at first use: TMA, wgmma, tiles of 256 x 128. On Hopper
+                                      the sum of a group has about 14 bits; two scales whose product is below 2**-126
+                                      count as 0
+    elsewhere                         the float32 product of the dequantized operands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels import block_mm_sm90, nvrtc
+from lowbit_kernels.launches import ran
+from lowbit_kernels.library import FLOATS, check_one_device, register
+
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+
+
+def block_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a @ b.T with the scales of groups or tiles; shapes, dtypes and the formula are in the module's docstring.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: shapes that do not fit each other, K not a multiple of 128, or tensors on several devices.
+    """
+    return torch.ops.lowbit.block_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The formula in float64, on any device."""
+    _check(a, b, a_scale, b_scale, bias, out_dtype)
+    return _dequantized_product(torch.float64, a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _dequantized_product(
+    dtype: torch.dtype,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        out = values(a, a_scale, dtype) @ values(b, b_scale, dtype).T
+    return (out if bias is None else out + bias.to(dtype)).to(out_dtype)
+
+
+def values(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values [rows, K] that codes [rows, K] stand for. scale: of groups [K/128, rows], or of tiles [rows/128 rounded
+    up, K/128]."""
+    rows, k = codes.shape
+    if scale.shape != (k // BLOCK, rows):
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows].t()
+    groups = codes.to(dtype).unflatten(1, (k // BLOCK, BLOCK))
+    return (groups * scale.to(dtype).t().unsqueeze(2)).flatten(1)
+
+
+def _by_torch(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
+    return _dequantized_product(torch.float32, a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    _check(a, b, a_scale, b_scale, bias, out_dtype)
+    name, multiply = _implementation(a, b)
+    ran("block_scaled_mm", name)
+    return multiply(a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
+    """The name and the function of the implementation for checked operands."""
+    if 0 in (*a.shape, b.shape[0]):
+        return "empty", _by_torch
+    if nvrtc.runs_on_hopper(a.device):
+        return "sm90", block_mm_sm90.block_mm
+    return "torch", _by_torch
+
+
+def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:
+    _check(a, b, a_scale, b_scale, bias, out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _check(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"a product with scales of blocks takes a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}; "
+            "flatten leading dimensions first, and pass b transposed"
+        )
+    if a.shape[1] % BLOCK:
+        raise ValueError(
+            f"K must be a multiple of {BLOCK}, got {a.shape[1]}; pad both operands with zeros"
+        )
+    groups = a.shape[1] // BLOCK
+    accepted: dict[str, tuple[Tensor, list[tuple[Any, ...]]]] = {
+        "a_scale": (a_scale, [(groups, a.shape[0])]),
+        "b_scale": (b_scale, [(groups, b.shape[0]), (-(-b.shape[0] // BLOCK), groups)]),
+    }
+    for name, (scale, shapes) in accepted.items():
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
+        if all(tuple(scale.shape) != shape for shape in shapes):
+            raise ValueError(
+                f"{name} must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
+            )
+    check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    if bias is not None and bias.shape != (b.shape[0],):
+        raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
+    for name, got in (
+        ("out_dtype", out_dtype),
+        ("bias", out_dtype if bias is None else bias.dtype),
+    ):
+        if got not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
+    if (a.dtype, b.dtype) != (E4M3, E4M3):
+        raise TypeError(f"both operands must be {E4M3}, got {a.dtype} and {b.dtype}")
+
+
+register(
+    "block_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
+    "ScalarType out_dtype=bfloat16) -> Tensor",
+    _launch,
+    _fake,
+)
