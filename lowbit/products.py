@@ -507,8 +507,7 @@ def _has_block_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         and weight.spec.granularity == PerBlock(_BLOCK, _BLOCK)
         and activation.granularity == PerGroup(_BLOCK)
         and x.dtype is not torch.float64
-        and x.is_cuda
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and kernels.block_scaled_mm.runs_on(x.device)
     )
 
 
@@ -679,7 +678,7 @@ BUILT_IN = (
     Row("weight_linear", _has_weight_kernel, weight_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
     Row("dynamic_linear", _has_dynamic_kernel, dynamic_linear, takes_residual=True),
-    # float8 weights and activations in blocks of 128, on a GPU of compute capability 9.0
+    # float8 weights and activations in blocks of 128, on a GPU that multiplies them
     Row("block_linear", _has_block_kernel, block_linear),
     # int8 weights and activations elsewhere: torch._int_mm
     Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),

@@ -147,8 +147,6 @@ class LowbitProducts(TrainingScheme):
 
     capability: ClassVar[tuple[int, int]]
     """The lowest CUDA compute capability of GPUs with units for these products."""
-    newer: ClassVar[bool] = True
-    """Whether GPUs of a higher compute capability run them too."""
     least: ClassVar[Least] = Least()
     forward_format: ClassVar[str]
     """The format of inputs and weights, of `lowbit_kernels.quantize_rowcol`."""
@@ -195,9 +193,13 @@ class LowbitProducts(TrainingScheme):
         if refusal is not None:
             raise ValueError(refusal)
 
+    def _missing_units(self, device: torch.device) -> str | None:
+        """Why `device` does not run these products; None if it does."""
+        return missing_units(device, self.capability)
+
     def _refusal_of(self, device: torch.device) -> str | None:
         """Error message for devices without int8 or float8 matrix units; None for those that have them."""
-        reason = None if self.always else missing_units(device, self.capability, self.newer)
+        reason = None if self.always else self._missing_units(device)
         if reason is None:
             return None
         return (
@@ -299,8 +301,8 @@ class Float8BlockMixedPrecision(MixedPrecision):
     Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one for
     each 128 x 128 elements. Outlying values so cost precision only in their own block. The output and the input's
     gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference, with the
-    outputs of training. Training may also start from such a weight: `lowbit.train.prepare_` takes it. The kernels of
-    these products are for GPUs of compute capability 9.0 (H100, H200).
+    outputs of training. Training may also start from such a weight: `lowbit.train.prepare_` takes it. These products
+    run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
 
     Args:
         output, grad_input, grad_weight, always: as for `Int8MixedPrecision`.
@@ -312,7 +314,6 @@ class Float8BlockMixedPrecision(MixedPrecision):
     power_of_two: bool = field(default=False, kw_only=True)
 
     capability = (9, 0)
-    newer = False
     forward_format = "e4m3"
 
     def __post_init__(self) -> None:
@@ -326,6 +327,9 @@ class Float8BlockMixedPrecision(MixedPrecision):
     @property
     def in_blocks(self) -> bool:
         return True
+
+    def _missing_units(self, device: torch.device) -> str | None:
+        return super()._missing_units(device) or missing_block_products(device)
 
     def starts_from(self, weight: Any) -> bool:
         is_float8 = getattr(weight, "stored_as", None) == "float8"
@@ -427,11 +431,8 @@ def _check_bools(scheme: Any) -> None:
             raise TypeError(f"{each.name} must be True or False, got {value!r}")
 
 
-def missing_units(
-    device: torch.device, capability: tuple[int, int], newer: bool = True
-) -> str | None:
-    """Why a device lacks the matrix units of a GPU of this capability, or with `newer` of a higher one; None if it has
-    them, and for CPU and meta."""
+def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
+    """Why a device lacks the matrix units of a GPU of this capability; None if it has them, and for CPU and meta."""
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda" or torch.version.cuda is None:
@@ -439,10 +440,21 @@ def missing_units(
     found = torch.cuda.get_device_capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
-    if found == capability or (newer and found > capability):
+    return None if found >= capability else f"its compute capability is {has}, below {needed}"
+
+
+def missing_block_products(device: torch.device) -> str | None:
+    """Why a GPU from compute capability 9.0 on has no products of float8 blocks; None if it has them."""
+    if device.type != "cuda":
         return None
-    return f"its compute capability is {has}, {'below' if newer else 'not'} {needed}"
+    found, version = torch.cuda.get_device_capability(device), torch.version.cuda or "0.0"
+    if found != (9, 0):
+        return f"its compute capability is {'.'.join(map(str, found))}, and cuBLAS has products of blocks for 9.0"
+    if tuple(map(int, version.split(".")[:2])) < (12, 9):
+        return f"torch is built for CUDA {version}, and cuBLAS has products of blocks from CUDA 12.9 on"
+    return None
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
-missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (missing_units, missing_block_products):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -15,10 +15,11 @@ to the output dtype (DeepSeek-V3, arXiv 2412.19437, 3.3.2). Where one group has 
 
 The device chooses the implementation:
 
-    CUDA, compute capability 9.0      block_mm_sm90.cu, compiled at first use: TMA, wgmma, tiles of 256 x 128. On Hopper
-                                      the sum of a group has about 14 bits; two scales whose product is below 2**-126
-                                      count as 0
-    elsewhere                         the float32 product of the dequantized operands
+    CUDA 12.9 or newer, compute capability 9.0   cuBLAS. On Hopper the sum of a group has about 14 bits
+    elsewhere                                    the float32 product of the dequantized operands
+
+cuBLAS takes multiples of 16 rows, and whole tiles of b; other operands are padded in a copy. It writes bfloat16 and
+float32. A bias, and float16, take a second pass over float32 sums.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels import block_mm_sm90, nvrtc
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device, register
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
+CUDA, CAPABILITY = (12, 9), (9, 0)
+"""The CUDA version from which on cuBLAS has these products, and the GPUs that it has them for."""
 
 
 def block_scaled_mm(
@@ -96,6 +99,65 @@ def _by_torch(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
     return _dequantized_product(torch.float32, a, b, a_scale, b_scale, bias, out_dtype)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the matrix units of this device run these products."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    version = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    return version >= CUDA and torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+def _by_cublas(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    by_tile = b_scale.shape != (k // BLOCK, n)
+    a, a_scale = _with_rows(a, 16), _padded(a_scale, 16)
+    b = _with_rows(b, BLOCK if by_tile else 16)
+    # cuBLAS reads the scales of four steps of K at once.
+    b_scale = _padded(b_scale, 4 if by_tile else 16)
+    direct = bias is None and out_dtype != torch.float16
+    out = F.scaled_mm(
+        a,
+        b.t(),
+        a_scale.t(),
+        F.ScalingType.BlockWise1x128,
+        b_scale.t(),
+        F.ScalingType.BlockWise128x128 if by_tile else F.ScalingType.BlockWise1x128,
+        F.SwizzleType.NO_SWIZZLE,
+        F.SwizzleType.NO_SWIZZLE,
+        output_dtype=out_dtype if direct else torch.float32,
+    )
+    out = out[:m, :n]
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype).contiguous()
+
+
+def _with_rows(codes: Tensor, multiple: int) -> Tensor:
+    """Codes with rows of zeros up to a multiple, contiguous."""
+    extra = -codes.shape[0] % multiple
+    if extra:
+        codes = F.pad(codes.view(torch.uint8), (0, 0, 0, extra)).view(codes.dtype)
+    return _as_contiguous(codes)
+
+
+def _padded(scale: Tensor, multiple: int) -> Tensor:
+    """Scales with columns of zeros up to a multiple, contiguous."""
+    extra = -scale.shape[1] % multiple
+    return _as_contiguous(F.pad(scale, (0, extra)) if extra else scale)
+
+
+def _as_contiguous(x: Tensor) -> Tensor:
+    """x in contiguous memory. A dimension of size 1 may have any stride, but cuBLAS needs that of a full row."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
 def _launch(
     a: Tensor,
     b: Tensor,
@@ -114,9 +176,7 @@ def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
     """The name and the function of the implementation for checked operands."""
     if 0 in (*a.shape, b.shape[0]):
         return "empty", _by_torch
-    if nvrtc.runs_on_hopper(a.device):
-        return "sm90", block_mm_sm90.block_mm
-    return "torch", _by_torch
+    return ("cublas", _by_cublas) if runs_on(a.device) else ("torch", _by_torch)
 
 
 def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:

@@ -251,6 +251,11 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             )
         return ("codes",) if block == 0 else tuple(self.inner_tensors())
 
+    def _take(self, rows: Tensor) -> Self:
+        if (block := self._blocks_along(0)) > 1:
+            raise self._unsupported(f"single rows, as they share scales in blocks of {block}")
+        return super()._take(rows)
+
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:
             swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
@@ -463,8 +468,6 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     self, indices = args[0], args[1]
     if self.transposed:
         raise self._unsupported("an embedding of its transpose")
-    if self._blocks_along(0) > 1:
-        raise self._unsupported("an embedding, as rows share scales")
     rows = self._take(indices.reshape(-1)).dequantize()
     return rows.view(*indices.shape, *self.shape[1:])
 

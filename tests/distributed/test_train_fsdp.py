@@ -31,7 +31,7 @@ from tests.traced import low_bit
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
-ROWS = [64, 33, 1]  # even; uneven; one rank without any
+ROWS = [64, 33, 1, 256]  # even; uneven; one rank without any; whole blocks of 128 on both
 
 
 class Model(nn.Module):
@@ -58,9 +58,11 @@ def shard(model, dtype=None):
 
 def as_gathered(model):
     """A copy with the weights as FSDP2 gathers them: each rank quantizes its own rows. Their gradients are the
-    gradients of the high-precision weights."""
+    gradients of the high-precision weights. Weights in blocks, of which shards hold parts, travel as they are."""
     model = copy.deepcopy(model)
     for layer in (model.first, model.second):
+        if not layer.weight._wire_fits(layer.weight.shape, dist.get_world_size()):
+            continue
         parts = [w._wire() for w in layer.weight.detach().chunk(dist.get_world_size())]
         whole = parts[0]._cat(parts, 0) if len(parts) > 1 else parts[0]
         layer.weight = nn.Parameter(whole)
@@ -118,6 +120,13 @@ def check_bytes_on_the_wire(rank, world_size):
             ((_, inputs),) = [pair for pair in seen if pair[0].shape[-1] == 100]
             sent = sum(t.nbytes for t in inputs) / (-(-rows // world_size) * 100)
             assert sent <= (limit if rows % world_size == 0 else 2), (rows, sent)
+    for rows, low in ((256, True), (64, False), (129, False)):  # shards of whole blocks, or not
+        model = shard(prepared(Model(rows), SCHEMES["float8-blocks"]))
+        with recorded_gathers() as seen, torch.no_grad():
+            model(batch_of(rank))
+        ((_, inputs),) = [pair for pair in seen if pair[0].shape[-1] == 100]
+        sent = sum(t.nbytes for t in inputs) / (-(-rows // world_size) * 100)
+        assert sent <= 1.3 if low else sent == 4, (rows, sent)  # 100 columns are padded to 128
     exact = train.Int8MixedPrecision(grad_input=False, always=True)
     model = shard(prepared(Model(64), exact))
     with recorded_gathers() as seen, torch.no_grad():

@@ -463,27 +463,6 @@ static inline void multiply_bytes(int (&sums)[SUMS], uint32 a, uint32 b, bool ad
     }
 }
 
-static inline float from_e4m3(unsigned char bits) {
-    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-    const float magnitude = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    return (bits & 127) == 127 ? NAN : bits >> 7 ? -magnitude : magnitude;
-}
-
-// The same for e4m3, with float32 sums.
-template <int SUMS>
-static inline void multiply_e4m3(float (&sums)[SUMS], uint32 a, uint32 b, bool add) {
-    const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const auto number = [](uint32 operand, int row, int k) {
-        return from_e4m3(emulation::memory()[swizzled((operand & 0x3fff) * 16 + row * 128 + k, 128)]);
-    };
-    for (int i = 0; i < SUMS; ++i) {
-        float sum = 0;
-        for (int k = 0; k < 32; ++k)
-            sum += number(a, own + i / 2 % 2 * 8, k) * number(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
-        sums[i] = (add ? sums[i] : 0.0f) + sum;
-    }
-}
-
 // ---- products of warps -------------------------------------------------------------------------------------------------
 
 static inline float half_of(uint32 word, int i, bool half) {
