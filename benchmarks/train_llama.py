@@ -35,7 +35,13 @@ from benchmarks.optimizers import (
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 from benchmarks.train_peers import PEERS
-from lowbit import Float8MixedPrecision, Int8MixedPrecision, Int8Weight, train
+from lowbit import (
+    Float8BlockMixedPrecision,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    train,
+)
 from recipes.llama import Llama, LlamaConfig
 
 LLAMA_1B_CONFIG = LlamaConfig(
@@ -45,6 +51,7 @@ SCHEMES: dict[str, Any] = {
     "int8": Int8MixedPrecision(),
     "float8 rowwise": Float8MixedPrecision(),
     "float8 tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2"),
+    "float8 blocks": Float8BlockMixedPrecision(),
 }
 WARM_UP = 2
 CAPPED_GIB = 9.0

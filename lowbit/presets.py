@@ -71,12 +71,15 @@ def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping | Non
     return Scheme(weight=Int4WeightOnly(group_size, mapping).weight, activation=_DYNAMIC_INT8)
 
 
-def Float8WeightOnly(granularity: Granularity = PerRow()) -> Scheme:
+_ROW = PerRow()
+
+
+def Float8WeightOnly(granularity: Granularity = _ROW) -> Scheme:
     """float8 (e4m3) weights with one scale a row, or as `granularity` says."""
     return Scheme(weight=Spec(Float8(), granularity))
 
 
-def Float8DynamicActivationFloat8Weight(granularity: PerRow | PerBlock = PerRow()) -> Scheme:
+def Float8DynamicActivationFloat8Weight(granularity: PerRow | PerBlock = _ROW) -> Scheme:
     """float8 × float8 products (e4m3): one scale a row of the weight, and one a token of the activation.
 
     With `PerBlock(128, 128)`, as DeepSeek-V3 publishes its weights: one scale for each 128 x 128 of the weight, and one

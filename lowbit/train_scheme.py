@@ -298,10 +298,10 @@ class Float8MixedPrecision(MixedPrecision):
 class Float8BlockMixedPrecision(MixedPrecision):
     """float8 (e4m3) products with scales of blocks, as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3).
 
-    Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one for
-    each 128 x 128 elements. Outlying values so cost precision only in their own block. The output and the input's
-    gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference, with the
-    outputs of training. Training may also start from such a weight: `lowbit.train.prepare_` takes it. These products
+    Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one
+    for each 128 x 128 elements. An outlying value costs precision in its own block only. The output and the input's
+    gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference. Training
+    may also start from such a weight: `lowbit.train.prepare_` takes it. These products
     run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
 
     Args:

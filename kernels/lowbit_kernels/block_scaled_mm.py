@@ -86,8 +86,8 @@ def _dequantized_product(
 
 
 def values(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values [rows, K] that codes [rows, K] stand for. scale: of groups [K/128, rows], or of tiles [rows/128 rounded
-    up, K/128]."""
+    """The values [rows, K] of codes [rows, K]. scale: of groups [K/128, rows], or of tiles [rows/128 rounded up,
+    K/128]."""
     rows, k = codes.shape
     if scale.shape != (k // BLOCK, rows):
         scale = scale.repeat_interleave(BLOCK, 0)[:rows].t()

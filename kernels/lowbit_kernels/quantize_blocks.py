@@ -23,12 +23,12 @@ Tiles (``tiles=True``), for weights:
 
 Both products of a weight then see the same rounded weight. A pair that is not requested comes back as [0, 0], [0, 0].
 
-x is float32, bfloat16 or float16 with any strides. No scale is smaller than 2**-126. These are bit for bit the codes and
-scales of ``lowbit``'s `Spec` with the same blocks. A group with a NaN or an infinity has scale NaN and codes 0, so that
+x is float32, bfloat16 or float16 with any strides. No scale is smaller than 2**-126. Codes and scales are bit for bit
+those of ``lowbit``'s `Spec` with the same blocks. A group with a NaN or an infinity has scale NaN and codes 0, so that
 its products are NaN. ``power_of_two`` rounds each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
 
-Implementations: quantize_blocks_sm90.cu on GPUs of compute capability 9.0, PyTorch elsewhere. The kernel reads each tile
-once: on an H200 it moves 4 bytes for each 16-bit element and two codes at 88 to 91% of the speed of a copy
+Implementations: quantize_blocks_sm90.cu on GPUs of compute capability 9.0, PyTorch elsewhere. The kernel reads each
+tile once: on an H200 it moves 4 bytes for each 16-bit element and two codes at 88 to 91% of the speed of a copy
 (``benchmarks/LOG.md``).
 """
 

@@ -34,8 +34,8 @@ def load_float8_blocks_(
         load_float8_blocks_(model, safetensors.torch.load_file("model.safetensors"))
 
     Each float8 weight becomes a frozen `Float8Tensor` with `PerBlock(128, 128)`, in the dtype and on the device of the
-    parameter that it replaces. Everything else is loaded by `model.load_state_dict`. To train all of the model then call
-    `lowbit.train.prepare_(model, Float8BlockMixedPrecision())`; LoRA adapters train beside the frozen weights.
+    parameter that it replaces. Everything else is loaded by `model.load_state_dict`. LoRA adapters train beside the
+    frozen weights; `lowbit.train.prepare_(model, Float8BlockMixedPrecision())` makes the weights themselves train.
 
     Args:
         model: with plain parameters, under the names of the state dict.
@@ -105,7 +105,9 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_in_blocks(weight: Tensor) -> bool:
-    return isinstance(weight, Float8Tensor) and weight.spec == BLOCK_WEIGHT and not weight.transposed
+    return (
+        isinstance(weight, Float8Tensor) and weight.spec == BLOCK_WEIGHT and not weight.transposed
+    )
 
 
 def _assembled(

@@ -102,8 +102,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     @classmethod
     def from_float(cls, weight: Tensor, scheme: Scheme | Spec) -> AffineTensor:
-        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and for
-        float8 in blocks).
+        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and
+        for float8 in blocks).
 
         A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
         infinite weights.

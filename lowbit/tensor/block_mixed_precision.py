@@ -85,7 +85,8 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
 
 
 class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
-    """The form that FSDP2 gathers a BlockMixedPrecisionTensor to: codes [..., N, K128] and scales [..., N/128, K/128]."""
+    """The form that FSDP2 gathers a BlockMixedPrecisionTensor to: codes [..., N, K128] and scales [..., N/128,
+    K/128]."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
 

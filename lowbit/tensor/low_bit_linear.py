@@ -167,8 +167,8 @@ def _quantize(
 
 
 def quantized_input(x: Tensor, scheme: Any, *, rows: bool, columns: bool) -> Quantized:
-    """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient. Returns the last result again if x is the
-    last input, as for the layers of query, key and value.
+    """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient. Returns the last
+    result again if x is the last input, as for the layers of query, key and value.
 
     Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
     inputs and results. Under torch.compile the compiler merges equal operations itself.

@@ -122,7 +122,7 @@ def test_refuses_k_that_is_no_multiple_of_a_group() -> None:
         block_scaled_mm(codes, codes, torch.ones(1, 4), torch.ones(1, 1))
 
 
-# ---- cuBLAS ------------------------------------------------------------------------------------------------------------
+# ---- cuBLAS ----------------------------------------------------------------------------------------------------------
 
 
 def accepting(a, b, a_scale, a_recipe, b_scale, b_recipe, *swizzles, output_dtype):

@@ -50,9 +50,8 @@ def test_codes_and_scales_are_those_of_a_spec(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.k], ids=name_of)
 def test_the_error_is_half_a_step(case: Case) -> None:
-    x, tiles, rows, columns, power_of_two = case.arguments()
+    x, tiles, _, _, power_of_two = case.arguments()
     codes, scale, codes_t, scale_t = quantize_blocks(x, tiles=tiles, power_of_two=power_of_two)
-    m, k = x.shape
     for matrix, found, own in ((x, codes, scale), (x.T, codes_t, scale_t)):
         rounded = values(found, own, torch.float64)
         assert not rounded[:, matrix.shape[1] :].any()
@@ -80,7 +79,7 @@ def test_tiles_are_rounded_once(tiles: bool) -> None:
 @pytest.mark.parametrize("tiles", [False, True])
 def test_extreme_values(tiles: bool) -> None:
     x = extreme()
-    codes, scale, codes_t, scale_t = quantize_blocks(x, tiles=tiles)
+    codes, scale, _, scale_t = quantize_blocks(x, tiles=tiles)
     if tiles:
         expected = torch.tensor([[True, False], [False, False]])
         assert torch.equal(scale.isnan(), expected) and torch.equal(scale_t.isnan(), expected)

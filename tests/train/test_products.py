@@ -37,9 +37,7 @@ INPUTS = [(16, 64), (2, 9, 65), (3, 1, 5, 31), (7, 101), (1, 48)]
 NAMES = ("output", "input", "weight")
 
 
-def dequantized(
-    x: Tensor, scheme, fmt: str, is_weight: bool = False
-) -> tuple[Tensor, Tensor]:
+def dequantized(x: Tensor, scheme, fmt: str, is_weight: bool = False) -> tuple[Tensor, Tensor]:
     """x as rounded for products that sum along its rows, and along its columns; float64."""
     if scheme.in_blocks:
         codes, scale, codes_t, scale_t = quantize_blocks(
