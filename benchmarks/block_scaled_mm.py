@@ -44,10 +44,9 @@ def _by_tensor(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    scales = (
-        a.new_ones(shape, dtype=torch.float32) for shape in ((a.shape[0], 1), (1, b.shape[0]))
-    )
-    return torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    rows = a.new_ones((a.shape[0], 1), dtype=torch.float32)
+    columns = a.new_ones((1, b.shape[0]), dtype=torch.float32)
+    return torch._scaled_mm(a, b.T, rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _check(case: Case) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ def quantize_blocks() -> Iterator[Problem]:
     for case in CASES:
         if not case.large:
             continue
-        runs = {
+        runs: dict[str, Callable[..., tuple]] = {
             "lowbit": torch.ops.lowbit.quantize_blocks,
             "lowbit, scales of rows and columns": _by_rows,
             "formula in PyTorch ops": reference,

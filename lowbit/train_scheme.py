@@ -456,5 +456,5 @@ def missing_block_products(device: torch.device) -> str | None:
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
-for _function in (missing_units, missing_block_products):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+missing_block_products._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, check_one_device, register
+from lowbit_kernels.library import check_one_device, register
+from lowbit_kernels.scaled_mm import check_result
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
@@ -214,14 +215,7 @@ def _check(
                 f"{name} must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
             )
     check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
-    if bias is not None and bias.shape != (b.shape[0],):
-        raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
-    for name, got in (
-        ("out_dtype", out_dtype),
-        ("bias", out_dtype if bias is None else bias.dtype),
-    ):
-        if got not in FLOATS:
-            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
+    check_result(b.shape[0], bias, out_dtype)
     if (a.dtype, b.dtype) != (E4M3, E4M3):
         raise TypeError(f"both operands must be {E4M3}, got {a.dtype} and {b.dtype}")
 

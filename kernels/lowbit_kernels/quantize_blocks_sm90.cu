@@ -65,15 +65,8 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
             }
         }
         if constexpr (COLUMNS) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                shared.column_max[warp][lane * 4 + j] =
-                    widened(SIZE == 4 ? columns[j] : j % 2 ? columns[j / 2] >> 16 : columns[j / 2] & 0xffff);
-            __syncthreads();
+            const uint32 largest = largest_of_column(shared, columns);
             if (threadIdx.x < TILE) {
-                uint32 largest = 0;
-#pragma unroll
-                for (int i = 0; i < WARPS; ++i) largest = max(largest, shared.column_max[i][threadIdx.x]);
                 const Scale own = block_scale(largest);
                 const long long to = at.column + threadIdx.x;
                 shared.column[threadIdx.x] = own;

@@ -215,19 +215,24 @@ def _check(
                 f"{name} must have the shape ({size},) or (1,), got {tuple(scale.shape)}"
             )
     check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
-    if bias is not None and bias.shape != (b.shape[0],):
-        raise ValueError(f"bias must have the shape ({b.shape[0]},), got {tuple(bias.shape)}")
+    check_result(b.shape[0], bias, out_dtype)
+    if (a.dtype, b.dtype) not in OPERANDS:
+        raise TypeError(
+            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
+            f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
+        )
+
+
+def check_result(n: int, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Raise ValueError unless the bias is [n], and TypeError for other dtypes of bias and result than those above."""
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias must have the shape ({n},), got {tuple(bias.shape)}")
     for name, got in (
         ("out_dtype", out_dtype),
         ("bias", out_dtype if bias is None else bias.dtype),
     ):
         if got not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
-    if (a.dtype, b.dtype) not in OPERANDS:
-        raise TypeError(
-            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
-            f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
-        )
 
 
 register(

@@ -11,6 +11,7 @@ Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. All other ent
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises ValueError if no weight is stored in blocks of 128 x 128, or another one in other low bits.
     """
     found: dict[str, Tensor] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     blocks = {name: w for name, w in parameters.items() if _is_in_blocks(w)}
     if not blocks:
         raise ValueError(
@@ -133,7 +134,5 @@ def _assembled(
     rows, columns = codes.shape[-2:]
     padded = F.pad(as_bytes(codes), (0, -columns % BLOCK, 0, -rows % BLOCK)).view(E4M3)
     device = old.device
-    return Float8Tensor(
-        *(padded.to(device), scale.to(device, torch.float32), None),
-        *(BLOCK_WEIGHT, codes.shape, old.dtype, activation),
-    )
+    stored, factors = padded.to(device), scale.to(device, torch.float32)
+    return Float8Tensor(stored, factors, None, BLOCK_WEIGHT, codes.shape, old.dtype, activation)
