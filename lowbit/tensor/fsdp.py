@@ -25,10 +25,12 @@ def as_bytes(t: Tensor) -> Tensor:
 
 def _to_planes(tensor: Any, rows: int) -> tuple[Tensor, ...]:
     """uint8 tensors [rows, trailing…], zero padded: plane p holds bytes p·E to (p + 1)·E of each row of E elements."""
-    parts = [
-        getattr(tensor, name).flatten(1).contiguous().view(torch.uint8)
-        for name in tensor._row_attrs()
-    ]
+    found = [getattr(tensor, name) for name in tensor._row_attrs()]
+    if any(t.shape[0] != tensor.shape[0] for t in found):
+        raise tensor._unsupported(
+            "uneven shards of rows that share scales in blocks (accepted: as many whole blocks on each rank)"
+        )
+    parts = [t.flatten(1).contiguous().view(torch.uint8) for t in found]
     used = sum(part.shape[1] for part in parts)
     elements = max(tensor.shape[1:].numel(), 1)
     planes = max(-(-used // elements), 1)
