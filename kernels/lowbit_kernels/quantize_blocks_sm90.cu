@@ -91,7 +91,9 @@ DYNAMIC_SHARED(tile_memory);
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantize_blocks(const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,
                     float *scale_t, long long m, long long k) {
-    const Job job = {x, stride, codes, scale, codes_t, scale_t, nullptr, nullptr, nullptr, m, k};
+    Job job = {};
+    job.x = x, job.stride = stride, job.m = m, job.k = k;
+    job.codes = codes, job.scale = scale, job.codes_t = codes_t, job.scale_t = scale_t;
     Shared &shared = *(Shared *)tile_memory;
     const Position at(job, blockIdx.x);
     Part part;
@@ -126,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     if constexpr (COLUMNS) {
-        const long long m128 = (m + TILE - 1) / TILE * TILE;
-        store_transposed({x, stride, codes, scale, codes_t, scale_t, nullptr, nullptr, nullptr, m128, k}, shared, at,
-                         codes_of_columns);
+        Job padded = job;
+        padded.m = (m + TILE - 1) / TILE * TILE;
+        store_transposed(padded, shared, at, codes_of_columns);
     }
 }
