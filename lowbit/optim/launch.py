@@ -95,7 +95,7 @@ class Launch:
         rows = words[: len(pieces) * width].reshape(-1, width)
         pairs = zip(rows, pieces, strict=True)
         others = np.array(
-            [_fill(row, optimizer, piece, is_random(variant)) for row, piece in pairs]
+            [_fill(row, optimizer, piece, variant) for row, piece in pairs]
         )
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
         first = np.cumsum(counts) - counts
@@ -260,11 +260,11 @@ class Launch:
         return self.table
 
 
-def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
+def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: Variant) -> int:
     """Write a row of the table, except the gradient's address and the first tile.
 
-    Returns the bitwise or of all addresses, with bit 0 set if rows don't begin at multiples of eight elements. If the
-    last four bits are 0, the kernel can read eight elements at once.
+    Returns the bitwise or of all addresses, with bit 0 set if some row of 4-bit codes begins within a word. If the last
+    four bits are 0, the kernel can read eight elements at once.
     """
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
@@ -291,12 +291,13 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
     row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
     row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
     row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.param_index
-    if is_random:
+    if is_random(variant):
         base, run, stride = states.global_index(item.param)
         row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs
         if run != stride:
             row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
-    return bits | (0 if cols % 8 == 0 or cols == numel else 1)
+    packs = "4bit" in variant.formats and cols % 8 != 0 and cols != numel
+    return bits | (1 if packs else 0)
 
 
 def _start(tensor: Tensor, item: Item) -> int:
