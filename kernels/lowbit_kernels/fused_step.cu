@@ -46,7 +46,8 @@ struct Offsets {  // of a lane's eight elements
     int count;              // elements to read, 0..8
     int far;                // so many of them, the first ones, lie a tile further on
     uint32 mask;            // bit i: element i belongs to the tile
-    bool vector;            // whether 16-byte accesses reach all eight
+    bool vector;            // whether 16-byte loads reach all eight
+    bool whole;             // whether 16-byte stores also do
 };
 
 // Whether a tile is whole, of a tensor with a single row, and 16-byte accesses reach all of its elements.
@@ -66,11 +67,12 @@ DEVICE Offsets locate_lane(const Tensor &t, uint32 tile, int lane) {
     at.half_byte = start.half_byte + lane * 4;
     at.of_128 = start.of_128 + lane / 16;
     at.of_256 = start.of_256;
-    at.far = lane == 0 && before + size > TILE ? before + size - TILE : 0;
+    at.far = GROUPED && lane == 0 && before + size > TILE ? before + size - TILE : 0;
     at.mask = end <= 0 ? 0 : 0xff >> (end < 8 ? 8 - end : 0);
     if (lane == 0) at.mask = at.mask >> before << before | (1u << at.far) - 1;
     at.count = at.mask == 0 ? 0 : GROUPED && t.aligned ? limited(t.numel - at.element, 8) : end < 8 ? end : 8;
     at.vector = t.aligned && at.count == 8;
+    at.whole = at.vector && at.mask == 0xff && at.far == 0;
     return at;
 }
 
@@ -418,7 +420,7 @@ struct State {
     MEMBER void encode(const Tensor &t, const Scalars &k, const Offsets &at, int lane, const uint32 *table,
                        float x[8]) {
         if constexpr (has_scale(SLOT)) {
-            if (at.mask != 0xff) {
+            if (!at.whole) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     if (!(at.mask >> i & 1)) x[i] = 0.0f;  // must not count in the absmax
@@ -542,7 +544,7 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     Offsets at;
     if (__builtin_expect(is_whole(t, tile), 1)) {
         const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE + lane * 8;
-        at = {element, element / 2, element / 128, element / 256, 8, 0, 0xff, true};
+        at = {element, element / 2, element / 128, element / 256, 8, 0, 0xff, true, true};
     } else {
         at = locate_lane(t, tile, lane);
     }
@@ -577,7 +579,7 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
     if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
 
-    if (at.vector && at.mask == 0xff && at.far == 0) store_tile<true>(work, t, at, lane);
+    if (at.whole) store_tile<true>(work, t, at, lane);
     else store_tile<false>(work, t, at, lane);
 }
 

@@ -71,6 +71,7 @@ class Launch:
     params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
     dense: bool = False  # whether a gradient's memory is simply its values
+    gradients: list[int] = field(default_factory=list)  # their addresses, as they are in the table
     uploaded: np.ndarray | None = None
     kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
@@ -169,15 +170,20 @@ class Launch:
             self.dense = _are_dense(self.grads)
         if not self.dense:
             self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
-        addresses = self._gradients()
+        found = list(map(Tensor.data_ptr, self.grads))
+        if found == self.gradients:
+            return True
+        addresses = self._by_row(np.array(found, np.int64))
         rows = self.tensor_words()
         rows[:, COLUMN["grad"]] = addresses
         rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
-        return bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
+        all_there = bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
+        self.gradients = found if all_there else []
+        return all_there
 
-    def _gradients(self) -> np.ndarray:
-        """The addresses of the gradients, by row of the table; 0 for a gradient without memory."""
-        return np.array(list(map(Tensor.data_ptr, self.grads)), np.int64)
+    def _by_row(self, gradients: np.ndarray) -> np.ndarray:
+        """The addresses of the gradients, by row of the table instead of by parameter; 0 for one without memory."""
+        return gradients
 
     def run(self, optimizer: Any, scale: GradScale) -> None:
         device = self.table.device
