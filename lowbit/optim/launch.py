@@ -95,9 +95,7 @@ class Launch:
         words = np.zeros(len(pieces) * width + groups * fused_step.GROUP_WORDS, np.int64)
         rows = words[: len(pieces) * width].reshape(-1, width)
         pairs = zip(rows, pieces, strict=True)
-        others = np.array(
-            [_fill(row, optimizer, piece, variant) for row, piece in pairs]
-        )
+        others = np.array([_fill(row, optimizer, piece, variant) for row, piece in pairs])
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
         first = np.cumsum(counts) - counts
         rows[:, COLUMN["first_tile"]] = first
