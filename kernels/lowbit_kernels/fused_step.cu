@@ -13,7 +13,7 @@
 // The first and the last group belong to the tile only in part, eight elements together; lane 0 works on both:
 //
 //     group       0         1         ...   31        32
-//     elements    .....XXX  XXXXXXXX  ...   XXXXXXXX  XXXXX...
+//     elements    .....###  ########  ...   ########  #####...
 //     lane             0    1               31        0
 //
 // Codes of 4 bits have no such groups, because each row of them begins with a byte of its own.
