@@ -35,7 +35,7 @@ from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 
 WARM_UP = 2
-ODD_SHAPES = [(4097, 1023)] * 40 + [(333, 777)] * 100 + [(1601,)] * 500
+ODD_SHAPES: list[tuple[int, ...]] = [(4097, 1023)] * 40 + [(333, 777)] * 100 + [(1601,)] * 500
 """Rows of 1023 and 777 elements begin at odd addresses. Tensors of 1601 elements keep float32 states."""
 CPU_SHAPES = {
     "100 tensors of 64 x 64": [(64, 64)] * 100,
