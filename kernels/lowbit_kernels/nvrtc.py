@@ -72,7 +72,8 @@ class Kernel:
 
         self._driver = driver
         self._function = function
-        self._structs, self._shared = structs, shared
+        self._structs = structs
+        self.shared, self.cluster, self.overlaps = shared, cluster, overlaps
         self._lock = threading.Lock()
         self._values = (ctypes.c_uint64 * arguments)()
         size = ctypes.sizeof(ctypes.c_uint64)
@@ -87,6 +88,11 @@ class Kernel:
             # The attribute belongs to the function, so keep what another Kernel of the same function has set.
             _check(driver.cuFuncSetAttribute(function, attribute, max(most, shared))[0])
         self._config = _config(shared, cluster, overlaps) if cluster > 1 or overlaps else None
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a CUfunction."""
+        return int(self._function)
 
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
         """Launch `grid` blocks of `threads` threads on a stream handle; the kernel's device must be current."""
@@ -105,7 +111,7 @@ class Kernel:
         pointers = ctypes.addressof(self._pointers)
         if self._config is None:
             shape = (grid, 1, 1, threads, 1, 1)
-            launch = (self._function, *shape, self._shared, stream, pointers, 0)
+            launch = (self._function, *shape, self.shared, stream, pointers, 0)
             return self._driver.cuLaunchKernel(*launch)[0]
         self._config.gridDimX, self._config.blockDimX = grid, threads
         self._config.hStream = stream
