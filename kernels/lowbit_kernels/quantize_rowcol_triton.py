@@ -120,6 +120,13 @@ def rounded_to_float8(q, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr)
 
 
 @jit
+def _codes(values, scale, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr):
+    usable = scale == scale
+    q = tl.where(usable, tl.div_rn(values, tl.where(usable, scale, 1.0)), 0.0)
+    return _rounded(q, draws, STOCHASTIC, LARGEST)
+
+
+@jit
 def _quantize(
     x,
     row_max,
@@ -161,9 +168,7 @@ def _quantize(
         own = values
         if FACTOR:
             own = values * tl.load(factor + column, mask=column < k, other=0)[None, :]
-        usable = (found == found)[:, None]
-        q = tl.where(usable, tl.div_rn(own, tl.where(found == found, found, 1.0)[:, None]), 0.0)
-        out = _rounded(q, draws, STOCHASTIC, LARGEST).to(codes.dtype.element_ty)
+        out = _codes(own, found[:, None], draws, STOCHASTIC, LARGEST).to(codes.dtype.element_ty)
         shown = row < 1 if TENSORWISE else row < m
         if ROWS:
             tl.store(scale + row, found, mask=shown)
@@ -180,10 +185,8 @@ def _quantize(
                 found_t = _scale(tl.load(column_max + column, mask=column < k, other=0), LARGEST)
             shown_t = column < 1 if TENSORWISE else column < k
             tl.store(scale_t + column, found_t, mask=shown_t)
-            usable_t = (found_t == found_t)[None, :]
-            spread = tl.where(found_t == found_t, found_t, 1.0)[None, :]
-            q_t = tl.where(usable_t, tl.div_rn(values, spread), 0.0)
-            out_t = _rounded(q_t, draws, STOCHASTIC, LARGEST).to(codes_t.dtype.element_ty)
+            out_t = _codes(values, found_t[None, :], draws, STOCHASTIC, LARGEST)
+            out_t = out_t.to(codes_t.dtype.element_ty)
         at_t = column.to(tl.int64)[:, None] * width_t + row[None, :]
         inside = (column < k)[:, None] & (row < width_t)[None, :]
         tl.store(codes_t + at_t, tl.trans(out_t), mask=inside)

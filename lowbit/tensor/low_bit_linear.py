@@ -92,7 +92,9 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = factor = None
         if rows:
             turned, of_weight = weight.transposed_codes()
-            if of_weight.numel() > 1:  # move them into the gradient; several shards have several, also tensorwise
+            if (
+                of_weight.numel() > 1
+            ):  # move them into the gradient; several shards have several, also tensorwise
                 factor, of_weight, one_scale = of_weight, None, False
         if rows or columns:
             seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None

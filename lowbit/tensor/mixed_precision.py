@@ -73,22 +73,23 @@ class MixedPrecisionTensor(MasterWeightTensor):
 
     def _wire(self) -> LowbitTensor:
         """Under FSDP2 one byte an element travels, and a scale a row, unless a product needs the weight itself."""
-        scheme = self.scheme
+        scheme, weight = (
+            self.scheme,
+            self.weight,
+        )  # attributes of `self` itself, such as its shape, take Python longer
         quantizes = scheme.output and scheme.grad_input
-        if not quantizes or not (scheme.always or self.device.type == "cuda"):
+        if not quantizes or not (scheme.always or weight.device.type == "cuda"):
             return self
-        n, k = self.shape[:-1].numel(), self.shape[-1]
+        shape = weight.shape
+        rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
         codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
-            self.weight.reshape(n, k),
-            scheme.forward_format,
-            columns=False,
-            tensorwise=scheme.one_scale,
+            rows, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
         )
-        tensors = {
-            "codes": codes.view(*self.shape[:-1], codes.shape[1]),
-            "scale": scale.expand(n).contiguous().view(*self.shape[:-1], 1),
-        }
-        return GatheredMixedPrecision.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        scale = scale.expand(len(rows)).contiguous() if scheme.one_scale else scale
+        if rows is not weight:
+            codes = codes.view(*shape[:-1], codes.shape[1])
+        tensors = {"codes": codes, "scale": scale.view(*shape[:-1], 1)}
+        return GatheredMixedPrecision.from_inner(tensors, self.meta(), shape, self.dtype)
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
