@@ -208,7 +208,8 @@ def _launch(
     if x.numel() and (rows or columns):
         if nvrtc.runs_on_hopper(x.device):
             ran("quantize_rowcol", "sm90")
-            results = results_of(*x.shape, format, rows, columns, tensorwise, row_scales)
+            m, k = x.shape
+            results = results_of(m, k, format, rows, columns, tensorwise, row_scales)
             return quantize_rowcol_sm90.quantize(*arguments, results)
         if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
             ran("quantize_rowcol", "triton")

@@ -161,19 +161,17 @@ def _quantize(
     if STOCHASTIC:
         draws = _draws(tl.load(seed), row, column, k)
     if ROWS or ROW_SCALES:
-        if TENSORWISE:
-            found = _scale(tl.load(row_max + row * 0), LARGEST)
-        else:
-            found = _scale(tl.load(row_max + row, mask=row < m, other=0), LARGEST)
+        own_max = row_max + (row * 0 if TENSORWISE else row)
+        found = _scale(tl.load(own_max, mask=row < m, other=0), LARGEST)
         own = values
         if FACTOR:
             own = values * tl.load(factor + column, mask=column < k, other=0)[None, :]
         out = _codes(own, found[:, None], draws, STOCHASTIC, LARGEST).to(codes.dtype.element_ty)
-        shown = row < 1 if TENSORWISE else row < m
+        shown = row < (1 if TENSORWISE else m)
         if ROWS:
             tl.store(scale + row, found, mask=shown)
-            at = row.to(tl.int64)[:, None] * width + column[None, :]
-            tl.store(codes + at, out, mask=(row < m)[:, None] & (column < width)[None, :])
+            to = codes + row.to(tl.int64)[:, None] * width + column[None, :]
+            tl.store(to, out, mask=(row < m)[:, None] & (column < width)[None, :])
     if COLUMNS:
         if ROW_SCALES:
             out_t = out
@@ -183,13 +181,11 @@ def _quantize(
                 found_t = _scale(tl.load(row_max + column * 0), LARGEST)
             else:
                 found_t = _scale(tl.load(column_max + column, mask=column < k, other=0), LARGEST)
-            shown_t = column < 1 if TENSORWISE else column < k
-            tl.store(scale_t + column, found_t, mask=shown_t)
+            tl.store(scale_t + column, found_t, mask=column < (1 if TENSORWISE else k))
             out_t = _codes(values, found_t[None, :], draws, STOCHASTIC, LARGEST)
             out_t = out_t.to(codes_t.dtype.element_ty)
-        at_t = column.to(tl.int64)[:, None] * width_t + row[None, :]
-        inside = (column < k)[:, None] & (row < width_t)[None, :]
-        tl.store(codes_t + at_t, tl.trans(out_t), mask=inside)
+        to_t = codes_t + column.to(tl.int64)[:, None] * width_t + row[None, :]
+        tl.store(to_t, tl.trans(out_t), mask=(column < k)[:, None] & (row < width_t)[None, :])
 
 
 def quantize(

@@ -91,10 +91,8 @@ def multiply(
     """``lowbit::scaled_mm`` on a GPU of compute capability 9.0. The operands are checked; M, N, K > 0."""
     given = a, b, a_scale, b_scale, bias
     a, b = (x if is_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b))
-    a_scale, b_scale, bias = (
-        None if x is None else x.contiguous() for x in (a_scale, b_scale, bias)
-    )
-    assert a_scale is not None
+    a_scale = a_scale.contiguous()
+    b_scale, bias = (None if x is None else x.contiguous() for x in (b_scale, bias))
     operands = a, b, a_scale, b_scale, bias
     scales = a_scale.numel() > 1, b_scale is not None and b_scale.numel() > 1
     bias_dtype = None if bias is None else bias.dtype
@@ -129,18 +127,18 @@ def planned(
     pitch = -(-n * out.itemsize // 16) * 16 // out.itemsize
     rows, columns = chosen.tiles(m, n)
     tall = rows * chosen.under * TILE_M
-    result, scratch, to = Buffer((m, pitch), out), (), 5
+    result, to = Buffer((m, pitch), out), 5
     stored = result
     if slices > 1:
         stored, to = Buffer((slices * tall, -(-n // 4) * 4), SLICES), 6
-        scratch = (stored,)
     size = stored.dtype.itemsize
     maps = (
         Map(0, 1, m, k, _stride(own_a), chosen.a_rows(m), 128),
         Map(1, 1, n, k, _stride(own_b), width // chosen.under, 128),
         Map(to, size, stored.shape[0], n, stored.shape[1], 64, 128 // size),
     )
-    scales = *map(Address, (2, 3, 4)), int(a_scales), int(b_scales), m, n
+    scales: tuple[int | Address, ...] = (Address(2), Address(3), Address(4))
+    scales += int(a_scales), int(b_scales), m, n
     formats = own_a.dtype, own_b.dtype
     product = Launch(
         _product(formats, stored.dtype, None if slices > 1 else bias, width, device),
@@ -159,7 +157,7 @@ def planned(
         256,
         (Address(6), Address(5), *scales, *sizes),
     )
-    return launch_plan.Plan((result,), scratch, (product, sum_up))
+    return launch_plan.Plan((result,), (stored,), (product, sum_up))
 
 
 Formats = tuple[torch.dtype, torch.dtype]

@@ -91,7 +91,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """A tensor of this shape and dtype over inner tensors (`tensor_attrs`) and metadata (`meta_attrs`) by name.
         Nothing is copied or checked."""
         first = next(t for t in tensors.values() if t is not None)
-        options = {"dtype": dtype, "device": first.device, "strides": strides}
+        options: dict[str, Any] = {"dtype": dtype, "device": first.device, "strides": strides}
         if torch.is_inference_mode_enabled() and not first.is_inference():
             # a view of an ordinary tensor is an ordinary tensor, also in inference mode
             with torch.inference_mode(False):

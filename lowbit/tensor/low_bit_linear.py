@@ -27,8 +27,8 @@ from lowbit.tracer import Note
 
 MOST_TERMS = 2**17
 """Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
-Codes = tuple[Tensor, Tensor | None]
-"""Codes [rows, columns rounded up to 16], and the scale of each row or of all; None for 1."""
+Codes = tuple[Tensor, Tensor]
+"""Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
 
 
 def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -91,11 +91,11 @@ class _Linear(torch.autograd.Function):
         fmt, one_scale = scheme.backward_format, scheme.one_scale
         grad_x = grad_weight = grad_bias = factor = None
         if rows:
-            turned, of_weight = weight.transposed_codes()
+            turned, w_scale = weight.transposed_codes()
             if (
-                of_weight.numel() > 1
-            ):  # move them into the gradient; several shards have several, also tensorwise
-                factor, of_weight, one_scale = of_weight, None, False
+                w_scale.numel() > 1
+            ):  # they move into the gradient; shards have several, also tensorwise
+                factor, w_scale, one_scale = w_scale, None, False
         if rows or columns:
             seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
             options = {"rows": rows, "columns": columns, "tensorwise": one_scale}
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
                 grad, fmt, **options, seed=seed, row_factor=factor
             )
         if rows:
-            other = turned, of_weight
+            other = turned, w_scale
             grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
             tracer.record(note, "grad_input", grad.dtype)
@@ -137,11 +137,11 @@ def low_bit_product(
     name: str,
     fmt: str,
     a: Codes,
-    b: Codes,
+    b: tuple[Tensor, Tensor | None],
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T, scaled. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
+    """a @ b.T, scaled; a scale of None is 1. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
     tracer.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
