@@ -127,10 +127,28 @@ def memory_limit(gib: float | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@dataclass(frozen=True)
+class TrainingStep:
+    """One training step on random tokens; a call takes it and returns the loss."""
+
+    loss: Callable[[], Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def __call__(self) -> Tensor:
+        loss = self.loss()
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def training_step(
     candidate: TrainingCandidate, shard: Callable[[Llama], None] | None = None
-) -> Callable[[], Tensor]:
-    """A function that takes one training step on random tokens and returns its loss.
+) -> TrainingStep:
+    """The training step of a candidate.
 
     ``shard`` gets the model, prepared and compiled, before its optimizer is made and its tokens are drawn.
     """
@@ -158,14 +176,7 @@ def training_step(
     rows, length = candidate.batch
     tokens = torch.randint(candidate.config.vocab_size, (rows, length + 1), device=candidate.device)
 
-    def step() -> Tensor:
-        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return TrainingStep(lambda: loss_of(model(tokens[:, :-1]), tokens[:, 1:]), optimizer)
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -37,6 +37,12 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `transposed_codes()`. Runs in high
     precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
     """
+    # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _low_bit_linear(x, weight, bias)
+
+
+def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     check_linear(x, weight)
     x, bias = autocast_inputs(x, weight, bias)
     scheme = weight.scheme
@@ -141,7 +147,10 @@ def low_bit_product(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T, scaled; a scale of None is 1. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
+    """a @ b.T, scaled; a scale of None is 1.
+
+    Sums of int8 products that may overflow an int32 are split, and the parts added in float32.
+    """
     tracer.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
