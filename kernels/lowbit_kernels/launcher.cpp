@@ -63,6 +63,8 @@ struct Functions {
     int (*call_op)(const char *, const char *, Value *, uint64_t);
     int (*current_stream)(int32_t, Stream *);
     int (*current_device)(int *);
+    int (*retain_context)(void **, int);
+    int (*set_context)(void *);
     int (*set_bytes)(uint64_t, unsigned char, size_t, Stream);
     int (*launch)(const LaunchConfig *, void *, void **, void **);
     int (*encode_map)(TensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
@@ -331,6 +333,15 @@ void carry_out(const Op &op, const Plan &plan, Value *stack, int32_t device) {
     for (size_t i = 0; i < plan.results.size(); ++i) stack[i] = (Value)std::exchange(made.owned[i], nullptr);
 }
 
+// Whether the current context is this device's. A thread without any, such as autograd's before its first use of CUDA,
+// gets the device's primary context, which torch uses.
+bool is_current(int32_t device) {
+    int current;
+    if (functions.current_device(&current) == 0) return current == device;
+    void *context;
+    return functions.retain_context(&context, device) == 0 && functions.set_context(context) == 0;
+}
+
 void call(Op &op, Value *stack) {
     if (*listeners != 0) return run_in_python(op, stack);
     thread_local Key key;
@@ -340,9 +351,7 @@ void call(Op &op, Value *stack) {
         const Learning learning(op, key);
         return run_in_python(op, stack);
     }
-    int current;
-    // A thread that has not used CUDA yet has no context, and a kernel belongs to its device's context.
-    if (functions.current_device(&current) != 0 || current != device) return run_in_python(op, stack);
+    if (!is_current(device)) return run_in_python(op, stack);  // a kernel belongs to its device's context
     carry_out(op, *plan, stack, device);
 }
 

@@ -34,7 +34,8 @@ TORCH_FUNCTIONS = (
 )
 TORCH_CUDA_FUNCTIONS = ("aoti_torch_get_current_cuda_stream",)
 DRIVER_FUNCTIONS = (
-    *("cuCtxGetDevice", "cuMemsetD8Async", "cuLaunchKernelEx", "cuTensorMapEncodeTiled"),
+    *("cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"),
+    *("cuMemsetD8Async", "cuLaunchKernelEx", "cuTensorMapEncodeTiled"),
 )
 
 _lock = threading.Lock()

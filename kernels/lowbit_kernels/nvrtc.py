@@ -102,8 +102,7 @@ class Kernel:
                 self._pointers[i] = arguments[i]
             error = self._launch(stream, grid, threads)
             if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-                # This is the thread's first use of CUDA.
-                torch.cuda.set_device(torch.cuda.current_device())
+                _make_context_current()
                 error = self._launch(stream, grid, threads)
         _check(error)
 
@@ -118,6 +117,11 @@ class Kernel:
         return self._driver.cuLaunchKernelEx(self._config, self._function, pointers, 0)[0]
 
 
+def _make_context_current() -> None:
+    """For a thread, such as autograd's, whose first use of CUDA is a kernel of lowbit."""
+    torch.cuda.set_device(torch.cuda.current_device())
+
+
 class Module:
     """The kernels of one cubin, loaded on the current device."""
 
@@ -127,6 +131,9 @@ class Module:
         torch.cuda.current_stream()  # makes torch's context current
         self._cubin = cubin
         error, self._module = driver.cuModuleLoadData(cubin)
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            _make_context_current()
+            error, self._module = driver.cuModuleLoadData(cubin)
         _check(error)
 
     def kernel(

@@ -31,11 +31,13 @@ class Driver:
     """Records what the launcher asks of CUDA. A launch adds 1 to the bytes of its second argument's tensor."""
 
     def __init__(self) -> None:
-        self.device, self.launched, self.maps = -1, [], []
+        self.device, self.has_context, self.launched, self.maps = -1, True, [], []
         pointer, number = ctypes.c_void_p, ctypes.c_uint64
         kinds = (
             (self.current_stream, (ctypes.c_int32, ctypes.POINTER(pointer))),
             (self.current_device, (ctypes.POINTER(ctypes.c_int),)),
+            (self.retain_context, (ctypes.POINTER(pointer), ctypes.c_int)),
+            (self.set_context, (pointer,)),
             (self.set_bytes, (number, ctypes.c_ubyte, ctypes.c_size_t, pointer)),
             (self.launch, (ctypes.POINTER(Config), pointer, ctypes.POINTER(pointer), pointer)),
             (
@@ -59,6 +61,14 @@ class Driver:
 
     def current_device(self, to):
         to[0] = self.device
+        return 0 if self.has_context else 201  # CUDA_ERROR_INVALID_CONTEXT
+
+    def retain_context(self, to, device):
+        to[0] = 1000 + device
+        return 0
+
+    def set_context(self, context):
+        self.has_context, self.device = True, context - 1000
         return 0
 
     def set_bytes(self, address, value, count, stream):
@@ -196,6 +206,15 @@ def test_python_runs_on_another_device(op):
     finally:
         op.driver.device = -1
     assert op.calls == ["planned"]
+
+
+def test_a_thread_without_a_context_gets_the_device_s(op):
+    x = torch.randn(2, 4)
+    op.call(x, "planned", False, None, torch.int8)
+    op.calls.clear()
+    op.driver.has_context, op.driver.device = False, 5
+    op.call(x, "planned", False, None, torch.int8)
+    assert op.calls == [] and op.driver.has_context and op.driver.device == -1
 
 
 def test_python_runs_while_calls_are_counted(op):

@@ -258,12 +258,13 @@ def test_sm90(case: Case, width: int, slices: int, monkeypatch: pytest.MonkeyPat
         pytest.skip("the op answers without a launch")
     scaled_mm_sm90.planned.cache_clear()  # it knows no other plan
     try:
-        assert_close(
-            scaled_mm_sm90.multiply(*arguments), case, arguments, 0 if case in INT8 else 2e-3
-        )
+        sums = (
+            0 if case in INT8 else 6e-3
+        )  # float8 sums have 14 bits, and lose some in each of many additions
+        assert_close(scaled_mm_sm90.multiply(*arguments), case, arguments, sums)
         alone = (*arguments[:3], None, *arguments[4:])
         ones = (*arguments[:3], torch.ones(1), *arguments[4:])
-        assert_close(scaled_mm_sm90.multiply(*alone), case, ones, 0 if case in INT8 else 2e-3)
+        assert_close(scaled_mm_sm90.multiply(*alone), case, ones, sums)
     finally:
         scaled_mm_sm90.planned.cache_clear()
 
