@@ -109,9 +109,12 @@ class Training:
     def __call__(self) -> Tensor:
         loss = self.forward()
         loss.backward()
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost:
