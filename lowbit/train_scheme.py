@@ -12,6 +12,7 @@ The tensor class that carries a scheme out names it in its `schemes` (`lowbit.te
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Collection, Sequence
@@ -439,17 +440,23 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
         return None
     if device.type != "cuda" or torch.version.cuda is None:
         return "it is no NVIDIA GPU"
-    found = torch.cuda.get_device_capability(device)
+    found = _capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
     return None if found >= capability else f"its compute capability is {has}, below {needed}"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """torch takes 10 us to say, at each call of each layer."""
+    return torch.cuda.get_device_capability(device)
 
 
 def missing_block_products(device: torch.device) -> str | None:
     """Why a GPU from compute capability 9.0 on has no products of float8 blocks; None if it has them."""
     if device.type != "cuda":
         return None
-    found, version = torch.cuda.get_device_capability(device), torch.version.cuda or "0.0"
+    found, version = _capability(device), torch.version.cuda or "0.0"
     if found != (9, 0):
         return f"its compute capability is {'.'.join(map(str, found))}, and cuBLAS has products of blocks for 9.0"
     if tuple(map(int, version.split(".")[:2])) < (12, 9):

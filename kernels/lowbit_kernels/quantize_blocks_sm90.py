@@ -12,7 +12,14 @@ from lowbit_kernels import nvrtc
 from lowbit_kernels.quantize_rowcol_sm90 import SHARED, THREADS, TILE
 from lowbit_kernels.sources import FLOAT_MACROS, program
 
-OF_ROWCOL = {"FORMAT": "E4M3", "TENSORWISE": 0, "STOCHASTIC": 0, "STEPS": -1}
+OF_ROWCOL = {
+    "FORMAT": "E4M3",
+    "TENSORWISE": 0,
+    "STOCHASTIC": 0,
+    "FACTOR": 0,
+    "ROW_SCALES": 0,
+    "STEPS": -1,
+}
 """The macros that ``quantize_rowcol_sm90.cu`` needs; these STEPS compile none of its kernels."""
 
 

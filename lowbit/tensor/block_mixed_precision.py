@@ -41,7 +41,7 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
         codes, scale, _, _ = self._quantize(self.weight, columns=False)
         return codes, scale
 
-    def column_codes(self) -> Codes:
+    def transposed_codes(self) -> Codes:
         """The weight [N, K] as the product for the input's gradient reads it: codes [K, N128] and the scales of
         tiles."""
         _, _, codes, scale = self._quantize(self.weight, rows=False)
@@ -114,7 +114,7 @@ class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
     def row_codes(self) -> Codes:
         return self.codes, self.scale
 
-    def column_codes(self) -> Codes:
+    def transposed_codes(self) -> Codes:
         codes = F.pad(as_bytes(self.codes), (0, 0, 0, -self.shape[0] % BLOCK))
         codes = codes[:, : self.shape[1]].t().contiguous()
         return codes.view(self.codes.dtype), self.scale.t().contiguous()
