@@ -154,6 +154,7 @@ def low_bit_product(
     """
     tracer.record(note, name, fmt)
     if a[1].dim() == 2:
+        assert b[1] is not None
         return kernels.block_scaled_mm.block_scaled_mm(
             a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype
         )
