@@ -9,7 +9,7 @@ SUPPORTED = ("0.2.2", "0.3.0")
 
 
 def installed_release() -> str:
-    """"0.2" or "0.3". Raises ImportError where torchtitan is missing, or of another release."""
+    """ "0.2" or "0.3". Raises ImportError where torchtitan is missing, or of another release."""
     accepted = " or ".join(SUPPORTED)
     try:
         version = importlib.metadata.version("torchtitan")

@@ -1,14 +1,14 @@
 """Metrics of one training step in low bits, measured while the step runs.
 
-| metric                            | over                | meaning                                                        |
-|-----------------------------------|---------------------|----------------------------------------------------------------|
-| lowbit/products_in_low_bits       | products of weights | share of the multiplications that ran in int8 or float8        |
-| lowbit/snr_weights(dB)            | low-bit weights     | 10 log10(Σ w² / Σ (w - ŵ)²), ŵ as the products see the weight  |
-| lowbit/snr_activations(dB)        | their inputs        | the same, of the inputs of linear layers                       |
-| lowbit/snr_gradients(dB)          | their outputs       | the same, of the gradients of the outputs of linear layers     |
-| lowbit/updates_lost               | weights             | share of weights with a gradient that the step did not change  |
-| lowbit/state_bytes                | optimizer states    | bytes of all ranks together                                    |
-| lowbit/state_bytes_per_parameter  | optimizer states    | the same, per parameter                                        |
+| metric                           | meaning                                                                          |
+|----------------------------------|----------------------------------------------------------------------------------|
+| lowbit/products_in_low_bits      | share of the multiplications by weights that ran in int8 or float8               |
+| lowbit/snr_weights(dB)           | 10 log10(Σ w² / Σ (w - ŵ)²) of low-bit weights, ŵ as the products see the weight |
+| lowbit/snr_activations(dB)       | the same of the inputs of linear layers with low-bit weights                     |
+| lowbit/snr_gradients(dB)         | the same of the gradients of their outputs                                       |
+| lowbit/updates_lost              | share of the weights with a gradient that the step left exactly as they were     |
+| lowbit/state_bytes               | bytes of the optimizer states of all ranks together                              |
+| lowbit/state_bytes_per_parameter | the same for each element of a parameter                                         |
 
 A metric is left out where it has no meaning: int8 weights have no high-precision values to compare with, weight-only
 QAT rounds no activation. Weights that are rounded stochastically lose no update on average, and are not counted.
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import lowbit_kernels as kernels
 from lowbit.scheme import Scheme
@@ -36,7 +37,7 @@ from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trainable import TrainableTensor
-from lowbit.torchtitan.settings import steps_done
+from lowbit.torchtitan.optimizers import steps_done
 from lowbit.tracer import Watch, watched
 from lowbit.train_scheme import LowbitProducts
 
@@ -45,7 +46,11 @@ SAMPLES = 2**16
 Rounding = Callable[[Tensor], Tensor]
 _SUMS = (
     *("low_products", "products", "lost", "stepped", "state_bytes", "parameters"),
-    *(f"{kind}_{part}" for kind in ("weights", "activations", "gradients") for part in ("signal", "noise")),
+    *(
+        f"{kind}_{part}"
+        for kind in ("weights", "activations", "gradients")
+        for part in ("signal", "noise")
+    ),
 )
 
 
@@ -53,10 +58,7 @@ _SUMS = (
 
 
 class Schedule:
-    """Measures the steps whose number divides by `every`: a run that is resumed measures the same ones.
-
-    every: a number of steps; 0: none. The trainer calls `begin` before each forward, and `end` after each step.
-    """
+    """Measures the steps whose number divides by `every`, so that a resumed run measures the same ones. 0: none."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -64,36 +66,28 @@ class Schedule:
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self._next: int | None = None  # the number of the step ahead; None: not known yet
         self._running: Measurement | None = None
-        self._found: dict[str, float] = {}
 
     def watch(
         self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
         """The models and optimizers of the run."""
         self.models, self.optimizers = list(models), list(optimizers)
-        if self.every:
-            for model in self.models:
-                model.register_forward_pre_hook(lambda module, args: self.begin())
 
-    def begin(self) -> None:
-        """A step begins, or goes on with its next batch."""
-        if self._running is not None or not torch.is_grad_enabled():
+    def begin(self, step: int | None = None) -> None:
+        """A step begins, or goes on with its next batch. `step`: its number; None: one more than the last one's."""
+        if not self.every or self._running is not None or not torch.is_grad_enabled():
             return
-        if self._next is None:
-            self._next = steps_done(self.optimizers) + 1
-        if self._next % self.every == 0:
+        if step is None:
+            step = steps_done(self.optimizers) + 1 if self._next is None else self._next
+            self._next = step
+        if step % self.every == 0:
             self._running = Measurement(self.models, self.optimizers)
 
-    def end(self, step: int) -> None:
-        """Step number `step` is done."""
-        self._next, self._found = step + 1, {}
-        if self._running is not None:
-            measured, self._running = self._running, None
-            self._found = measured.finish()
-
-    def found(self) -> dict[str, float]:
-        """The metrics of the last step; none unless it was measured."""
-        return self._found
+    def end(self, step: int) -> dict[str, float]:
+        """Step number `step` is done. Returns its metrics; none unless it was measured."""
+        self._next = step + 1
+        measured, self._running = self._running, None
+        return {} if measured is None else measured.finish()
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------
@@ -215,13 +209,15 @@ class Measurement:
         before = self._before.get(param)
         if before is None:
             return
-        after = sample(param, state)
-        unchanged = torch.stack([a == b for a, b in zip(before, after, strict=False)]).all(0)
-        if param.grad is not None:
-            unchanged &= strided(local(param.grad)) != 0
-            self._add("stepped", (strided(local(param.grad)) != 0).sum())
-        else:  # it was freed in backward
-            self._add("stepped", float(unchanged.numel()))
+        after = sample(param, state)  # the first step may create a correction
+        unchanged = torch.stack(
+            [a == b for a, b in zip(before, after[: len(before)], strict=True)]
+        ).all(0)
+        stepped = torch.ones_like(unchanged)
+        if param.grad is not None:  # otherwise it was freed in backward
+            stepped = strided(own_part(param.grad, param)) != 0
+        self._add("stepped", stepped.sum())
+        unchanged &= stepped
         self._add("lost", unchanged.sum())
 
 
@@ -242,12 +238,24 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
     return {**found, "lowbit/state_bytes": sums["state_bytes"]}
 
 
+def shown(found: dict[str, float]) -> str:
+    """Metrics in a line of a log."""
+    return "  ".join(f"{name.removeprefix('lowbit/')} {value:.4g}" for name, value in found.items())
+
+
 # ---- parameters ------------------------------------------------------------------------------------------------
 
 
 def strided(values: Tensor) -> Tensor:
     """At most `SAMPLES` elements, or a few more, at equal distances."""
     return values.reshape(-1)[:: max(1, math.ceil(values.numel() / SAMPLES))]
+
+
+def own_part(grad: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of a gradient, for the elements of its part of the parameter."""
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        grad = grad.redistribute(placements=param.placements)
+    return local(grad)
 
 
 def sample(param: Tensor, state: dict[str, Any]) -> list[Tensor]:

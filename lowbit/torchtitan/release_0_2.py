@@ -27,11 +27,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from lowbit import train
-from lowbit.optim import step_in_backward
-from lowbit.torchtitan import settings
-from lowbit.torchtitan.metrics import Schedule
+from lowbit.optim import LowbitOptimizer, step_in_backward
+from lowbit.torchtitan import optimizers, settings
+from lowbit.torchtitan.metrics import Schedule, shown
 from lowbit.torchtitan.settings import Lowbit
-from lowbit.train_scheme import Int8Weight, BitNet
+from lowbit.train_scheme import BitNet, Int8Weight
 
 CONVERTER = "lowbit"
 MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
@@ -61,7 +61,7 @@ class JobConfig:
 def check(config: TitanConfig) -> None:
     """Raise ValueError for settings of lowbit that this run cannot have."""
     if config.optimizer.name not in OWN_OPTIMIZERS:
-        settings.optimizer_maker(config.optimizer.name, _given(config.optimizer), ())
+        optimizers.check_line(config.optimizer.name, _given(config.optimizer))
     built = get_train_spec(config.model.name).build_metrics_processor_fn
     if config.lowbit.metrics_freq and built is not build_metrics_processor:
         raise ValueError(
@@ -121,14 +121,20 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """torchtitan's options of optimizers, by the names of lowbit's."""
+    """torchtitan's options of optimizers, by the names that torch's have."""
     return {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
         "weight_decay": config.weight_decay,
-        "fused": None if config.implementation == "fused" else False,
+        "fused": config.implementation == "fused",
     }
+
+
+def _optimizer(model: nn.Module, config: Any) -> LowbitOptimizer:
+    params = [p for p in model.parameters() if p.requires_grad]
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    return optimizers.made(config.name, [{"params": params, **_given(config)}], name_of)
 
 
 def optimizers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,13 +155,11 @@ def optimizers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
                 "optimizer.early_step_in_backward with pipeline or expert parallelism, where a step has several "
                 "backwards, or gradients that are reduced later"
             )
-        make = settings.optimizer_maker(config.name, _given(config), model_parts)
         plain = dataclasses.replace(config, name=BUILT_BY_TITAN, early_step_in_backward=False)
         container = original(model_parts, plain, parallel_dims, ft_manager)
-        made = [make([p for p in m.parameters() if p.requires_grad]) for m in model_parts]
-        container.optimizers = made
+        container.optimizers = [_optimizer(model, config) for model in model_parts]
         if in_backward:
-            for optimizer in made:
+            for optimizer in container.optimizers:
                 step_in_backward(optimizer)
         logger.info(f"lowbit: optimizer {config.name}")
         return container
@@ -177,24 +181,27 @@ class LowbitMetrics(MetricsProcessor):
             )
         super().__init__(job_config, *args, **kwargs)
         self.schedule = Schedule(job_config.lowbit.metrics_freq * job_config.metrics.log_freq)
-        self.is_watched = False
-
-    def should_log(self, step: int) -> bool:
-        """torchtitan calls it after each step."""
-        self.schedule.end(step)
-        return super().should_log(step)
-
-    def log(self, step: int, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
-        found = self.schedule.found()
-        super().log(step, *args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
-        if found:
-            shown = "  ".join(f"{n.removeprefix('lowbit/')} {v:.4g}" for n, v in found.items())
-            logger.info(f"lowbit: step {step}: {shown}")
+        self.found: dict[str, float] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "model_parts" and value is not None:  # the trainer sets it last
+        if (
+            name == "model_parts" and value is not None
+        ):  # the trainer sets it last, before the first step
             self.schedule.watch(value, self.optimizers)
+            if self.schedule.every:
+                for model in value:
+                    model.register_forward_pre_hook(lambda module, args: self.schedule.begin())
+
+    def should_log(self, step: int) -> bool:
+        """torchtitan calls it after each step."""
+        self.found = self.schedule.end(step)
+        return super().should_log(step)
+
+    def log(self, step: int, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
+        super().log(step, *args, extra_metrics={**(extra_metrics or {}), **self.found}, **kwargs)
+        if self.found:
+            logger.info(f"lowbit: step {step}: {shown(self.found)}")
 
 
 def build_metrics_processor(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit import qat, train
 from lowbit.convert import Report
-from lowbit.optim import LowbitOptimizer, Muon
 from lowbit.scheme import Scheme
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally
@@ -94,57 +91,11 @@ def summary(report: Report) -> str:
 
 
 def precompute_scales(models: Iterable[nn.Module]) -> None:
-    """After a step, the scales of all BitNet weights in one reduction."""
+    """After a step, the scales of all BitNet weights in one reduction for each part of the model that has some."""
     for model in models:
-        if any(isinstance(held_locally(p), BitNetTensor) for p in model.parameters()):
+        if has_bitnet([model]):
             train.precompute_bitnet_scale(model)
 
 
-def optimizer_maker(
-    line: str, given: dict[str, Any], model_parts: Iterable[nn.Module]
-) -> Callable[..., LowbitOptimizer]:
-    """A function of parameters that makes the optimizer of a line such as "AdamW8bit(seed=1)".
-
-    Args:
-        given: options of torchtitan's own settings, of which the optimizer takes those that it has: lr, betas, eps,
-            weight_decay, and fused.
-        model_parts: the models whose parameters it will get. Muon takes the matrices of their layers, and AdamW the
-            other parameters, among them stacked experts.
-
-    Raises ValueError for an unknown name, and for an option that `given` sets already.
-    """
-    kind, options = names.optimizer(line)
-    twice = [name for name in options if name in given]
-    if twice:
-        raise ValueError(
-            f"{line}: {twice[0]} has a field of its own among torchtitan's settings; set it there"
-        )
-    accepted = {*inspect.signature(kind).parameters, "fused"}
-    if issubclass(kind, Muon):
-        adamw = {f"adamw_{n}": given[n] for n in ("betas", "eps", "weight_decay") if n in given}
-        given = {**{n: v for n, v in given.items() if n != "eps"}, **adamw}
-        names_of = {id(p): name for model in model_parts for name, p in model.named_parameters()}
-    options = {**{n: v for n, v in given.items() if n in accepted}, **options}
-
-    def make(params: Iterable[Tensor]) -> LowbitOptimizer:
-        if not issubclass(kind, Muon):
-            return kind(params, **options)  # type: ignore[call-arg]
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for param in params:
-            hidden = param.ndim == 2 and "layers." in names_of[id(param)]
-            groups[hidden].append(param)
-        filled = [{"params": own, "use_muon": is_muon} for is_muon, own in groups.items() if own]
-        return kind(filled, **options)  # type: ignore[call-arg]
-
-    return make
-
-
-def steps_done(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """The steps that these optimizers have made, also before a restart. The host waits for the device."""
-    counts = (
-        state["step"]
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        if "step" in state
-    )
-    return max((int(count) for count in counts), default=0)
+def has_bitnet(models: Iterable[nn.Module]) -> bool:
+    return any(isinstance(held_locally(p), BitNetTensor) for m in models for p in m.parameters())
