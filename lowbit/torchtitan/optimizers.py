@@ -41,12 +41,7 @@ def made(
             stacked experts among them, with the line's `adamw_lr`.
     """
     kind, options = check_line(line, (name for group in groups for name in group))
-    accepted = {*inspect.signature(kind).parameters}
-    own = [
-        {n: v for n, v in group.items() if n in accepted or n not in (*OF_ADAM, "foreach")}
-        | {"fused": None if group.get("fused") else False}
-        for group in groups
-    ]
+    own = [_accepted(kind, group) for group in groups]
     if issubclass(kind, Muon):
         own = [
             part
@@ -54,6 +49,16 @@ def made(
             for part in _for_muon(group, given, name_of)
         ]
     return kind(own, **options)  # type: ignore[call-arg]
+
+
+def _accepted(kind: type[LowbitOptimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that this class has. A third beta, which torchtitan has none of, is the class's own."""
+    known = inspect.signature(kind).parameters
+    own = {n: v for n, v in group.items() if n in known or n not in (*OF_ADAM, "foreach")}
+    if "betas" in own:
+        given = tuple(own["betas"])
+        own["betas"] = (*given, *known["betas"].default[len(given) :])
+    return own | {"fused": None if group.get("fused") else False}
 
 
 def _for_muon(

@@ -76,43 +76,48 @@ def test_int8_products_and_their_metrics(text, tmp_path):
     assert 2.0 < values("state_bytes_per_parameter")[4] < 3.0  # small parameters keep fp32 states
 
 
-@pytest.mark.parametrize(
-    ("options", "processes", "seen"),
-    [
-        pytest.param(
-            ["--lowbit.train", "float8(always=True)", "--optimizer.name", "Muon8bit"]
-            + ["--parallelism.tensor_parallel_degree", "2"],
-            2, {"snr_weights(dB)", "snr_activations(dB)", "snr_gradients(dB)"}, id="float8-tp-muon",
-        ),
-        pytest.param(
-            ["--lowbit.train", "int8(always=True)", "--compile.enable", "--activation_checkpoint.mode", "full"],
-            2, {"snr_weights(dB)", "snr_activations(dB)", "snr_gradients(dB)"}, id="int8-compile-ac",
-        ),
-        pytest.param(
-            ["--lowbit.train", "bitnet", "--optimizer.name", "Lion8bit"]
-            + ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2"]
-            + ["--training.local_batch_size", "2"],
-            4, {"snr_weights(dB)", "snr_activations(dB)"}, id="bitnet-hsdp-lion",
-        ),
-        pytest.param(
-            ["--lowbit.train", "", "--optimizer.name", "AdamW4bit(seed=3)", "--optimizer.early_step_in_backward"]
-            + ["--training.dtype", "bfloat16"],
-            2, {"updates_lost"}, id="in-backward",
-        ),
-        pytest.param(
-            ["--model.name", "deepseek_v3_tokens", "--lowbit.train", "int8_weights", "--lowbit.experts"],
-            2, {"updates_lost"}, id="int8-weights-experts",
-        ),
-    ],
-)  # fmt: skip
-def test_ways_to_train(options, processes, seen, text, tmp_path):
-    log = ran(text, tmp_path, *options, processes=processes)
+SNR = {f"snr_{name}(dB)" for name in ("weights", "activations", "gradients")}
+WAYS = {
+    "float8-tp-muon": (
+        "--lowbit.train float8(always=True) --optimizer.name Muon8bit --parallelism.tensor_parallel_degree 2",
+        2,
+        SNR,
+    ),
+    "int8-compile-ac": (
+        "--lowbit.train int8(always=True) --compile.enable --activation_checkpoint.mode full",
+        2,
+        SNR,
+    ),
+    "bitnet-hsdp-lion": (
+        "--lowbit.train bitnet --optimizer.name Lion8bit --training.local_batch_size 2 "
+        "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2",
+        4,
+        SNR - {"snr_gradients(dB)"},
+    ),
+    "in-backward-bf16": (
+        "--lowbit.train= --optimizer.name AdamW4bit(seed=3) --optimizer.early_step_in_backward "
+        "--training.dtype bfloat16",
+        2,
+        set(),
+    ),
+    "int8-weights-experts": (
+        "--model.name deepseek_v3_tokens --lowbit.train int8_weights --lowbit.experts",
+        2,
+        set(),
+    ),
+}
+"""Options, processes, and the signal-to-noise ratios that are logged."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train(way, text, tmp_path):
+    options, processes, ratios = WAYS[way]
+    log = ran(text, tmp_path, *options.split(), processes=processes)
     losses = logged(tmp_path)
     assert list(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
-    for name in ("snr_weights(dB)", "snr_activations(dB)", "snr_gradients(dB)"):
-        assert bool(logged(tmp_path, f"lowbit/{name}")) == (name in seen)
-    assert not seen & {"updates_lost"} or logged(tmp_path, "lowbit/updates_lost")
-    assert ("weights converted" in log) == ("" not in options)
+    assert {name for name in SNR if logged(tmp_path, f"lowbit/{name}")} == ratios
+    assert list(logged(tmp_path, "lowbit/updates_lost")) == [2, 4]
+    assert ("weights converted" in log) == ("--lowbit.train=" not in options)
 
 
 def test_qat_then_conversion(text, tmp_path):
