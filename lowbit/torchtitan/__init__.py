@@ -17,7 +17,10 @@ from lowbit.torchtitan.settings import Lowbit
 if installed_release() == "0.2":
     from lowbit.torchtitan.release_0_2 import JobConfig, LowbitConverter, with_lowbit
 else:
-    from lowbit.torchtitan.release_0_3 import LowbitConverter, with_lowbit
+    from lowbit.torchtitan.release_0_3 import (  # type: ignore[assignment]
+        LowbitConverter,
+        with_lowbit,
+    )
 
 __all__ = ["Lowbit", "LowbitConverter", "Measurement", "with_lowbit"]
 if installed_release() == "0.2":

@@ -34,9 +34,8 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally, local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
 from lowbit.torchtitan.optimizers import steps_done
 from lowbit.tracer import Watch, watched
 from lowbit.train_scheme import LowbitProducts
@@ -139,14 +138,10 @@ class Measurement:
             self._add(f"{kind}_noise", (rounding(values.detach()).float() - exact).square().sum())
 
     def _reduced(self) -> dict[str, float]:
-        device = next(
-            (t.device for t in self.sums.values() if isinstance(t, Tensor)), torch.device("cpu")
-        )
+        device = next(p.device for model in self.models for p in model.parameters())
         values = [torch.as_tensor(self.sums.get(n, 0.0), device=device).double() for n in _SUMS]
         total = torch.stack(values)
         if dist.is_initialized():
-            device_type = next(p.device for m in self.models for p in m.parameters())
-            total = total.to(device_type)
             dist.all_reduce(total)
         return dict(zip(_SUMS, total.tolist(), strict=True))
 
@@ -195,7 +190,7 @@ class Measurement:
             for param in model.parameters()
             if param.requires_grad
             and param not in stochastic
-            and not isinstance(held_locally(param), Int8WeightTensor)
+            and _holds_its_values(held_locally(param))
         ]
 
     def _count(self, param: Tensor) -> None:
@@ -251,6 +246,11 @@ def strided(values: Tensor) -> Tensor:
     return values.reshape(-1)[:: max(1, math.ceil(values.numel() / SAMPLES))]
 
 
+def _holds_its_values(own: Tensor) -> bool:
+    """Whether this is a plain weight or has one inside, and not one that is rounded stochastically, such as int8."""
+    return isinstance(own, MasterWeightTensor) or not isinstance(own, LowbitTensor)
+
+
 def own_part(grad: Tensor, param: Tensor) -> Tensor:
     """This rank's part of a gradient, for the elements of its part of the parameter."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
@@ -261,7 +261,7 @@ def own_part(grad: Tensor, param: Tensor) -> Tensor:
 def sample(param: Tensor, state: dict[str, Any]) -> list[Tensor]:
     """Copies of some elements of a weight, and of the byte below each where the optimizer keeps one."""
     own = held_locally(param)
-    kept = [own.weight if isinstance(own, LowbitTensor) else own]
+    kept = [own.weight if isinstance(own, MasterWeightTensor) else own]
     correction = state.get("weight_correction")
     if isinstance(correction, Tensor):
         kept.append(held_locally(correction))

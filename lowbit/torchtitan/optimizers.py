@@ -48,7 +48,7 @@ def made(
             for group, given in zip(own, groups, strict=True)
             for part in _for_muon(group, given, name_of)
         ]
-    return kind(own, **options)  # type: ignore[call-arg]
+    return kind(own, **options)
 
 
 def _accepted(kind: type[LowbitOptimizer], group: dict[str, Any]) -> dict[str, Any]:

@@ -86,12 +86,13 @@ class LowbitConverter:
     def __init__(self, job_config: TitanConfig, parallel_dims: Any) -> None:
         check(job_config)
         self.settings = job_config.lowbit
-        self.scheme = settings.scheme_of(self.settings, torch.device(device_type))
+        self.device = torch.device(device_type)
+        self.scheme = settings.scheme_of(self.settings, self.device)
 
     def convert(self, model: nn.Module) -> None:
         if self.scheme is not None:
             report = settings.prepare(model, self.scheme, self.settings)
-            logger.info(f"lowbit: {settings.summary(report)}")
+            logger.info(f"lowbit: {settings.summary(report, self.scheme, self.device)}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         if isinstance(self.scheme, BitNet):
@@ -101,7 +102,7 @@ class LowbitConverter:
 def with_lowbit(spec: TrainSpec) -> TrainSpec:
     """The same model with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
 
-    class Located(spec.model_cls):  # type: ignore[misc, name-defined]
+    class Located(spec.model_cls):
         """Weights that are int8 take values only once they know where they lie."""
 
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -174,6 +175,10 @@ class LowbitMetrics(MetricsProcessor):
     """torchtitan's metrics, and lowbit's every `lowbit.metrics_freq` times that it logs."""
 
     def __init__(self, job_config: TitanConfig, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(job_config, "lowbit"):
+            raise ValueError(
+                "the configuration has no section lowbit: set job.custom_config_module to lowbit.torchtitan"
+            )
         if CONVERTER not in job_config.model.converters:
             raise ValueError(
                 f"model.converters={job_config.model.converters!r} lacks {CONVERTER!r}, which carries out the section "

@@ -94,17 +94,18 @@ def _prepared_class(parent: Any) -> Any:
 
     class Prepared(parent):
         @dataclass(kw_only=True, slots=True)
-        class Config(parent.Config):  # type: ignore[name-defined, misc]
+        class Config(parent.Config):
             lowbit: Lowbit = field(default_factory=Lowbit)
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            scheme = settings.scheme_of(config.lowbit, torch.device(device_type))
+            device = torch.device(device_type)
+            scheme = settings.scheme_of(config.lowbit, device)
             if scheme is not None:
                 left_out = [*config.lowbit.filter_fqns, FUSED]
                 lowbit = dataclasses.replace(config.lowbit, filter_fqns=left_out)
                 report = settings.prepare(self, scheme, lowbit)
-                logger.info(f"lowbit: {settings.summary(report)}")
+                logger.info(f"lowbit: {settings.summary(report, scheme, device)}")
 
         def init_states(self, **kwargs: Any) -> None:
             train.locate_(self)  # int8 weights take values only once they know where they lie

@@ -15,7 +15,7 @@ from lowbit.scheme import Scheme
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally
 from lowbit.torchtitan import names
-from lowbit.train_scheme import TrainingScheme
+from lowbit.train_scheme import LowbitProducts, TrainingScheme
 
 LEFT_OUT = ("output", "lm_head", "router.gate")
 """Parts of the names of layers that stay as they are: the output head, under the names that it has in the models of
@@ -83,11 +83,15 @@ def holds_experts(module: nn.Module) -> bool:
     return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
-def summary(report: Report) -> str:
-    """The report in a few lines: weights that were left alone are counted by their reason."""
+def summary(report: Report, scheme: TrainingScheme | Scheme, device: torch.device) -> str:
+    """The report in a line: weights that were left alone are counted by their reason."""
     head = str(report).split("\n", 1)[0]
     reasons = Counter(report.left.values())
-    return "; ".join([head, *(f"{count} left alone: {why}" for why, count in reasons.items())])
+    parts = [head, *(f"{count} left alone: {why}" for why, count in reasons.items())]
+    wants_products = isinstance(scheme, LowbitProducts) and scheme.products and not scheme.always
+    if wants_products and device.type == "cpu":
+        parts.append("on a CPU their products run in high precision, unless always=True")
+    return "; ".join(parts)
 
 
 def precompute_scales(models: Iterable[nn.Module]) -> None:

@@ -52,7 +52,7 @@ def prepared(config: Any) -> nn.Module:
     arguments = spec.model_args[config.model.flavor]
     arguments.update_from_config(config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        model: Any = spec.model_cls(arguments)  # type: ignore[call-arg]
+        model: Any = spec.model_cls(arguments)
     LowbitConverter(config, None).convert(model)
     model.to_empty(device="cpu")
     lowbit.train.locate_(model)

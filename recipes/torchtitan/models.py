@@ -50,9 +50,9 @@ def register(name: str) -> None:
     spec = get_train_spec(name)
     own = spec.build_dataloader_fn
 
-    def build(*args: Any, job_config: Any, **kwargs: Any) -> Any:
+    def build(*, job_config: Any, **given: Any) -> Any:
         chosen = tokens.build_dataloader if job_config.training.dataset == tokens.NAME else own
-        return chosen(*args, job_config=job_config, **kwargs)
+        return chosen(job_config=job_config, **given)
 
     flavors = {**spec.model_args, **FLAVORS[name]}
     made = dataclasses.replace(spec, model_args=flavors, build_dataloader_fn=build)

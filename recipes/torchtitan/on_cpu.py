@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 def stand_in() -> None:
     """See the module."""
     cpu: Any = torch.cpu
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
+    torch._utils._get_available_device_type = lambda: "cpu"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu.get_device_name = lambda device=None: "CPU"
     cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=memory)
@@ -52,4 +52,4 @@ def _count_integers() -> None:
             return histc(input, *args, **kwargs)
         return histc(input.float(), *args, **kwargs).to(input.dtype)
 
-    torch.histc = counted  # type: ignore[assignment]
+    torch.histc = counted

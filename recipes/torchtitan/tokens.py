@@ -87,16 +87,20 @@ def build_dataloader(
     )
 
 
-def write(folder: Path, source: Path | None, corpus: str, vocab_size: int) -> None:
-    """Prepare the text and write `folder`."""
+def write(
+    folder: Path, source: Path | None, corpus: str, vocab_size: int, megabytes: float
+) -> None:
+    """Prepare the text and write `folder`. Of a text above `megabytes`, files at equal distances are kept."""
     if folder.exists():
         raise UserError(f"--out {folder} exists already; name a new folder, or remove it")
     train, heldout, info = text.read_split(source, corpus, HELDOUT_SHARE)
     print(f"data: {info.source}, {info.files} files, {info.train_bytes / 1e6:.1f} MB to train on")
-    every = max(1, info.train_bytes // TOKENIZER_BYTES)
+    share = min(1.0, megabytes * 1e6 / info.train_bytes)
+    train = [t for i, t in enumerate(train) if int((i + 1) * share) > int(i * share)]
+    every = max(1, int(share * info.train_bytes) // TOKENIZER_BYTES)
     tokenizer = text.train_tokenizer(train[::every], vocab_size)
-    parts = (text.encode(tokenizer, part) for part in (train, heldout))
-    data = text.Data(*parts, tokenizer, info)
+    tokens, held = text.encode(tokenizer, train), text.encode(tokenizer, heldout)
+    data = text.Data(tokens, held, tokenizer, info)
     folder.parent.mkdir(parents=True, exist_ok=True)
     text.save(data, folder)
     print(f"{folder}: {len(data.train):,} tokens to train on, {len(data.heldout):,} held out")
@@ -110,8 +114,11 @@ def main() -> int:
     parser.add_argument("--data", type=Path, metavar="DIR", help="a text file, or a folder of them")
     parser.add_argument("--corpus", choices=text.CORPORA, default="installed")
     parser.add_argument("--vocab-size", type=int, default=16_384)
+    parser.add_argument("--megabytes", type=float, default=200.0, help="use at most so much text")
     given = parser.parse_args()
-    return exit_status(lambda: write(given.out, given.data, given.corpus, given.vocab_size))
+    return exit_status(
+        lambda: write(given.out, given.data, given.corpus, given.vocab_size, given.megabytes)
+    )
 
 
 if __name__ == "__main__":

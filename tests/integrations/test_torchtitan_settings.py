@@ -152,9 +152,13 @@ def test_a_scheme_that_the_device_cannot_run(monkeypatch):
 def test_layers_that_stay_as_they_are():
     model = nn.ModuleDict({"wq": nn.Linear(32, 32), "output": nn.Linear(32, 64)})
     chosen = Lowbit(train="int8_weights")
-    report = settings.prepare(model, settings.scheme_of(chosen, CPU), chosen)
+    scheme = settings.scheme_of(chosen, CPU)
+    report = settings.prepare(model, scheme, chosen)
     assert report.converted == ["wq.weight"]
-    assert "1 left alone: not selected by the filter" in settings.summary(report)
+    made = settings.summary(report, scheme, CPU)
+    assert made.endswith("1 left alone: not selected by the filter")
+    idle = settings.summary(report, names.training_scheme("int8"), CPU)
+    assert idle.endswith("on a CPU their products run in high precision, unless always=True")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
@@ -201,6 +205,11 @@ def test_configurations_that_cannot_run(options, message, monkeypatch):
     monkeypatch.setattr(release_0_2, "device_type", "cpu")
     with pytest.raises(ValueError, match=message):
         LowbitConverter(parsed(*options), None)
+
+
+def test_a_configuration_without_the_section():
+    with pytest.raises(ValueError, match=r"set job.custom_config_module to lowbit.torchtitan"):
+        release_0_2.LowbitMetrics(ConfigManager().parse_args([]), None)
 
 
 def test_a_list_of_converters_without_lowbit():
