@@ -58,10 +58,12 @@ class JobConfig:
     lowbit: Lowbit = field(default_factory=Lowbit)
 
 
-def check(config: TitanConfig) -> None:
-    """Raise ValueError for settings of lowbit that this run cannot have."""
+def check(config: TitanConfig, parallel_dims: Any) -> None:
+    """Raise ValueError for settings of lowbit that this run cannot have. `parallel_dims`: None outside of a run."""
     if config.optimizer.name not in OWN_OPTIMIZERS:
         optimizers.check_line(config.optimizer.name, _given(config.optimizer))
+        if config.optimizer.early_step_in_backward and parallel_dims is not None:
+            _check_one_backward(config.training, parallel_dims)
     built = get_train_spec(config.model.name).build_metrics_processor_fn
     if config.lowbit.metrics_freq and built is not build_metrics_processor:
         raise ValueError(
@@ -77,6 +79,17 @@ def check(config: TitanConfig) -> None:
         )
 
 
+def _check_one_backward(training: Any, parallel_dims: Any) -> None:
+    """Raise ValueError where gradients are accumulated over several backwards."""
+    at_once = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    if training.global_batch_size > at_once:
+        raise ValueError(
+            f"optimizer.early_step_in_backward makes each backward a step, and training.global_batch_size="
+            f"{training.global_batch_size} takes several of {at_once} sequences; set it to {at_once}, or step after "
+            "backward"
+        )
+
+
 # ---- the model -------------------------------------------------------------------------------------------------
 
 
@@ -84,7 +97,7 @@ class LowbitConverter:
     """torchtitan's model converter "lowbit": prepares the model on meta, before it is sharded."""
 
     def __init__(self, job_config: TitanConfig, parallel_dims: Any) -> None:
-        check(job_config)
+        check(job_config, parallel_dims)
         self.settings = job_config.lowbit
         self.device = torch.device(device_type)
         self.scheme = settings.scheme_of(self.settings, self.device)
@@ -162,6 +175,9 @@ def optimizers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
         if in_backward:
             for optimizer in container.optimizers:
                 step_in_backward(optimizer)
+            logger.warning(
+                "lowbit: gradients are freed in backward, so training.max_norm clips none"
+            )
         logger.info(f"lowbit: optimizer {config.name}")
         return container
 

@@ -207,6 +207,20 @@ def test_configurations_that_cannot_run(options, message, monkeypatch):
         LowbitConverter(parsed(*options), None)
 
 
+@pytest.mark.parametrize("sequences", [8, 16])
+def test_gradients_cannot_accumulate_and_be_stepped_in_backward(sequences, monkeypatch):
+    """Two processes of four sequences each: 8 are one backward, 16 are two."""
+    monkeypatch.setattr(release_0_2, "device_type", "cpu")
+    options = ["--optimizer.name", "AdamW8bit", "--optimizer.early_step_in_backward"]
+    options += ["--training.local_batch_size", "4", "--training.global_batch_size", str(sequences)]
+    dims = SimpleNamespace(dp_replicate=1, dp_shard=2)
+    if sequences == 8:
+        LowbitConverter(parsed(*options), dims)
+    else:
+        with pytest.raises(ValueError, match=r"global_batch_size=16 takes several of 8 sequences"):
+            LowbitConverter(parsed(*options), dims)
+
+
 def test_a_configuration_without_the_section():
     with pytest.raises(ValueError, match=r"set job.custom_config_module to lowbit.torchtitan"):
         release_0_2.LowbitMetrics(ConfigManager().parse_args([]), None)
