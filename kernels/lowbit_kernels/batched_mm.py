@@ -75,7 +75,9 @@ def reference(
     """The formula in PyTorch ops, on any device."""
     _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
     out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype)
-    for i in range(a.shape[0]):  # not a batched product, whose bits may depend on the number of matrices
+    for i in range(
+        a.shape[0]
+    ):  # not a batched product, whose bits may depend on the number of matrices
         product = a[i].float() @ b[i].float()
         if addend is not None:
             product = product.mul_(alpha).add_(addend[i].float(), alpha=beta)

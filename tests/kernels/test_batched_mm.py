@@ -82,7 +82,9 @@ def normalized(device: str) -> dict[str, bool]:
     x = torch.ones(3, 20, 40, device=device)
     x[1, 5, 5] = float("nan")
     out = normalize_matrices(x, 1e-7)
-    found["nan"] = bool(out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all())
+    found["nan"] = bool(
+        out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
+    )
     return found
 
 
