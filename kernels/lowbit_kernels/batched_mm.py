@@ -18,8 +18,8 @@ The bits of ``out[i]`` do not depend on the other matrices of the batch or on th
 and k alone, and each element is one sum in the order of k. Optimizers rely on this, since ranks hold different parts
 of a batch.
 
-The kernel runs a program for each multiprocessor, which works through the tiles of all matrices. On Hopper and later the
-copy engine loads the tiles (tensor maps made on the host) if m, n and k are multiples of 64; elsewhere each thread
+The kernel runs a program for each multiprocessor, which works through the tiles of all matrices. On Hopper and later
+the copy engine loads the tiles (tensor maps made on the host) if m, n and k are multiples of 64; elsewhere each thread
 loads its elements. Without Triton, and on the CPU, PyTorch multiplies one matrix after another.
 """
 

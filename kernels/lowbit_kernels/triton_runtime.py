@@ -1,7 +1,7 @@
 """Triton, where it is installed.
 
-Without Triton, ``jit``, with options or without, returns the plain function that it decorates. Nobody calls that function, so modules of ops need
-no condition around their kernels.
+Without Triton, ``jit``, with options or without, returns the plain function that it decorates. Nobody calls that
+function, so modules of ops need no condition around their kernels.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each rank of a mesh dimension holds some rows of every matrix of a batch. `to_owners` gives each rank some of the
 matrices as a whole, and `back` gives their rows back: two all-to-alls in place of a gather of every matrix on every
-rank. Rows are divided as `torch.chunk` does, as FSDP2 shards dimension 0, so the last ranks may have fewer rows or none.
-Mesh dimensions that replicate do the same work several times.
+rank. Rows are divided as `torch.chunk` does, and as FSDP2 shards dimension 0, so the last ranks may have fewer rows or
+none. Ranks along mesh dimensions that replicate do the same work.
 """
 
 from __future__ import annotations

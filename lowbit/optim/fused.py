@@ -55,8 +55,9 @@ class FusedStep:
         """The jobs that kernels leave, until they are run."""
         for job in jobs:
             rest = Job(job.group)
+            may_fuse = optimizer.is_elementwise(job.group) and job.may_fuse
             for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
-                found = variant_of(optimizer, job.group, param, grad) if job.may_fuse else None
+                found = variant_of(optimizer, job.group, param, grad) if may_fuse else None
                 if found is None:
                     rest.add(param, index, grad)
                 else:

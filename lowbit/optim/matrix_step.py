@@ -1,18 +1,21 @@
 """Muon's step of the matrices of an optimizer, by batches of one shape.
 
 A batch takes three parts. The first half of the formula (`lowbit.optim.muon_formula`) decodes, updates and encodes the
-momentum and writes U, the matrix to orthogonalize, to a buffer of the batch. The batch is orthogonalized. The second half
-updates the weights. Kernels do each half of all matrices in one launch (`lowbit.optim.launch`), which reads pointers from
-a table; PyTorch operations do it for the parameters that no kernel takes.
+momentum, and writes U, the matrix to orthogonalize, to a buffer of the batch. The batch is orthogonalized
+(`lowbit.optim.orthogonalize`). The second half updates the weights. Kernels do each half of all matrices in one launch
+(`lowbit.optim.launch`), which reads pointers from a table; PyTorch operations do it for the parameters that no kernel
+takes.
 
 U is bfloat16 on CUDA, and float32 elsewhere. A batch holds at most `BATCH` elements on a rank, which bounds the memory.
 
-**Sharded matrices.** Where dimension 0 is sharded, ranks exchange rows (`lowbit.optim.exchange`) so that each rank
-orthogonalizes its share of a batch. Other placements, such as the columns of tensor parallelism, and parameters whose
-memory is on the host are gathered, and every rank orthogonalizes all of them. Stacks of matrices that are sharded in
-dimension 0 stay where they are, because each rank holds whole matrices. All ranks go through the batches in the same
-order, which depends on global shapes only; whether a kernel takes a parameter may differ between ranks. A result does not
-depend on which matrices form a batch, so it is that of one process.
+**Sharded matrices.** Where dimension 0 is sharded, ranks exchange rows (`lowbit.optim.exchange`), so that each rank
+orthogonalizes its share of a batch. Parameters with other placements, such as the columns of tensor parallelism, and
+those whose memory is on the host are gathered, and every rank orthogonalizes all of them. Stacks of matrices that are
+sharded in dimension 0 stay where they are, because each rank holds whole matrices.
+
+All ranks go through the batches in the same order, which depends on global shapes only; whether a kernel takes a
+parameter may differ between ranks. The result for a matrix does not depend on the other matrices of its batch, so it is
+that of one process.
 
 A `Plan` keeps batches, tables and launches between steps. Each step checks all that they depend on.
 """
@@ -50,7 +53,8 @@ from lowbit.tensor.dtensor import held_locally, local
 from lowbit_kernels.fused_step import COLUMN, Rule, Variant
 
 BATCH = 2**27
-"""Elements that a rank orthogonalizes at once: eight matrices of 2048 x 8192 fill a GPU, and take about 1 GiB."""
+"""Elements that a rank orthogonalizes at once, such as eight matrices of 2048 x 8192. They fill a GPU, and take 1.5 GiB
+for the time of the step."""
 _DIRECTION, _DESCENT = Rule(**muon_formula.DIRECTION), Rule(**muon_formula.DESCENT)
 
 
@@ -109,7 +113,8 @@ def _place(value: Any) -> tuple[Any, ...]:
     """Where and how this rank's part of a parameter or state is stored."""
     own = held_locally(value)
     if isinstance(own, CodebookTensor):
-        return own.codes.data_ptr(), own.scale.data_ptr(), own.format, own.shape
+        codes = own.codes  # the shape of the state itself takes a microsecond
+        return codes.data_ptr(), own.scale.data_ptr(), own.format, codes.shape
     if isinstance(own, LowbitTensor):
         inner = own.updated_in_place()
         if inner is None:

@@ -245,6 +245,9 @@ class Muon(AdamBase):
     def rule(self, group: dict[str, Any]) -> Rule | None:  # type: ignore[override]
         return None if group["use_muon"] else super().rule(group)
 
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        return not group["use_muon"]
+
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def _loaded_state(

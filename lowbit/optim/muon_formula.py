@@ -1,6 +1,7 @@
-"""Muon's formula before and after the orthogonalization, in PyTorch operations and for the kernels; see `lowbit.optim.muon`.
+"""Muon's formula before and after the orthogonalization, in PyTorch operations and for the kernels.
 
-Both halves are elementwise. A step of a matrix calls the first one, orthogonalizes its result, and calls the second one.
+Both halves are elementwise. A step of a matrix calls the first one, orthogonalizes its result, and calls the second.
+The whole formula stands in `lowbit.optim.muon`.
 """
 
 from __future__ import annotations

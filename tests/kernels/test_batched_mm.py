@@ -14,7 +14,6 @@ from lowbit_kernels.launches import counted
 from lowbit_kernels.normalize_matrices import normalize_matrices
 from tests.kernels.interpreted import interpreted
 
-
 SMALL = [case for case in CASES if not case.large]
 
 
@@ -136,7 +135,7 @@ def test_refused(change: dict, error: type, message: str) -> None:
 
 
 def test_refused_normalization() -> None:
-    with pytest.raises(TypeError, match="x in torch.float32"):
+    with pytest.raises(TypeError, match=r"x in torch\.float32"):
         normalize_matrices(torch.ones(1, 2, 2, dtype=torch.int8), 1e-7)
     with pytest.raises(ValueError, match=r"\[count, rows, columns\], got \(2, 2\)"):
         normalize_matrices(torch.ones(2, 2), 1e-7)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import _muon as torchs
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, Muon, dequantize_state_dict, matrix_step, muon
-from lowbit.optim import orthogonalize as orthogonalization
+from lowbit.optim import CPUOffloadOptimizer, Muon, dequantize_state_dict, muon
+from lowbit.optim.orthogonalize import orthogonalize
 from lowbit.rounding import join_bf16
 from lowbit.tensor import CodebookTensor
 from tests.distributed.launch import launch
@@ -26,12 +26,6 @@ from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_g
 from tests.optim.test_sharded import Model as ShardedModel
 from tests.optim.test_sharded import full, same_state, shard
 from tests.optim.test_sharded import train as train_sharded
-
-
-
-def orthogonalize(matrices, coefficients=muon.COEFFICIENTS, steps=5, eps=1e-7):
-    return orthogonalization.orthogonalize(matrices, coefficients, steps=steps, eps=eps)
-
 
 every = pytest.mark.parametrize("state", FORMATS)
 SHAPES = [(65, 96), (96, 65), (70, 70), (1, 5000), (5000, 1), (64, 7, 9, 3), (8, 8)]
@@ -77,22 +71,6 @@ def test_equals_the_reference_from_the_decoded_momentum(state, options):
     assert isinstance(optimizer.state[params[0]]["momentum_buffer"], CodebookTensor) == (
         state not in ("bf16", "fp32")
     )
-
-
-@pytest.mark.parametrize("shape", [(40, 96), (96, 40), (33, 33), (1, 9)], ids=str)
-def test_orthogonalize(shape):
-    matrices = rand(3, *shape)
-    result = orthogonalize(matrices)
-    values = torch.linalg.svdvals(result)
-    assert values.min() > 0.3 and values.max() < 1.3
-    polar = [u @ v for u, _, v in (torch.linalg.svd(m, full_matrices=False) for m in matrices)]
-    assert relative(result, torch.stack(polar)) < 0.35
-    low = orthogonalize(matrices.bfloat16())
-    for one, theirs in zip(low, matrices, strict=True):
-        expected = torchs._zeropower_via_newtonschulz(theirs, muon.COEFFICIENTS, 5, 1e-7)
-        assert one.dtype == expected.dtype
-        assert relative(one, expected) < 0.03
-    assert torch.equal(orthogonalize(torch.zeros(2, *shape)), torch.zeros(2, *shape))
 
 
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
@@ -224,16 +202,6 @@ def test_an_unknown_option_is_refused_with_those_of_muon():
     with pytest.raises(TypeError, match=r"'betas'; accepted: lr, .*adamw_betas,") as raised:
         Muon(parameters((8, 8)), betas=(0.9, 0.99))
     assert " betas" not in str(raised.value).split("accepted")[1]
-
-
-def test_how_matrices_are_batched_changes_little(monkeypatch):
-    results = []
-    for batch in (1, 2**24):
-        monkeypatch.setattr(matrix_step, "BATCH", batch)
-        params = parameters(*[(30, 40)] * 3, (40, 30))
-        run(Muon(params, lr=0.1, state="fp32"), params, 2)
-        results.append(torch.cat([p.detach().flatten() for p in params]))
-    assert relative(*results) < 1e-5
 
 
 @every

@@ -1,0 +1,112 @@
+"""One step of Muon over the weights of a dense model and of a mixture of experts, against torch.optim.Muon.
+
+Matrices go to Muon; the embedding and the vectors go to AdamW, which is fused in both libraries. Times are measured as
+in ``optimizer_step``; the floor is that of the bytes, which a Muon step is far from, since it computes: see the LOG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.optimizer_step import StepCandidate, StepTimes, measure_step
+from benchmarks.optimizers import LLAMA_1B, OptimizerChoice
+from benchmarks.registry import Problem, Result, Row, Table, benchmark
+from benchmarks.report import ratio
+
+EXPERTS = 128
+ATTENTION = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+EXPERT = [(768, 2048), (768, 2048), (2048, 768)]
+"""The shapes of a layer of Qwen3-30B-A3B."""
+MIXTURE: list[tuple[int, ...]] = [*ATTENTION, *(EXPERT * EXPERTS)] * 2
+STACKED: list[tuple[int, ...]] = [*ATTENTION, *((EXPERTS, *shape) for shape in EXPERT)] * 2
+VOCABULARY = 100_000
+"""Rows from which on a matrix is an embedding here."""
+REFERENCE = "torch Muon, AdamW fused"
+
+
+class TorchMuon:
+    """torch.optim.Muon for the matrices and torch.optim.AdamW for the other parameters."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        matrices, others = divided(params)
+        self.parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=1e-3)]
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=1e-4, fused=True))
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return dict(chain.from_iterable(part.state.items() for part in self.parts))
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def divided(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters for Muon, and those for AdamW."""
+    is_matrix = [p.ndim >= 2 and p.shape[0] < VOCABULARY for p in params]
+    pairs = list(zip(params, is_matrix, strict=True))
+    return [p for p, yes in pairs if yes], [p for p, yes in pairs if not yes]
+
+
+def lowbit_muon(params: Sequence[Tensor], state: str) -> torch.optim.Optimizer:
+    from lowbit.optim import Muon
+
+    matrices, others = divided(params)
+    groups = [
+        {"params": [p for p in matrices if p.ndim == 2], "use_muon": True},
+        {"params": [p for p in matrices if p.ndim == 3], "use_muon": True, "stacked": True},
+        {"params": others, "use_muon": False},
+    ]
+    return Muon([g for g in groups if g["params"]], lr=1e-3, adamw_lr=1e-4, state=state)
+
+
+def muon_choices() -> list[OptimizerChoice]:
+    names = {"Muon8bit": "8bit", "Muon4bit": "4bit", "Muon, fp32 states": "fp32"}
+    return [
+        OptimizerChoice(f"lowbit {name}", partial(lowbit_muon, state=state))
+        for name, state in names.items()
+    ]
+
+
+def cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    times: StepTimes = row.measured
+    reference: StepTimes | None = result.reference.measured
+    assert times.held is not None and times.extra is not None
+    return [
+        f"{times.step * 1e3:.1f}",
+        ratio(times.step, reference and reference.step),
+        f"{times.issue * 1e3:.1f}",
+        f"{times.first:.2f}",
+        f"{times.held / times.parameters:.2f}",
+        f"{times.extra / 2**20:.0f}",
+    ]
+
+
+TABLE = Table(
+    columns=("step ms", "/ torch", "host ms", "first step s", "state B/param", "extra peak MiB"),
+    measure=measure_step,
+    cells=cells,
+    legend="Medians. *host*: the time until `step()` returns, nothing queued, the gradients at other addresses than in "
+    "the previous step. *first step*: in this process, after the compilation of other rows. *state*: memory of the "
+    "optimizer, by the allocator. *extra peak*: memory of a step beyond that.",
+)
+
+
+@benchmark("muon_step", "one step of Muon", table=TABLE)
+def muon_step() -> Iterator[Problem]:
+    torchs = OptimizerChoice(REFERENCE, TorchMuon)
+    dense = [StepCandidate(choice, LLAMA_1B) for choice in [*muon_choices(), torchs]]
+    yield Problem("Llama-3.2-1B, 112 matrices, 1.236e9 weights", dense, REFERENCE)
+    experts = [StepCandidate(choice, MIXTURE) for choice in [*muon_choices(), torchs]]
+    stacked = replace(muon_choices()[0], name="lowbit Muon8bit, experts stacked")
+    experts.insert(1, StepCandidate(stacked, STACKED))
+    name = "2 layers of Qwen3-30B-A3B, 776 matrices, 1.246e9 weights"
+    yield Problem(name, experts, REFERENCE)
