@@ -115,6 +115,17 @@ def _below_diagonal(tile):
     return row, tile - row * (row + 1) // 2
 
 
+@jit
+def _in_groups(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """(row, column) of the tile of this number. GROUP rows of tiles are counted together, column by column."""
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)
+    within = tile % (GROUP * tiles_n)
+    return first + within % height, within // height
+
+
 @jit(do_not_specialize=["tiles", "total"])
 def _kernel(
     a,  # [count, m, k], or [count, k, m] if A_TRANSPOSED; a pointer or a tensor map
@@ -146,12 +157,7 @@ def _kernel(
             tile_row, tile_column = _below_diagonal(tile)
             is_below = tile_row != tile_column
         else:
-            tiles_n = tl.cdiv(n, BLOCK_N)
-            first = tile // (GROUP * tiles_n) * GROUP
-            height = min(tl.cdiv(m, BLOCK_M) - first, GROUP)
-            within = tile % (GROUP * tiles_n)
-            tile_row = first + within % height
-            tile_column = within // height
+            tile_row, tile_column = _in_groups(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
         row = tile_row * BLOCK_M
         column = tile_column * BLOCK_N
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -319,7 +319,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for job in jobs if self._fused is None else self._fused.rest:
             for param in job.params:
                 self._ensure_state(job.group, param)
-        if self._fused is None and any(job.may_fuse for job in jobs):
+        if self._fused is None and any(
+            job.may_fuse and self.is_elementwise(job.group) for job in jobs
+        ):
             from lowbit.optim.fused import FusedStep
 
             self._fused = FusedStep(self, jobs)

@@ -69,12 +69,11 @@ def sharded_dim(param: Tensor) -> int | None:
     device on which ranks communicate. None: it is not sharded, or must be gathered."""
     if not isinstance(param, DTensor):
         return None
-    dims = [
-        i for i, placement in enumerate(param.placements) if not isinstance(placement, Replicate)
-    ]
-    if len(dims) != 1 or type(param.placements[dims[0]]) is not Shard:
+    dims = [i for i, p in enumerate(param.placements) if not isinstance(p, Replicate)]
+    if len(dims) != 1:
         return None
-    if param.placements[dims[0]].dim != 0:
+    placement = param.placements[dims[0]]
+    if type(placement) is not Shard or placement.dim != 0:
         return None
     is_here = param._local_tensor.device.type == param.device_mesh.device_type
     return dims[0] if is_here else None

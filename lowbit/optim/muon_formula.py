@@ -30,13 +30,14 @@ def descend(
     param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
 
 
-# The arguments of `lowbit_kernels.fused_step.Rule`. The "weight" of the first rule is U; it is written only.
-DIRECTION = {
+# Arguments of `lowbit_kernels.fused_step.Rule`, which is imported where it is used. The "weight" of the first rule is
+# U, which is written only.
+DIRECTION: dict[str, Any] = {
     "hyper": ("momentum", "nesterov", "maximize"),
     "prepare": "c[0] = maximize ? -1.0 : 1.0; c[1] = 1.0 - momentum; c[2] = nesterov ? c[1] : 0.0;",
     "update": "const float d = c[0] * g; s[0] += c[1] * (d - s[0]); w = s[0] + c[2] * (d - s[0]);",
 }
-DESCENT = {
+DESCENT: dict[str, Any] = {
     "hyper": ("weight_decay", "ratio"),
     "prepare": "c[0] = 1.0 - lr * weight_decay; c[1] = lr * ratio;",
     "update": "w = w * c[0] - c[1] * g;",
