@@ -6,17 +6,29 @@ in ``optimizer_step``; the floor is that of the bytes, which a Muon step is far 
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.optimizer_step import StepCandidate, StepTimes, measure_step
-from benchmarks.optimizers import LLAMA_1B, OptimizerChoice
+from benchmarks.optimizers import (
+    LLAMA_1B,
+    OptimizerChoice,
+    random_parameters,
+    step_seconds,
+    synchronize,
+)
+from benchmarks.ranks import in_ranks
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 
@@ -111,3 +123,64 @@ def muon_step() -> Iterator[Problem]:
     experts.insert(1, StepCandidate(stacked, STACKED))
     name = "2 layers of Qwen3-30B-A3B, 776 matrices, 1.246e9 weights"
     yield Problem(name, experts, REFERENCE)
+
+
+@dataclass(frozen=True)
+class SharedCandidate(StepCandidate):
+    """A step of parameters whose rows ``ranks`` GPUs share; ``most_seconds``: the time limit of the processes."""
+
+    ranks: int = 2
+    most_seconds: float = 120.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.choice.name}, {self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+
+
+def measure_rank(candidate: SharedCandidate, repeats: int) -> tuple[float, float, int]:
+    """Seconds of a step, the host's part of it, and the bytes of states, on one rank of the process group."""
+    on_gpu = candidate.device == "cuda"
+    mesh = init_device_mesh(candidate.device, (dist.get_world_size(),))
+    params = []
+    for whole in random_parameters(candidate.shapes, candidate.choice.dtype, candidate.device):
+        params.append(torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])))
+        params[-1].grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
+    optimizer: Any = candidate.choice.make(params)
+    for _ in range(3):
+        optimizer.step()
+    step = statistics.median(step_seconds(optimizer.step, repeats, on_gpu))
+    synchronize(on_gpu)
+    started = time.perf_counter()
+    optimizer.step()
+    issue = time.perf_counter() - started
+    synchronize(on_gpu)
+    return step, issue, optimizer.state_bytes()
+
+
+def measure_shared(candidate: SharedCandidate, repeats: int) -> tuple[float, float, int]:
+    """The slowest rank's times and the fullest rank's bytes. Raises as `in_ranks` does."""
+    limits = candidate.ranks, candidate.device, candidate.most_seconds
+    steps, issues, sizes = zip(*in_ranks(measure_rank, *limits, candidate, repeats), strict=True)
+    return max(steps), max(issues), max(sizes)
+
+
+def shared_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    step, issue, size = row.measured
+    reference = result.reference.measured
+    against_one = ratio(step, reference[0] if reference else None)
+    return [f"{step * 1e3:.1f}", against_one, f"{issue * 1e3:.1f}", f"{size / 2**30:.2f}"]
+
+
+SHARED_TABLE = Table(
+    columns=("step ms", "/ one GPU", "host ms", "states GiB a rank"),
+    measure=measure_shared,
+    cells=shared_cells,
+    legend="Parameters sharded by rows as FSDP2 does; medians of the slowest rank. *host*: the time until `step()` "
+    "returns, nothing queued.",
+)
+
+
+@benchmark("muon_step_shared", "one step of Muon, shared by GPUs", table=SHARED_TABLE)
+def muon_step_shared() -> Iterator[Problem]:
+    chosen = [SharedCandidate(muon_choices()[0], LLAMA_1B, ranks=ranks) for ranks in (1, 2, 4)]
+    yield Problem("Llama-3.2-1B", chosen, chosen[0].name)
