@@ -45,7 +45,7 @@ from lowbit.optim.fused import (
     rounding_of,
 )
 from lowbit.optim.job import GradScale, Job
-from lowbit.optim.launch import Item, Launch, are_dense, variant
+from lowbit.optim.launch import Item, Launch, are_dense, has_own_memory, variant
 from lowbit.optim.orthogonalize import orthogonalize
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
@@ -98,7 +98,8 @@ def _facts(optimizer: Any, jobs: list[Job]) -> list[Any]:
         found += [job.group[name] for name in _OPTIONS]
         for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
             state = optimizer.state[param]
-            found += (index, type(grad), grad.dtype, grad.data_ptr() == 0, state["step"].data_ptr())
+            has_memory = has_own_memory(type(grad)) and grad.data_ptr() != 0
+            found += (index, has_memory, grad.dtype, state["step"].data_ptr())
             found += _place(param)
             found += _place(state["momentum_buffer"])
             if "weight_correction" in state:
