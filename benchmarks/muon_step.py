@@ -143,6 +143,7 @@ def measure_rank(candidate: SharedCandidate, repeats: int) -> tuple[float, float
     mesh = init_device_mesh(candidate.device, (dist.get_world_size(),))
     params = []
     for whole in random_parameters(candidate.shapes, candidate.choice.dtype, candidate.device):
+        assert whole.grad is not None
         params.append(torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])))
         params[-1].grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
     optimizer: Any = candidate.choice.make(params)

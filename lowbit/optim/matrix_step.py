@@ -82,6 +82,10 @@ class Plan:
 
     def run(self, optimizer: Any, jobs: list[Job], coefficient: Tensor | None) -> None:
         """Step the parameters of the jobs, whose gradients are multiplied by `coefficient`."""
+        for job in jobs:
+            empty = [i for i, param in enumerate(job.params) if not param.numel()]
+            if empty:
+                count_step(optimizer, job.subset(empty))
         for batch in self.batches:
             batch.run(optimizer, jobs[batch.job], coefficient)
 
@@ -107,7 +111,7 @@ def _facts(optimizer: Any, jobs: list[Job]) -> list[Any]:
     return found
 
 
-_OPTIONS = ("fused", "bf16_stochastic_round", "weight_correction", "stacked")
+_OPTIONS = ("fused", "bf16_stochastic_round", "weight_correction", "stacked", "adjust_lr_fn")
 
 
 def _place(value: Any) -> tuple[Any, ...]:
@@ -137,6 +141,8 @@ class Batch:
     exchange: Exchange | None
     is_local: bool
     """Whether each rank holds whole matrices."""
+    dtype: torch.dtype
+    """Of U."""
     directions: list[HalfLaunch] = field(default_factory=list)
     descents: list[HalfLaunch] = field(default_factory=list)
     eager: list[int] = field(default_factory=list)
@@ -150,7 +156,7 @@ class Batch:
         second = Half(optimizer, group, _DESCENT, {}, ratio)
         by_variants: defaultdict[Any, list[int]] = defaultdict(list)
         for i, (param, grad) in enumerate(zip(own.params, own.grads, strict=True)):
-            found = _variants(first, own, param, grad)
+            found = _variants(first, own, param, grad, self.dtype)
             if found is None:
                 self.eager.append(i)
             else:
@@ -174,7 +180,7 @@ class Batch:
         own, group = job.subset(self.positions), job.group
         first = own.grads[0]
         shape = (len(own.params), *first.shape)
-        buffer = torch.empty(shape, dtype=working_dtype(own.params[0]), device=first.device)
+        buffer = torch.empty(shape, dtype=self.dtype, device=first.device)
         for launch in self.directions:
             launch.step(own, own.grads, coefficient, buffer)
         for i in self.eager:
@@ -239,7 +245,8 @@ def _batches(jobs: list[Job]) -> Iterator[Batch]:
                     cols = muon_formula.stack_shape(shape, stacked)[2]
                     exchange = divided(first, len(some), cols, left_over)
                     left_over += len(some)
-                yield Batch(number, some, exchange, _holds_whole(first, stacked))
+                is_local = _holds_whole(first, stacked)
+                yield Batch(number, some, exchange, is_local, _working_dtype(first, is_local))
 
 
 def _layout(param: Tensor) -> Any:
@@ -254,9 +261,10 @@ def _holds_whole(param: Tensor, stacked: bool) -> bool:
     return not others or (stacked and all(type(p) is Shard and p.dim == 0 for p in others))
 
 
-def working_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of matrices to orthogonalize, by the device that does it."""
-    device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+def _working_dtype(param: Any, is_local: bool) -> torch.dtype:
+    """The dtype of matrices to orthogonalize, by the device that does it: that of the rank's part, which may be in host
+    memory, or that on which ranks communicate."""
+    device = held_locally(param).device.type if is_local else param.device_mesh.device_type
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
@@ -278,8 +286,10 @@ def _direction(
 # ---- kernels ------------------------------------------------------------------------------------------------
 
 
-def _variants(half: Half, job: Job, param: Tensor, grad: Tensor) -> tuple[Variant, Variant] | None:
-    """The kernels of both halves for a parameter; None where no kernel applies.
+def _variants(
+    half: Half, job: Job, param: Tensor, grad: Tensor, dtype: torch.dtype
+) -> tuple[Variant, Variant] | None:
+    """The kernels of both halves for a parameter, with U in `dtype`; None where no kernel applies.
 
     Raises:
         RuntimeError: no kernel applies, and the group has `fused=True`.
@@ -292,7 +302,6 @@ def _variants(half: Half, job: Job, param: Tensor, grad: Tensor) -> tuple[Varian
     if states.rounds_itself(param):
         reason = "its weight rounds itself"
     if reason is None:
-        dtype = working_dtype(param)
         format = str(kernel_format(local(half.state[param]["momentum_buffer"])))
         first = variant(_DIRECTION, dtype, grad.dtype, (format,), (True,), (False,), "nearest")
         rounding = rounding_of(group, own.dtype)

@@ -76,6 +76,13 @@ def test_parameters_that_no_kernel_takes_are_stepped_beside_others():
         assert relative(p, q) < 1e-5
 
 
+def test_empty_parameters_count_steps():
+    params = parameters((0, 8), (8, 8))
+    optimizer = Muon(params)
+    run(optimizer, params, 2)
+    assert [optimizer.state[p]["step"] for p in params] == [2, 2]
+
+
 def test_how_matrices_are_batched_changes_no_bit(monkeypatch):
     results = []
     for batch in (1, 30 * 40 * 2, 2**24):
@@ -89,6 +96,7 @@ def test_how_matrices_are_batched_changes_no_bit(monkeypatch):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer's step of 2 parameters")
 def test_a_plan_is_kept_until_something_changes():
     params = parameters((64, 80), (64, 80), (80,))
     optimizer = optim.Muon8bit(params)
@@ -107,11 +115,14 @@ def test_a_plan_is_kept_until_something_changes():
     assert plan() not in (first, second)
     optimizer.param_groups[0]["fused"] = None
     third = plan()
+    optimizer.param_groups[0]["adjust_lr_fn"] = "match_rms_adamw"
+    assert plan() is not third
+    third = plan()
     optimizer.load_state_dict(optimizer.state_dict())
     assert plan() is not third
     params[1].grad = None
     optimizer.step()
-    assert len(plans_of(optimizer)) == 2 and optimizer.state[params[1]]["step"] == 7
+    assert len(plans_of(optimizer)) == 2 and optimizer.state[params[1]]["step"] == 9
     assert not copy.deepcopy(optimizer)._plans
 
 
