@@ -42,6 +42,7 @@ from benchmarks.optimizers import (
     state_bytes,
     torch_fused,
 )
+from benchmarks.peak_memory import PeakBytes, events_to_peak, split_step
 from benchmarks.registry import Problem, Result, Row
 from benchmarks.train_llama import (
     TRAINING_TABLE,
@@ -174,15 +175,37 @@ def test_a_training_step(choice: OptimizerChoice) -> None:
 
 def test_training_cells() -> None:
     choices = [lowbit_formats()[0], torch_fused()]
+    kinds = PeakBytes(2**31, 2**30, 3 * 2**30, 2**32, 2**29)
     rows = [
-        Row(TrainingCandidate(choices[0], (4, 4096)), TrainingCost(0.2, 16_384, 30.0, 4.0)),
+        Row(TrainingCandidate(choices[0], (4, 4096)), TrainingCost(0.2, 16_384, 30.0, 4.0, kinds)),
         Row(TrainingCandidate(choices[1], (4, 4096)), TrainingCost(0.4, 16_384, 34.5, 7.0)),
     ]
     result = Result(Problem("p", [r.candidate for r in rows], choices[1].name), rows)
     assert TRAINING_TABLE.cells(rows[0], result, 1.0) == [
-        "200.0", "0.50", "81.9", "30.00", "-4.50", "4.00",
+        "200.0", "0.50", "81.9", "30.00", "-4.50", "4.00", *["2.00", "1.00", "3.00", "4.00", "0.50"],
     ]  # fmt: skip
     assert TRAINING_TABLE.cells(rows[1], result, 1.0)[4] == ""
+    assert TRAINING_TABLE.cells(rows[1], result, 1.0)[6:] == [""] * 5
+
+
+def test_the_peak_is_divided() -> None:
+    """Addresses are used again; a gradient counts only if the same allocation outlives backward."""
+    events = [
+        *[
+            ("alloc", 1, 100),
+            ("alloc", 2, 50),
+            ("free_requested", 2, 50),
+            ("free_completed", 2, 50),
+        ],
+        *[("segment_alloc", 9, 5000), ("alloc", 3, 30)],  # the end of forward: 1 and 3
+        *[("alloc", 4, 7), ("alloc", 2, 200)],  # the peak: a gradient and a temporary
+        *[("free_requested", 2, 200), ("free_requested", 1, 100), ("alloc", 1, 20)],
+        *[("free_requested", 3, 30), ("alloc", 5, 60)],  # the end of backward: gradients 1 and 4
+    ]
+    history = [{"action": a, "addr": addr, "size": size} for a, addr, size in events]
+    assert events_to_peak(history) == 8
+    assert split_step(history, 6, 12, {1, 4}) == (7, 130, 200)
+    assert split_step([], 0, 0, set()) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
