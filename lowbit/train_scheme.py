@@ -12,6 +12,7 @@ The tensor class that carries a scheme out names it in its `schemes` (`lowbit.te
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Collection, Sequence
@@ -370,10 +371,16 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
         return None
     if device.type != "cuda" or torch.version.cuda is None:
         return "it is no NVIDIA GPU"
-    found = torch.cuda.get_device_capability(device)
+    found = _capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
     return None if found >= capability else f"its compute capability is {has}, below {needed}"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """torch takes 10 us to say, at each call of each layer."""
+    return torch.cuda.get_device_capability(device)
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowbit_kernels import (
+        batched_mm,
         dequantize,
         dynamic_linear,
         grouped_linear,
+        normalize_matrices,
         quantize_rowcol,
         quantize_tokens,
         round_rows,
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "batched_mm",
     "dequantize",
     "dynamic_linear",
     "grouped_linear",
+    "normalize_matrices",
     "quantize_rowcol",
     "quantize_tokens",
     "round_rows",

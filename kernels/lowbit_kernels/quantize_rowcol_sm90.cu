@@ -6,6 +6,8 @@
 //   ROWS, COLUMNS      which copies are written
 //   TENSORWISE         one scale for the matrix
 //   STOCHASTIC         stochastic rounding
+//   FACTOR             columns of the row copy are multiplied by factors
+//   ROW_SCALES         the transposed copy has the codes and scales of the row copy
 //   ALIGNED            rows begin at multiples of 16 bytes
 //   STEPS              how many times 2048 elements of a row a block keeps (kernel `rows`; 0: `rows` is not compiled)
 // and puts ptx.cuh and random_bits.h before it.
@@ -25,6 +27,7 @@ static constexpr int TILE = 128, THREADS = 256, WARPS = THREADS / 32, HEIGHT = T
 static constexpr int SIZE = INPUT == FP32 ? 4 : 2;  // bytes of an element
 static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.0f : 57344.0f;
 static constexpr uint32 INFINITE = 0x7f800000;
+static constexpr bool BY_ROW = ROWS || ROW_SCALES, BY_COLUMN = COLUMNS && !ROW_SCALES;  // scales to find
 
 // The matrix x, m x k with rows `stride` elements apart, and the results. `row_max` and `column_max` hold the float32
 // bits of the largest magnitudes; they are zero before the first pass.
@@ -34,9 +37,10 @@ struct Job {
     unsigned char *codes;    // [m, k16]
     float *scale;            // [m]
     unsigned char *codes_t;  // [k, m16]
-    float *scale_t;          // [k]
+    float *scale_t;          // [k], or [m] if ROW_SCALES
     uint32 *row_max, *column_max;
     const long long *seed;
+    const float *factor;     // [k], if FACTOR
     long long m, k;
 
     MEMBER long long k16() const { return (k + 15) / 16 * 16; }
@@ -104,6 +108,16 @@ DEVICE uint32 widened(uint32 magnitude) {
     else if constexpr (INPUT == BF16) return magnitude << 16;
     else return float_bits(from_half(magnitude)) & 0x7fffffff;
 }
+
+// Four neighbouring factors.
+struct Factors {
+    float of[4];
+
+    MEMBER Factors(const Job &job, long long column) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of[i] = FACTOR && column + i < job.k ? __ldg(job.factor + column + i) : 0.0f;
+    }
+};
 
 // ---- codes -----------------------------------------------------------------------------------------------------------
 
@@ -211,6 +225,7 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
     constexpr int WORDS = Raw<4>::WORDS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Position at(job, tile);
+    const Factors factors(job, at.column + lane * 4);
     uint32 columns[WORDS] = {}, row = 0;
 #pragma unroll
     for (int i = 0; i < HEIGHT; ++i) {
@@ -223,9 +238,15 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
         }
         if constexpr (TENSORWISE) {
             row = larger(row, all);
-        } else if constexpr (ROWS) {
-            all = warp_max(largest_of(all));
-            if (lane == i) row = all;
+        } else if constexpr (BY_ROW) {
+            uint32 own = 0;
+            if constexpr (FACTOR) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    own = max(own, float_bits(multiply_exactly(part.row[i][c], factors.of[c])) & 0x7fffffff);
+            } else own = widened(largest_of(all));
+            own = warp_max(own);
+            if (lane == i) row = own;
         }
     }
     if constexpr (TENSORWISE) {
@@ -233,11 +254,11 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
         if (lane == 0 && row != 0) atomicMax(job.row_max, widened(row));
         return;
     }
-    if constexpr (ROWS) {
+    if constexpr (BY_ROW) {
         const long long to = at.row + warp * HEIGHT + lane;
-        if (lane < HEIGHT && to < job.m && row != 0) atomicMax(job.row_max + to, widened(row));
+        if (lane < HEIGHT && to < job.m && row != 0) atomicMax(job.row_max + to, row);
     }
-    if constexpr (COLUMNS) {
+    if constexpr (BY_COLUMN) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             shared.column_max[warp][lane * 4 + j] =
@@ -259,14 +280,16 @@ DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
     const int i = threadIdx.x % TILE;
     const bool for_rows = threadIdx.x < TILE;
     const long long index = for_rows ? at.row + i : at.column + i;
-    const bool wanted = for_rows ? ROWS : COLUMNS, inside = index < (for_rows ? job.m : job.k);
+    const bool wanted = for_rows ? BY_ROW : BY_COLUMN, inside = index < (for_rows ? job.m : job.k);
     uint32 largest = 0;
     if (TENSORWISE) largest = __ldcg(job.row_max);
     else if (wanted && inside) largest = __ldcg(for_rows ? job.row_max + index : job.column_max + index);
     const Scale scale = scale_of(largest);
     (for_rows ? shared.row : shared.column)[i] = scale;
-    if (wanted && inside && (for_rows ? at.column : at.row) == 0 && (!TENSORWISE || index == 0))
-        (for_rows ? job.scale : job.scale_t)[index] = shown(scale);
+    if (wanted && inside && (for_rows ? at.column : at.row) == 0 && (!TENSORWISE || index == 0)) {
+        if (for_rows ? ROWS : COLUMNS) (for_rows ? job.scale : job.scale_t)[index] = shown(scale);
+        if (ROW_SCALES && COLUMNS && for_rows) job.scale_t[index] = shown(scale);
+    }
     return __syncthreads_or(scale.inverse == 0.0f);
 }
 
@@ -307,11 +330,13 @@ DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at,
 DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Position at(job, tile);
-    if (find_scales(job, shared, at)) {  // NaN and infinities get code 0
+    const bool poisoned = find_scales(job, shared, at);
+    if (poisoned) {  // NaN and infinities get code 0
 #pragma unroll
         for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
     }
     const long long row = at.row + warp * HEIGHT, column = at.column + lane * 4, k16 = job.k16();
+    const Factors factors(job, column);
     const int rows = column < k16 ? (int)min((long long)HEIGHT, job.m - row) : 0;  // to write
     unsigned char *codes = job.codes + row * k16 + column;
     uint32 codes_t[4][HEIGHT / 4];
@@ -334,7 +359,11 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
             for (int r = 0; r < 4; ++r) {
                 const Scale scale = shared.row[warp * HEIGHT + i + r];
 #pragma unroll
-                for (int c = 0; c < 4; ++c) y[c] = quotient_of(x[r][c], scale);
+                for (int c = 0; c < 4; ++c) {
+                    const float own = FACTOR ? multiply_exactly(x[r][c], factors.of[c]) : x[r][c];
+                    const bool none = FACTOR && poisoned && (float_bits(own) & INFINITE) == INFINITE;
+                    y[c] = none ? 0.0f : quotient_of(own, scale);
+                }
                 if (i + r < rows) stream_store((uint32 *)codes, encode(y, drawn[r]));
                 codes += k16;
             }
@@ -342,9 +371,11 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
         if constexpr (COLUMNS) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const Scale scale = shared.column[lane * 4 + c];
 #pragma unroll
-                for (int r = 0; r < 4; ++r) y[r] = quotient_of(x[r][c], scale), own[r] = drawn[r][c];
+                for (int r = 0; r < 4; ++r) {
+                    const Scale scale = ROW_SCALES ? shared.row[warp * HEIGHT + i + r] : shared.column[lane * 4 + c];
+                    y[r] = quotient_of(x[r][c], scale), own[r] = drawn[r][c];
+                }
                 codes_t[c][i / 4] = encode(y, own);
             }
         }
@@ -358,9 +389,10 @@ DYNAMIC_SHARED(memory);
 
 #define PARAMETERS                                                                                                     \
     const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,              \
-        float *scale_t, uint32 *row_max, uint32 *column_max, const long long *seed, long long m, long long k
+        float *scale_t, uint32 *row_max, uint32 *column_max, const long long *seed, const float *factor,           \
+        long long m, long long k
 #define JOB                                                                                                            \
-    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, m, k }
+    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, factor, m, k }
 
 #if STEPS == 0
 // One block per tile.

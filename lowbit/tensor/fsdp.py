@@ -11,6 +11,7 @@ Codes travel as integers, never as bits of a floating dtype. FSDP2 copies the in
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -96,25 +97,24 @@ class FSDPHooks:
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
         shard, outer_size, names = metadata
-        if names is None:
-            gathered = _from_planes(shard, outputs, outer_size[0])
-            owned = tuple(gathered.values())
-        else:
-            gathered = {
-                name: t.view(getattr(shard, name).dtype)
-                for name, t in zip(names, outputs, strict=True)
-            }
-            owned = outputs
-        computed = {k: t for k, t in shard.inner_tensors().items() if k not in gathered}
+        planes = {} if names else _from_planes(shard, outputs, outer_size[0])
+        own = shard.inner_tensors().items()
+        computed = {name: t for name, t in own if name not in (names or planes)}
         _keep_until_read(computed.values())
-        inner = {**computed, **gathered}
         if out is None:
-            return shard._with(inner, outer_size, param_dtype), owned
+            dtypes = (getattr(shard, name).dtype for name in names or ())
+            viewed = [t.view(dtype) for t, dtype in zip(outputs, dtypes, strict=False)]
+            gathered = planes or dict(zip(names, viewed, strict=True))
+            owned = tuple(planes.values()) or outputs
+            return shard._with({**computed, **gathered}, outer_size, param_dtype), owned
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
-        for name, t in inner.items():
-            if names is None or name not in names:  # the others were gathered in place
-                held = getattr(target, name)
-                # The values are those of forward, so tensors that autograd saved are not stale.
-                with torch.autograd._unsafe_preserve_version_counter(held):
-                    held.copy_(t)
+        for name, t in {**computed, **planes}.items():  # FSDP2 gathers the others in place
+            held = getattr(target, name)
+            # The values are those of forward, so tensors that autograd saved are not stale.
+            with torch.autograd._unsafe_preserve_version_counter(held):
+                held.copy_(t)
         return None
+
+
+# FSDP2 asks for the signature at each call; finding it takes longer than the rest of the hook.
+FSDPHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(FSDPHooks.fsdp_pre_all_gather)  # type: ignore[attr-defined]

@@ -1,9 +1,12 @@
 """The products of a linear in int8 or float8, forward and backward, for weights of schemes with `LowbitProducts`.
 
-The input is quantized once: along rows for the output, and along columns, transposed, for the weight's gradient.
-Backward keeps these codes, one byte an element, and not the input. The weight is quantized along rows for the output,
-and again along columns for the input's gradient, which costs a hundredth of the products. The gradient of the output is
-quantized once, along rows and columns. So every product reads both operands along the dimension that it sums over.
+    y  = x̂ ŵᵀ                   x rounded along its rows; ŵ = scale[n] · codes[n, k], a scale a row
+    dx = (dy · scale)^ codes    dy times the weight's scales, rounded along its rows
+    dw = dŷᵀ x̂                  both rounded along the columns of dy and x
+
+Both products of the weight read the same codes, since its scales can be moved into dy. So the gradient is that of the
+weight that the output saw, and the same where FSDP2 gathers codes and where the weight is whole. The input is quantized
+once, along rows and, transposed, along columns. Backward keeps the latter, one byte an element, and not the input.
 """
 
 from __future__ import annotations
@@ -31,9 +34,15 @@ Codes = tuple[Tensor, Tensor]
 def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
 
-    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `column_codes()`. Runs in high
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `transposed_codes()`. Runs in high
     precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
     """
+    # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _low_bit_linear(x, weight, bias)
+
+
+def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     check_linear(x, weight)
     x, bias = autocast_inputs(x, weight, bias)
     scheme = weight.scheme
@@ -85,15 +94,22 @@ class _Linear(torch.autograd.Function):
         scheme, note = weight.scheme, ctx.note
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
-        fmt = scheme.backward_format
-        grad_x = grad_weight = grad_bias = None
+        fmt, one_scale = scheme.backward_format, scheme.one_scale
+        grad_x = grad_weight = grad_bias = factor = None
+        if rows:
+            turned, w_scale = weight.transposed_codes()
+            if (
+                w_scale.numel() > 1
+            ):  # they move into the gradient; shards have several, also tensorwise
+                factor, w_scale, one_scale = w_scale, None, False
         if rows or columns:
             seed = _seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
+            options = {"rows": rows, "columns": columns, "tensorwise": one_scale}
             codes, scale, codes_t, scale_t = kernels.quantize_rowcol.quantize_rowcol(
-                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
+                grad, fmt, **options, seed=seed, row_factor=factor
             )
         if rows:
-            other = weight.column_codes()
+            other = turned, w_scale
             grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
             tracer.record(note, "grad_input", grad.dtype)
@@ -116,16 +132,25 @@ def _seed_of(grad: Tensor, seed: int) -> Tensor:
     return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
 
 
+def transposed(codes: Tensor, columns: int) -> Tensor:
+    """The first `columns` columns of codes [N, K16] as codes [columns, N16]."""
+    turned = codes.view(torch.uint8)[:, :columns].t()
+    return F.pad(turned, (0, -codes.shape[0] % 16)).contiguous().view(codes.dtype)
+
+
 def low_bit_product(
     note: Note | None,
     name: str,
     fmt: str,
     a: Codes,
-    b: Codes,
+    b: tuple[Tensor, Tensor | None],
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T, scaled. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
+    """a @ b.T, scaled; a scale of None is 1.
+
+    Sums of int8 products that may overflow an int32 are split, and the parts added in float32.
+    """
     tracer.record(note, name, fmt)
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat
 from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
+from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
 from lowbit.train_scheme import MixedPrecision
 
@@ -51,17 +51,21 @@ class MixedPrecisionTensor(MasterWeightTensor):
         )
         return codes, scale
 
-    def column_codes(self) -> Codes:
-        """The weight [N, K] as the product for the input's gradient reads it: codes [K, N16]."""
+    def transposed_codes(self) -> tuple[Tensor, Tensor]:
+        """The codes of `row_codes`, transposed, [K, N16], and its scales.
+
+        One op makes them from the weight. torch.compile would merge `row_codes` with that of the forward pass, and keep
+        its codes meanwhile.
+        """
         scheme = self.scheme
         _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
-            self._exact(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+            self.weight.detach(),
+            scheme.forward_format,
+            rows=False,
+            tensorwise=scheme.one_scale,
+            row_scales=True,
         )
         return codes, scale
-
-    def _exact(self) -> Tensor:
-        """The values in the widest dtype that holds them."""
-        return self.weight.detach()
 
     def rows(self, indices: Tensor) -> Tensor:
         """Some rows of `values()`."""
@@ -69,43 +73,46 @@ class MixedPrecisionTensor(MasterWeightTensor):
 
     def _wire(self) -> LowbitTensor:
         """Under FSDP2 one byte an element travels, and a scale a row, unless a product needs the weight itself."""
-        scheme = self.scheme
+        scheme, weight = (
+            self.scheme,
+            self.weight,
+        )  # attributes of `self` itself, such as its shape, take Python longer
         quantizes = scheme.output and scheme.grad_input
-        if not quantizes or not (scheme.always or self.device.type == "cuda"):
+        if not quantizes or not (scheme.always or weight.device.type == "cuda"):
             return self
-        n, k = self.shape[:-1].numel(), self.shape[-1]
+        shape = weight.shape
+        rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
         codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
-            self.weight.reshape(n, k),
-            scheme.forward_format,
-            columns=False,
-            tensorwise=scheme.one_scale,
+            rows, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
         )
-        tensors = {
-            "codes": codes.view(*self.shape[:-1], codes.shape[1]),
-            "scale": scale.expand(n).contiguous().view(*self.shape[:-1], 1),
-        }
-        return GatheredMixedPrecision.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        scale = scale.expand(len(rows)).contiguous() if scheme.one_scale else scale
+        if rows is not weight:
+            codes = codes.view(*shape[:-1], codes.shape[1])
+        tensors = {"codes": codes, "scale": scale.view(*shape[:-1], 1)}
+        return GatheredMixedPrecision.from_inner(tensors, self.meta(), shape, self.dtype)
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
-    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, the
-    product for the input's gradient, and an embedding tied to it read the dequantized weight."""
+    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and an
+    embedding tied to it, read the dequantized weight."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
 
     codes: Tensor
     scale: Tensor
 
-    def _exact(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         codes = self.codes[..., : self.shape[-1]]
         # int8 times float32 is one operation; float8 has no such product
-        return codes * self.scale if codes.dtype is torch.int8 else codes.float().mul_(self.scale)
-
-    def dequantize(self) -> Tensor:
-        return self._exact().to(self.dtype)
+        is_int8 = codes.dtype is torch.int8
+        values = codes * self.scale if is_int8 else codes.float().mul_(self.scale)
+        return values.to(self.dtype)
 
     def row_codes(self) -> Codes:
         return self.codes, self.scale.view(-1)
+
+    def transposed_codes(self) -> tuple[Tensor, Tensor]:
+        return transposed(self.codes, self.shape[1]), self.scale.view(-1)
 
     def values(self) -> Tensor:
         return self.dequantize()

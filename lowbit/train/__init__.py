@@ -4,6 +4,7 @@ that restores plain weights or converts for inference."""
 from lowbit.convert import Report
 from lowbit.train.convert import convert_
 from lowbit.train.prepare import prepare_, restore_
+from lowbit.train.recompute import keep_products
 from lowbit.train.sharded import locate_, precompute_bitnet_scale
 from lowbit.train_scheme import (
     BitNet,
@@ -21,6 +22,7 @@ __all__ = [
     "Report",
     "TrainingScheme",
     "convert_",
+    "keep_products",
     "locate_",
     "precompute_bitnet_scale",
     "prepare_",

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import quantize_rowcol_sm90, quantize_tokens_sm90
+from lowbit_kernels import launch_plan, launcher, quantize_rowcol_sm90, quantize_tokens_sm90
 from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
@@ -61,7 +61,8 @@ QUANTIZE_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
         NAME((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8], a[9], a[10]);
+             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8],
+             (const float *)a[9], a[10], a[11]);
     });
 }
 """
@@ -107,12 +108,33 @@ def quantize_tokens(*arguments) -> None:
         quantize_tokens_sm90.quantize(*arguments)
 
 
-def quantize_rowcol(*arguments) -> None:
-    """``quantize_rowcol_sm90.quantize`` on CPU tensors."""
+def quantize_rowcol(*arguments):
+    """``quantize_rowcol_sm90.quantize`` on CPU tensors, in memory that is not zero."""
 
-    def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: int):
+    def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: torch.device):
         source = quantize_rowcol_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + QUANTIZE_FOOTER.replace("NAME", name))
 
-    with _on_cpu(quantize_rowcol_sm90, kernel):
-        quantize_rowcol_sm90.quantize(*arguments)
+    with (
+        _on_cpu(quantize_rowcol_sm90, kernel),
+        mock.patch.object(launcher, "take_over", lambda *_: None),
+        filled_memory(),
+    ):
+        quantize_rowcol_sm90.planned.cache_clear()  # plans hold kernels
+        try:
+            return quantize_rowcol_sm90.quantize(*arguments)
+        finally:
+            quantize_rowcol_sm90.planned.cache_clear()
+
+
+@contextlib.contextmanager
+def filled_memory() -> Iterator[None]:
+    """Inside, launch plans run in memory that is not zero, so that a result which no kernel writes is seen."""
+    allocated = launch_plan._allocated
+
+    def filled(buffer, device):
+        made = allocated(buffer, device)
+        return made if buffer.zeroed else made.view(torch.uint8).fill_(0xAA).view(buffer.dtype)
+
+    with mock.patch.object(launch_plan, "_allocated", filled):
+        yield

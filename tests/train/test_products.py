@@ -51,11 +51,15 @@ def test_as_float64_products_of_the_quantized_operands(scheme, shape):
     upstream = values(*shape[:-1], 37, seed=3)
     found = outcome(prepared(layer, scheme), x, upstream)
     x_rows, x_columns = dequantized(x.view(-1, shape[-1]), scheme, scheme.forward_format)
-    w_rows, w_columns = dequantized(layer.weight.detach(), scheme, scheme.forward_format)
-    g_rows, g_columns = dequantized(upstream.view(-1, 37), scheme, scheme.backward_format)
+    weight, grad = layer.weight.detach(), upstream.view(-1, 37)
+    w_rows, _ = dequantized(weight, scheme, scheme.forward_format)
+    _, g_columns = dequantized(grad, scheme, scheme.backward_format)
+    # the gradient is rounded with the weight's scales, and multiplied by the codes that the output saw
+    scale = quantize_rowcol(weight, scheme.forward_format, tensorwise=scheme.one_scale)[1]
+    scaled, _ = dequantized(grad * scale, scheme, scheme.backward_format)
     expected = {
         "output": x_rows @ w_rows.t() + layer.bias.double(),
-        "input": g_rows @ w_columns,
+        "input": scaled @ (w_rows / scale.double().view(-1, 1)),
         "weight": g_columns.t() @ x_columns,
         "bias": upstream.double().view(-1, 37).sum(0),
     }

@@ -1,7 +1,8 @@
-// The product of two int8 matrices on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
+// The product of two int8 or float8 matrices on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
 //
-// int8_mm_sm90.py compiles this file once for each combination of
-//   OUT                BF16, FP16 or FP32; or INT32: sums of slices of K, which `combine` adds and scales
+// scaled_mm_sm90.py compiles this file once for each combination of
+//   SUM                int for int8 matrices, float for float8
+//   OUT                BF16, FP16 or FP32; or SLICES: sums of slices of K, which `combine` adds and scales
 //   BIAS               NONE, BF16, FP16 or FP32
 //   TILE_N             columns of a tile: 256; 128 or 64 if a has few rows
 //   STAGES             stages of the ring
@@ -11,11 +12,11 @@
 // than multiprocessors). Two blocks form a cluster. Wide tiles of a cluster lie under each other, and each block loads
 // half of b's rows for both; narrow tiles lie beside each other, and each block loads half of a's rows. The third
 // warpgroup of a block is the producer: one of its threads lets the TMA copy tiles of a and b, 128 bytes along K, into
-// a ring in shared memory. Each of the other two warpgroups multiplies 64 rows of the tile, with int32 sums in
+// a ring in shared memory. Each of the other two warpgroups multiplies 64 rows of the tile, with 32-bit sums in
 // registers (half of those that a thread can have), scales the sums, and stores them through shared memory by the TMA.
 // Meanwhile the producer already loads the next tile.
 
-enum { NONE, BF16, FP16, FP32, INT32 };
+enum { NONE, BF16, FP16, FP32, SLICES };
 
 static constexpr int TILE_M = 128, TILE_K = 128;  // TILE_K is also a row's bytes in shared memory
 static constexpr int CLUSTER = 2;
@@ -23,7 +24,7 @@ static constexpr int BESIDE = TILE_N < 256 ? CLUSTER : 1, UNDER = CLUSTER / BESI
 static constexpr int GROUPS = 2;                  // warpgroups that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int A_BYTES = TILE_M * TILE_K, B_BYTES = TILE_N * TILE_K, STAGE_BYTES = A_BYTES + B_BYTES;
-static constexpr int OUT_SIZE = OUT == FP32 || OUT == INT32 ? 4 : 2;
+static constexpr int OUT_SIZE = OUT == FP32 || OUT == SLICES ? 4 : 2;
 static constexpr int BOX_COLUMNS = 128 / OUT_SIZE, BOX_BYTES = 64 * 128;  // a box of the result is stored at once
 static constexpr int BOXES = TILE_N / BOX_COLUMNS;                        // boxes of a tile: an even number, or 1
 static constexpr int SUMS = TILE_N / 2, COLUMN_SCALES = (TILE_N + 127) / 128;  // per thread
@@ -116,10 +117,12 @@ DEVICE float bias_at(const void *bias, int column) {
     else return from_half(((const unsigned short *)bias)[column]);
 }
 
-// Two neighbouring sums to results. For INT32 the results are the sums' bits.
-DEVICE void scaled(const int *sums, float row_scale, float2 column_scale, float2 bias, float &x, float &y) {
-    if constexpr (OUT == INT32) {
-        x = bits_float(sums[0]), y = bits_float(sums[1]);
+// Two neighbouring sums to results. For SLICES the results are the sums' bits.
+DEVICE float bits_of(int sum) { return bits_float((uint32)sum); }
+DEVICE float bits_of(float sum) { return sum; }
+DEVICE void scaled(const SUM *sums, float row_scale, float2 column_scale, float2 bias, float &x, float &y) {
+    if constexpr (OUT == SLICES) {
+        x = bits_of(sums[0]), y = bits_of(sums[1]);
         return;
     }
     x = (float)sums[0] * row_scale * column_scale.x;
@@ -134,7 +137,7 @@ DEVICE uint32 packed(float x, float y) {
 
 // Writes 64 x BOX_COLUMNS results, from column `column` of the product on, to shared memory in the TMA's layout. For
 // each 8 neighbouring columns, a thread holds two in row lane / 4 of its warp's 16 rows and two in the row 8 below.
-DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const float *column_scale, const void *bias,
+DEVICE void fill_box(uint32 box, const SUM *sums, const float *row_scale, const float *column_scale, const void *bias,
                      int column, int columns) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int matrix = lane / 8;  // a store has four: rows 0..7 and 8..15 of eight columns, and of the next eight
@@ -151,7 +154,7 @@ DEVICE void fill_box(uint32 box, const int *sums, const float *row_scale, const 
                 if (column + at < columns) shift.x = bias_at(bias, column + at);
                 if (column + at + 1 < columns) shift.y = bias_at(bias, column + at + 1);
             }
-            const int *s = sums + (j + half) * 4;
+            const SUM *s = sums + (j + half) * 4;
             scaled(s, row_scale[0], scale, shift, x[half * 4], x[half * 4 + 1]);
             scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
         }
@@ -186,10 +189,10 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 #pragma unroll
         for (int i = 0; i < COLUMN_SCALES; ++i) {
             const int at = column + i * 128 + thread;
-            column_scale[i] = at < shape.n ? b_scale[b_scales ? at : 0] : 0.0f;
+            column_scale[i] = at >= shape.n ? 0.0f : b_scale ? b_scale[b_scales ? at : 0] : 1.0f;
         }
 
-        int sums[SUMS];
+        SUM sums[SUMS];
         int before = 0;
         const int steps = schedule.end - schedule.first;
         for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -233,11 +236,11 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 }
 
 // Grid: a multiple of CLUSTER blocks, at most one per multiprocessor. The maps describe a [m, k] in boxes of a_rows x
-// 128, b [n, k] in boxes of TILE_N / UNDER x 128, and out [m, n] in boxes of 64 x BOX_COLUMNS; for INT32, out is
+// 128, b [n, k] in boxes of TILE_N / UNDER x 128, and out [m, n] in boxes of 64 x BOX_COLUMNS; for SLICES, out is
 // [slices, m rounded up to whole clusters, n]. `steps` is k / 128 rounded up, and at least `slices`. If a_scales
-// (b_scales) is 0, all rows (columns) share one scale.
+// (b_scales) is 0, all rows (columns) share one scale; if b_scale is null, it is 1.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+    scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int steps, int group, int slices, int a_rows) {
     DYNAMIC_SHARED(memory);
@@ -270,27 +273,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     cluster_sync();
 }
 
+DEVICE void add(int &sum, int bits) { sum += bits; }
+DEVICE void add(float &sum, int bits) { sum += bits_float((uint32)bits); }
+
 // Adds the sums of `slices` products, `step` elements apart, and scales them; a thread computes four columns of a row.
-// Rows of sums are `width` elements apart, rows of out `out_width`; both are multiples of 16 bytes. Not for OUT INT32.
+// Rows of sums are `width` elements apart, rows of out `out_width`; both are multiples of 16 bytes. Not for OUT SLICES.
 extern "C" __global__ void __launch_bounds__(256)
-    combine(const int *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
+    combine(const SUM *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
     const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
     const int row = at / width, column = at % width;
     wait_for_previous();
     let_next_start();
     if (row >= m || column >= n) return;
-    int sum[4] = {};
+    SUM sum[4] = {};
     for (int slice = 0; slice < slices; ++slice) {
         const int4 part = __ldcs((const int4 *)(sums + slice * step + at));
-        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        add(sum[0], part.x), add(sum[1], part.y), add(sum[2], part.z), add(sum[3], part.w);
     }
     const float row_scale = a_scale[a_scales ? row : 0];
     float result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int own = min(column + i, n - 1);  // columns beyond n are cut off later
-        result[i] = (float)sum[i] * row_scale * b_scale[b_scales ? own : 0];
+        result[i] = (float)sum[i] * row_scale * (b_scale ? b_scale[b_scales ? own : 0] : 1.0f);
         if constexpr (BIAS != NONE) result[i] += bias_at(bias, own);
     }
     unsigned char *to = out + ((long long)row * out_width + column) * OUT_SIZE;
