@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowbit_kernels import (
+        batched_mm,
         block_scaled_mm,
         dequantize,
         dynamic_linear,
         grouped_linear,
+        normalize_matrices,
         quantize_blocks,
         quantize_rowcol,
         quantize_tokens,
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "batched_mm",
     "block_scaled_mm",
     "dequantize",
     "dynamic_linear",
     "grouped_linear",
+    "normalize_matrices",
     "quantize_blocks",
     "quantize_rowcol",
     "quantize_tokens",

@@ -33,11 +33,13 @@ def is_available() -> bool:
 
 def runs_on_hopper(device: torch.device) -> bool:
     """Whether kernels for sm_90a can be compiled here and run on this device."""
-    return (
-        device.type == "cuda"
-        and is_available()
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    return device.type == "cuda" and is_available() and capability(device) == (9, 0)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device, which torch takes 10 us to say."""
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

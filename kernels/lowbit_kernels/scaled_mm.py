@@ -30,6 +30,7 @@ The dtype of the operands and the device choose the implementation:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,7 @@ def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
         if runs_on(device):
             return "int8 triton", int8_mm_triton.int8_mm
         return "int8 torch", _int8_by_torch
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+    if device.type == "cuda" and nvrtc.capability(device) >= (8, 9):
         return "float8 cublas", _float8_by_cublas
     return "float8 torch", _float8_by_torch
 
@@ -164,7 +165,9 @@ def _float8_by_cublas(
     out_dtype: torch.dtype,
 ) -> Tensor:
     # A single row is contiguous with any stride, but cuBLAS needs the stride of a full row.
-    a, b = (x.contiguous().view(-1).view(x.shape) for x in (a, b))
+    a, b = (
+        x.contiguous().view(-1).view(x.shape) if len(x) == 1 else x.contiguous() for x in (a, b)
+    )
     n = b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns
         b = F.pad(b.view(torch.uint8), (0, 0, 0, extra)).view(b.dtype)
@@ -172,14 +175,15 @@ def _float8_by_cublas(
     by_row = a_scale.numel() > 1 or b_scale.numel() > 1
     any_dtype = not by_row or out_dtype == torch.bfloat16 or _takes_rows_in_any_dtype(a.device)
     if fused_bias and not extra and any_dtype:
+        shapes = ((-1, 1), (1, -1)) if by_row else ((), ())
         if by_row:
-            a_scale = a_scale.expand(a.shape[0])[:, None].contiguous()
-            b_scale = b_scale.expand(n)[None, :].contiguous()
+            a_scale = a_scale.expand(a.shape[0]).contiguous()
+            b_scale = b_scale.expand(n).contiguous()
         return torch._scaled_mm(
             a,
             b.t(),
-            a_scale if by_row else a_scale.reshape(()),
-            b_scale if by_row else b_scale.reshape(()),
+            a_scale.view(shapes[0]),
+            b_scale.view(shapes[1]),
             bias=bias,
             out_dtype=out_dtype,
             use_fast_accum=True,
@@ -190,10 +194,11 @@ def _float8_by_cublas(
     return _scaled(sums[:, :n], a_scale, b_scale, bias, out_dtype)
 
 
+@functools.cache
 def _takes_rows_in_any_dtype(device: torch.device) -> bool:
     """Whether scales of rows may come with an output other than bfloat16: in cuBLAS 12.9 and later, on Hopper."""
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+    return version >= (12, 9) and nvrtc.capability(device) == (9, 0)
 
 
 def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:

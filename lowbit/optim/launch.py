@@ -117,7 +117,7 @@ class Launch:
             params=[item.param for item in items],
             grads=[item.grad for item in items],
         )
-        made.dense = _are_dense(made.grads)
+        made.dense = are_dense(made.grads)
         return made
 
     @staticmethod
@@ -145,7 +145,7 @@ class Launch:
             return False
         if set(map(_DTYPE, grads)) != {self.variant.grad}:
             return False
-        self.dense = _are_dense(grads)  # a sparse gradient never is
+        self.dense = are_dense(grads)  # a sparse gradient never is
         if not self.dense and set(map(_LAYOUT, grads)) != {torch.strided}:
             return False
         if not _are_shaped(grads, map(_SHAPE, params) if self.wrapped else self.shapes):
@@ -165,7 +165,7 @@ class Launch:
         if self.wrapped:
             each = zip(self.indices, self.grads, strict=True)
             self.grads = [moved.get(index, grad) for index, grad in each]
-            self.dense = _are_dense(self.grads)
+            self.dense = are_dense(self.grads)
         if not self.dense:
             self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
         found = list(map(Tensor.data_ptr, self.grads))
@@ -318,7 +318,7 @@ def _are_shaped(tensors: list[Tensor], shapes: Iterable[torch.Size]) -> bool:
     return all(map(operator.eq, map(_SHAPE, tensors), shapes))  # a list of shapes would take longer
 
 
-def _are_dense(grads: list[Tensor]) -> bool:
+def are_dense(grads: list[Tensor]) -> bool:
     """Whether the memory of gradients is simply their values."""
     try:
         return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
