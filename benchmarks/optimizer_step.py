@@ -35,6 +35,8 @@ from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 
 WARM_UP = 2
+ODD_SHAPES: list[tuple[int, ...]] = [(4097, 1023)] * 40 + [(333, 777)] * 100 + [(1601,)] * 500
+"""Rows of 1023 and 777 elements begin at odd addresses. Tensors of 1601 elements keep float32 states."""
 CPU_SHAPES = {
     "100 tensors of 64 x 64": [(64, 64)] * 100,
     "4 tensors of 1024 x 1024": [(1024, 1024)] * 4,
@@ -190,6 +192,20 @@ def optimizer_step() -> Iterator[Problem]:
     for name, shape in (("20 x 50", (20, 50)), ("1,000", (1000,))):
         small = [StepCandidate(c, [shape] * 5000) for c in [*lowbit_formats()[:3], torch_fused()]]
         yield Problem(f"5,000 tensors of {name}", small, REFERENCE)
+    for name, shapes in odd_problems().items():
+        for dtype in (torch.float16, torch.bfloat16):
+            choices = [replace(c, dtype=dtype) for c in [*lowbit_formats()[:3], torch_fused()]]
+            odd = [StepCandidate(c, shapes) for c in choices]
+            yield Problem(f"{name}, {str(dtype).removeprefix('torch.')}", odd, REFERENCE)
+
+
+def odd_problems() -> dict[str, list[tuple[int, ...]]]:
+    """The odd shapes together, then each alone."""
+    together: dict[str, list[tuple[int, ...]]] = {"odd shapes together": ODD_SHAPES}
+    for shape in dict.fromkeys(ODD_SHAPES):
+        alike = [shape] * ODD_SHAPES.count(shape)
+        together[f"{len(alike)} of {' x '.join(map(str, shape))}"] = alike
+    return together
 
 
 def measure_best_step(candidate: StepCandidate, repeats: int) -> StepTimes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -121,6 +121,11 @@ def random_parameters(
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all state tensors of any optimizer; shared memory counts once."""
+    return tensor_bytes(value for state in optimizer.state.values() for value in state.values())
+
+
+def tensor_bytes(values: Iterable[Any]) -> int:
+    """Bytes of all tensors among `values`, of wrappers those inside; shared memory counts once."""
     sizes: dict[int, int] = {}
 
     def add(value: Any) -> None:
@@ -132,9 +137,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         else:
             sizes[value.data_ptr()] = value.numel() * value.element_size()
 
-    for state in optimizer.state.values():
-        for value in state.values():
-            add(value)
+    for value in values:
+        add(value)
     return sum(sizes.values())
 
 

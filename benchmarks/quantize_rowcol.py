@@ -62,9 +62,10 @@ TABLE = Table(
 )
 
 
-def _in_triton(x, format, rows, columns, tensorwise, seed) -> tuple:
-    out = allocate(x, format, rows, columns, tensorwise)
-    quantize_rowcol_triton.quantize(x, format, rows, columns, tensorwise, seed, out)
+def _in_triton(x, format, rows, columns, tensorwise, seed, row_factor, row_scales) -> tuple:
+    out = allocate(x, format, rows, columns, tensorwise, row_scales)
+    options = rows, columns, tensorwise, seed, row_factor, row_scales
+    quantize_rowcol_triton.quantize(x, format, *options, out)
     return out
 
 

@@ -14,7 +14,7 @@ from benchmarks.report import readable
 from benchmarks.timing import measure
 from lowbit_kernels import int8_mm_triton
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import reference
+from lowbit_kernels.scaled_mm import _float8_by_cublas, reference
 
 LAYOUTS = {  # for each operand: whether the product sums over its rows in memory, and so takes the transposed copy
     "NT after quantize_rowcol": (False, False),
@@ -97,6 +97,7 @@ def _runs(case: Case) -> dict[str, Callable]:
     if case.a_dtype != torch.int8:
         return {
             "lowbit, float8": torch.ops.lowbit.scaled_mm,
+            "lowbit by cuBLAS, float8": _float8_by_cublas,
             "torch._scaled_mm, float8 by rows": _rowwise,
         }
     return {

@@ -1,18 +1,22 @@
-"""A training step of the 1.2B Llama of `train_llama` on two GPUs under FSDP2, low-bit beside plain bfloat16.
+"""A training step under FSDP2 on the GPUs of one host, low-bit beside plain bfloat16.
+
+The models are the 1.2B Llama of `train_llama`, and one of the shape of Llama 3 8B.
 
 Each block is sharded and compiled by itself; the last norm and the embedding, tied to the head, are sharded with the
 model. Where a product will quantize a weight anyway, each rank quantizes its rows, and FSDP2 gathers the codes; the
 embedding then looks up its rows in them. FSDP2 gathers a block before its forward and again before its backward. It
 gathers the rest once, and keeps it from forward to backward.
 
-A counter in FSDP2's all-gather counts the bytes. Each candidate runs in two fresh processes, which end with it or at
-its time limit. So a collective that hangs costs only a row of the report.
+The host's time to issue forward and backward is measured apart, with nothing queued: where it is longer than the GPU's,
+ranks wait for each other in collectives. A counter in FSDP2's all-gather counts the bytes. Each candidate runs in fresh
+processes, which end with it or at its time limit. So a collective that hangs costs only a row of the report.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,26 +28,50 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from benchmarks.optimizers import lowbit_choice, step_seconds, torch_fused
+from benchmarks.optimizers import lowbit_choice, step_seconds, synchronize, torch_fused
 from benchmarks.ranks import in_ranks
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
+from benchmarks.train_llama import (
+    LLAMA_1B_CONFIG,
+    WARM_UP,
+    Training,
+    TrainingCandidate,
+    training_step,
+)
 from benchmarks.train_llama import SCHEMES as PRODUCT_SCHEMES
-from benchmarks.train_llama import WARM_UP, TrainingCandidate, training_step
-from lowbit import Int8Weight
+from benchmarks.train_peers import PEERS
+from lowbit import Int4WeightOnly, Int8Weight, qat
 from lowbit_kernels import launches
-from recipes.llama import Llama
+from recipes.llama import Llama, LlamaConfig
 
-RANKS = 2
+LLAMA_8B_CONFIG = LlamaConfig(
+    vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, context=4096
+)
+MOST_RANKS = 4
+HOST_REPEATS = 5
+
+
+def ranks() -> int:
+    """How many GPUs take part: all, and at most `MOST_RANKS`; on a CPU two processes."""
+    return max(2, min(torch.cuda.device_count(), MOST_RANKS))
+
+
+def fake_quantize_blocks(model: Llama) -> None:
+    """QAT of int4 weights in groups of 128, in the blocks."""
+    qat.prepare_(model, {"head": None, "*": Int4WeightOnly(group_size=128)})
+
+
 SCHEMES: dict[str, Any] = {
     **{name: PRODUCT_SCHEMES[name] for name in ("int8", "float8 rowwise")},
     "int8 weights and products": Int8Weight(True, True, True),
+    "QAT int4 g128": fake_quantize_blocks,
 }
 
 
 @dataclass(frozen=True)
 class ShardedCandidate(TrainingCandidate):
-    """Training in `RANKS` processes. ``batch``: of each process; ``most_seconds``: the time limit of the processes."""
+    """Training in `ranks()` processes. ``batch``: of each process; ``most_seconds``: the processes' time limit."""
 
     most_repeats: int = 10
     most_seconds: float = 120.0
@@ -61,6 +89,7 @@ class ShardedCost:
         gathered: elements of the weights in these bytes.
         products: products in 8 bits, forward and backward.
         peak: the most GiB of tensors; joined, on the fullest rank. None on a CPU.
+        forward, backward: seconds of the host to issue each; joined, of the slowest rank.
     """
 
     seconds: float
@@ -70,6 +99,8 @@ class ShardedCost:
     gathered: int
     products: int
     peak: float | None
+    forward: float
+    backward: float
 
     @classmethod
     def joined(cls, ranks: list[ShardedCost]) -> ShardedCost:
@@ -82,6 +113,8 @@ class ShardedCost:
             gathered=sum(r.gathered for r in ranks),
             products=sum(r.products for r in ranks),
             peak=max(peaks, default=None),
+            forward=max(r.forward for r in ranks),
+            backward=max(r.backward for r in ranks),
         )
 
 
@@ -147,15 +180,37 @@ def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
     times = step_seconds(step, min(repeats, candidate.most_repeats), on_gpu)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     tokens = candidate.batch[0] * candidate.batch[1]
+    counts = traffic.parameters, sent, gathered, products
     return ShardedCost(
-        statistics.median(times), tokens, traffic.parameters, sent, gathered, products, peak
+        statistics.median(times), tokens, *counts, peak, *issue_seconds(step, on_gpu)
     )
 
 
+def issue_seconds(step: Training, on_gpu: bool) -> tuple[float, float]:
+    """The host's time to issue forward and backward, each with nothing queued before it; medians."""
+
+    def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+        synchronize(on_gpu)
+        dist.barrier()
+        synchronize(on_gpu)
+        start = time.perf_counter()
+        result = run()
+        return result, time.perf_counter() - start
+
+    pairs = []
+    for _ in range(HOST_REPEATS):
+        loss, forward = timed(step.forward)
+        _, backward = timed(loss.backward)
+        step.update()
+        pairs.append((forward, backward))
+    forwards, backwards = zip(*pairs, strict=True)
+    return statistics.median(forwards), statistics.median(backwards)
+
+
 def measure_sharded(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
-    """Train in `RANKS` fresh processes. Raises as `in_ranks` does."""
+    """Train in `ranks()` fresh processes. Raises as `in_ranks` does."""
     found = in_ranks(
-        measure_rank, RANKS, candidate.device, candidate.most_seconds, candidate, repeats
+        measure_rank, ranks(), candidate.device, candidate.most_seconds, candidate, repeats
     )
     return ShardedCost.joined(found)
 
@@ -172,6 +227,8 @@ def sharded_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
         f"{cost.sent / cost.gathered:.2f}",
         str(cost.products),
         "" if cost.peak is None else f"{cost.peak:.2f}",
+        f"{cost.forward * 1e3:.1f} / {cost.backward * 1e3:.1f}",
+        ratio(cost.forward + cost.backward, reference and reference.forward + reference.backward),
     ]
 
 
@@ -185,26 +242,35 @@ SHARDED_TABLE = Table(
         "B/element",
         "8-bit products",
         "peak GiB a rank",
+        "host ms, forward / backward",
+        "host / bf16",
     ),
     measure=measure_sharded,
     cells=sharded_cells,
-    legend=f"{RANKS} GPUs of one host. Forward, backward and optimizer step; the median of the slower rank, the tokens "
-    "of both. *gathered*: the bytes that both ranks pass to FSDP2's all-gathers in a step; with two ranks each byte "
-    "crosses the link once. The same for each parameter of the model, and for each element of the gathered weights "
-    "(blocks twice a step). Gradients are reduced in bfloat16 and not counted. *8-bit products*: of both ranks in a "
-    "step. *peak*: the most memory of tensors, by the allocator.",
+    legend="All GPUs of one host, at most four. Forward, backward and optimizer step; the median of the slowest rank, "
+    "the tokens of all. *gathered*: the bytes that all ranks pass to FSDP2's all-gathers in a step. The same for each "
+    "parameter of the model, and for each element of the gathered weights (blocks twice a step). Gradients are reduced "
+    "in bfloat16 and not counted. *8-bit products*: of all ranks in a step. *peak*: the most memory of tensors, by the "
+    "allocator. *host*: the host's time to issue forward and backward, each with nothing queued.",
 )
 
 
-def candidates(batch: tuple[int, int]) -> Iterator[ShardedCandidate]:
+def candidates(
+    batch: tuple[int, int], config: LlamaConfig = LLAMA_1B_CONFIG
+) -> Iterator[ShardedCandidate]:
     adamw8bit = lowbit_choice("AdamW8bit", "AdamW8bit")
+    make = partial(ShardedCandidate, batch=batch, config=config)
     for name, scheme in SCHEMES.items():
-        yield ShardedCandidate(adamw8bit, batch, products=name, scheme=scheme)
-    yield ShardedCandidate(torch_fused(), batch, products="bf16")
+        yield make(adamw8bit, products=name, scheme=scheme)
+    for name in ("torchao float8 rowwise", "torchao float8 tensorwise"):
+        yield make(torch_fused(), products=name, scheme=PEERS[name])
+    yield make(torch_fused(), products="bf16")
 
 
-@benchmark("train_fsdp", "int8 and float8 under FSDP2 on two GPUs, 1.2B Llama", table=SHARDED_TABLE)
+@benchmark("train_fsdp", "training under FSDP2 on the GPUs of one host", table=SHARDED_TABLE)
 def train_fsdp() -> Iterator[Problem]:
-    batch = (4, 4096)
-    chosen = list(candidates(batch))
-    yield Problem(f"batch {batch[0]} x {batch[1]} a rank", chosen, chosen[-1].name)
+    shapes = {"1.2B": (LLAMA_1B_CONFIG, (4, 4096)), "8B": (LLAMA_8B_CONFIG, (2, 4096))}
+    for name, (config, batch) in shapes.items():
+        chosen = list(candidates(batch, config))
+        title = f"{name}, {ranks()} GPUs, batch {batch[0]} x {batch[1]} a rank"
+        yield Problem(title, chosen, chosen[-1].name)

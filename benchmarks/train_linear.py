@@ -21,6 +21,7 @@ from benchmarks.timing import Timing, measure
 from benchmarks.train_llama import SCHEMES
 from benchmarks.train_peers import PEERS, as_function
 from lowbit import MixedPrecisionTensor
+from lowbit.tensor.trainable import TrainableTensor
 
 REFERENCE = "bf16"
 LLAMA_8B = [(4096, 4096), (14336, 4096), (4096, 14336)]
@@ -41,7 +42,7 @@ def arguments(shape: tuple[int, int, int], scheme: Any, device: str = "cuda") ->
         torch.randn(size, dtype=torch.bfloat16, device=device) for size in ((m, k), (n, k), (m, n))
     )
     if scheme is not None:
-        weight = MixedPrecisionTensor(weight, scheme)
+        weight = TrainableTensor.of(scheme)(weight, scheme)
     return x.requires_grad_(), nn.Parameter(weight), grad
 
 

@@ -4,7 +4,8 @@
 last problem the process has limited memory: the states of torch's optimizer do not fit beside the model, and its row
 says so. `train_llama` compares low-bit products and weights with plain bfloat16. They take part in the seven linears of
 each block, and in the head, which is tied to the embedding, except for linears too small to gain, as `prepare_`
-reports; int8 weights take part only in the blocks.
+reports; int8 weights take part only in the blocks. Rows marked "recomputed" keep only the results of products for the
+backward pass (`lowbit.train.keep_products`).
 
 Blocks and loss are compiled anew for each row: past its limit of recompilations torch.compile runs them uncompiled.
 """
@@ -16,7 +17,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,17 @@ from benchmarks.optimizers import (
     step_seconds,
     torch_fused,
 )
+from benchmarks.peak_memory import PeakBytes, peak_by_kind
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 from benchmarks.train_peers import PEERS
-from lowbit import Float8MixedPrecision, Int8MixedPrecision, Int8Weight, train
+from lowbit import (
+    Float8BlockMixedPrecision,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    train,
+)
 from recipes.llama import Llama, LlamaConfig
 
 LLAMA_1B_CONFIG = LlamaConfig(
@@ -45,7 +53,9 @@ SCHEMES: dict[str, Any] = {
     "int8": Int8MixedPrecision(),
     "float8 rowwise": Float8MixedPrecision(),
     "float8 tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2"),
+    "float8 blocks": Float8BlockMixedPrecision(),
 }
+KINDS = tuple(field.name for field in fields(PeakBytes))
 WARM_UP = 2
 CAPPED_GIB = 9.0
 """Weights and gradients take 4.6 GiB, the states of torch's AdamW 4.6 GiB more, activations and logits about 2 GiB."""
@@ -80,12 +90,38 @@ class TrainingCandidate:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Seconds of one training step, and GiB at its peak and between steps; memory is None on a CPU."""
+    """Seconds of one training step, GiB at its peak and between steps, and the kinds of tensors at the peak; memory is
+    None on a CPU."""
 
     seconds: float
     tokens: int
     peak: float | None
     held: float | None
+    kinds: PeakBytes | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model with its optimizer on one batch of random tokens. A call takes one step and returns its loss."""
+
+    model: Llama
+    optimizer: torch.optim.Optimizer
+    loss_of: Callable[[Tensor, Tensor], Tensor]
+    tokens: Tensor
+
+    def forward(self) -> Tensor:
+        """The loss, with its graph."""
+        return self.loss_of(self.model(self.tokens[:, :-1]), self.tokens[:, 1:])
+
+    def __call__(self) -> Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost:
@@ -101,7 +137,7 @@ def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost
         if not loss.isfinite():
             raise RuntimeError(f"{candidate.name}: the loss is {loss.item()}")
         tokens = candidate.batch[0] * candidate.batch[1]
-        peak = held = None
+        peak = held = kinds = None
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -109,7 +145,8 @@ def measure_training(candidate: TrainingCandidate, repeats: int) -> TrainingCost
         if on_gpu:
             peak = (torch.cuda.max_memory_allocated() - before) / 2**30
             held = (torch.cuda.memory_allocated() - before) / 2**30
-        return TrainingCost(seconds, tokens, peak, held)
+            kinds = peak_by_kind(step.model, step.optimizer, step.forward, before)
+        return TrainingCost(seconds, tokens, peak, held, kinds)
 
 
 @contextmanager
@@ -129,8 +166,8 @@ def memory_limit(gib: float | None) -> Iterator[None]:
 
 def training_step(
     candidate: TrainingCandidate, shard: Callable[[Llama], None] | None = None
-) -> Callable[[], Tensor]:
-    """A function that takes one training step on random tokens and returns its loss.
+) -> Training:
+    """A model to train on random tokens.
 
     ``shard`` gets the model, prepared and compiled, before its optimizer is made and its tokens are drawn.
     """
@@ -157,15 +194,7 @@ def training_step(
     optimizer = candidate.choice.make(model.parameters())
     rows, length = candidate.batch
     tokens = torch.randint(candidate.config.vocab_size, (rows, length + 1), device=candidate.device)
-
-    def step() -> Tensor:
-        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return Training(model, optimizer, loss_of, tokens)
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -183,7 +212,14 @@ def training_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
         "" if cost.peak is None else f"{cost.peak:.2f}",
         f"{cost.peak - reference.peak:+.2f}" if compared else "",
         "" if cost.held is None else f"{cost.held:.2f}",
+        *kind_cells(cost.kinds),
     ]
+
+
+def kind_cells(kinds: PeakBytes | None) -> list[str]:
+    if kinds is None:
+        return [""] * len(KINDS)
+    return [f"{getattr(kinds, name) / 2**30:.2f}" for name in KINDS]
 
 
 TRAINING_TABLE = Table(
@@ -194,11 +230,13 @@ TRAINING_TABLE = Table(
         "peak GiB",
         "peak - torch's",
         "between steps GiB",
+        *(f"{name} GiB" for name in KINDS),
     ),
     measure=measure_training,
     cells=training_cells,
     legend="Forward, backward and optimizer step; medians. *peak*: the most memory of tensors in a step, by the "
-    "allocator; *between steps*: weights and states, gradients freed.",
+    "allocator; *between steps*: weights and states, gradients freed. The last columns divide the peak: *activations* "
+    "are what the forward pass has allocated and not freed, *other* the temporary tensors of the backward pass.",
 )
 
 
@@ -270,6 +308,10 @@ def low_bit_candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
         yield TrainingCandidate(
             adamw8bit, batch, products=f"{name}, plain head", scheme=without_head
         )
+    recomputing = replace(LLAMA_1B_CONFIG, recompute=True)
+    for name, scheme in {**SCHEMES, "bf16": None}.items():
+        label = f"{name}, recomputed"
+        yield TrainingCandidate(adamw8bit, batch, config=recomputing, products=label, scheme=scheme)
     int8, int8_weights = SCHEMES["int8"], {"head": None, "*": Int8Weight()}
     yield TrainingCandidate(adamw8bit, batch, products="int8 weights", scheme=int8_weights)
     for name, convert in PEERS.items():

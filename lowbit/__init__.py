@@ -28,6 +28,7 @@ from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,
+    BlockMixedPrecisionTensor,
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
@@ -40,6 +41,7 @@ from lowbit.traced import Trace, TracedProduct
 from lowbit.tracer import trace
 from lowbit.train_scheme import (
     BitNet,
+    Float8BlockMixedPrecision,
     Float8MixedPrecision,
     Int8MixedPrecision,
     Int8Weight,
@@ -52,10 +54,12 @@ __all__ = [
     "AffineTensor",
     "BitNet",
     "BitNetTensor",
+    "BlockMixedPrecisionTensor",
     "CheckpointError",
     "CodebookTensor",
     "FakeQuantizedTensor",
     "Float8",
+    "Float8BlockMixedPrecision",
     "Float8DynamicActivationFloat8Weight",
     "Float8MixedPrecision",
     "Float8Tensor",

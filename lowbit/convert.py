@@ -281,7 +281,8 @@ def _check_target(target: Target) -> None:
         raise ValueError(
             f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"
         )
-    check_weight(target.weight, fqn)
+    if not isinstance(target.weight, LowbitTensor):  # training may start from a quantized one
+        check_weight(target.weight, fqn)
     try:
         target.scheme.check(target.weight)
     except ValueError as error:
@@ -335,15 +336,15 @@ class _Walk:
         """The scheme for this weight, or as a str the reason why it is left alone."""
         names = (prefix, owner.fqn)
         pattern = next((p for p in self.patterns if any(_matches(p, n) for n in names)), None)
-        refusal = _refusal(self.owners[id(param)], param, self.trains)
+        scheme = None if pattern is None else self.patterns[pattern]
+        starts = self.trains and scheme is not None and scheme.starts_from(param)
+        refusal = _refusal(self.owners[id(param)], param, self.trains, starts)
         if not self._is_selected(owner, prefix, pattern, selected):
             return _why_not_selected(owner, refusal)
         if refusal is not None:
             return refusal
-        scheme = None
         if pattern is not None:
             self.used.add(pattern)
-            scheme = self.patterns[pattern]
             self._check_ties(owner.fqn, param, scheme)
         if scheme is None:
             return "no scheme for this name"
@@ -409,9 +410,10 @@ def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Par
             yield name, param
 
 
-def _refusal(owners: list[Owner], weight: Tensor, trains: bool) -> str | None:
-    """Why no scheme can convert this weight, or None. `trains`: the schemes are training schemes."""
-    if isinstance(weight, LowbitTensor):
+def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) -> str | None:
+    """Why no scheme can convert this weight, or None. `trains`: the schemes are training schemes. `starts`: the scheme
+    of this weight trains from its codes."""
+    if isinstance(weight, LowbitTensor) and not starts:
         return weight.already or f"already in low bits ({type(weight).__name__})"
     for module, _, _ in owners:
         if hasattr(module, "converted_as"):  # a module of lowbit that stands for others
@@ -459,7 +461,8 @@ def replace_weights(
 ) -> Report:
     """Replace each target by `make(target)` in every module that holds it, and complete the report.
 
-    A weight that stays trainable keeps its accumulated gradient and its hooks. An optimizer that holds the old
+    A weight that stays trainable keeps its accumulated gradient and its hooks. A quantized weight that training starts
+    from becomes trainable. An optimizer that holds the old
     parameters raises at its next step (`lowbit.replaced`). Empties `targets`, so that the memory of each old weight is
     free before the next one is replaced.
 
@@ -468,7 +471,8 @@ def replace_weights(
     """
     while targets:
         target = targets.pop(0)
-        keeps_grad = trainable and target.weight.requires_grad
+        starts = getattr(target.weight, "stored_as", None) is not None and target.scheme is not None
+        keeps_grad = trainable and (starts or target.weight.requires_grad)
         new = nn.Parameter(make(target), requires_grad=keeps_grad)
         for module, name, _ in target.owners:
             module.register_parameter(name, new)

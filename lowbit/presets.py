@@ -9,7 +9,7 @@ more with more bits and smaller groups. A checkpoint carries its own mapping.
 from __future__ import annotations
 
 from lowbit.affine import Mapping
-from lowbit.granularity import PerGroup, PerRow, PerToken
+from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 
 _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
@@ -71,11 +71,25 @@ def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping | Non
     return Scheme(weight=Int4WeightOnly(group_size, mapping).weight, activation=_DYNAMIC_INT8)
 
 
-def Float8WeightOnly() -> Scheme:
-    """float8 (e4m3) weights with one scale a row."""
-    return Scheme(weight=Spec(Float8(), PerRow()))
+_ROW = PerRow()
 
 
-def Float8DynamicActivationFloat8Weight() -> Scheme:
-    """float8 × float8 products (e4m3): one scale a row of the weight, and one a token of the activation."""
-    return Scheme(weight=Spec(Float8(), PerRow()), activation=Spec(Float8(), PerToken()))
+def Float8WeightOnly(granularity: Granularity = _ROW) -> Scheme:
+    """float8 (e4m3) weights with one scale a row, or as `granularity` says."""
+    return Scheme(weight=Spec(Float8(), granularity))
+
+
+def Float8DynamicActivationFloat8Weight(granularity: PerRow | PerBlock = _ROW) -> Scheme:
+    """float8 × float8 products (e4m3): one scale a row of the weight, and one a token of the activation.
+
+    With `PerBlock(128, 128)`, as DeepSeek-V3 publishes its weights: one scale for each 128 x 128 of the weight, and one
+    for each 128 inputs of a token.
+
+    Raises ValueError for another granularity.
+    """
+    activation: Granularity = PerToken()
+    if isinstance(granularity, PerBlock) and len(granularity.shape) == 2:
+        activation = PerGroup(granularity.shape[1])
+    elif not isinstance(granularity, PerRow):
+        raise ValueError(f"granularity must be PerRow() or PerBlock(n, k), got {granularity!r}")
+    return Scheme(weight=Spec(Float8(), granularity), activation=Spec(Float8(), activation))

@@ -21,6 +21,7 @@ of asking for a class.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit import tracer
-from lowbit.granularity import PerGroup, PerRow, PerToken
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerToken
 from lowbit.scheme import Float8, Int
 from lowbit_kernels.weight_operands import GROUP_STEP, HALVES
 
@@ -492,6 +493,38 @@ def dynamic_linear(
     return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
 
 
+_BLOCK = 128
+
+
+def _has_block_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """e4m3 weights with a scale for each 128 x 128, and inputs with one for each 128."""
+    activation = weight.activation
+    return (
+        weight.stored_as == "float8"
+        and activation is not None
+        and not weight.transposed
+        and weight.spec.format == activation.format == Float8()
+        and weight.spec.granularity == PerBlock(_BLOCK, _BLOCK)
+        and activation.granularity == PerGroup(_BLOCK)
+        and x.dtype is not torch.float64
+        and kernels.block_scaled_mm.runs_on(x.device)
+    )
+
+
+def block_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """float8 by float8 in blocks: x is quantized in groups of 128, and the sum of each is scaled in float32."""
+    tracer.multiplies_in("e4m3")
+    k = x.shape[-1]
+    codes, scale, _, _ = kernels.quantize_blocks.quantize_blocks(
+        x.reshape(math.prod(x.shape[:-1]), k), tiles=False, columns=False
+    )
+    own = weight.codes[: weight.shape[0]]  # without the rows of padding
+    y = kernels.block_scaled_mm.block_scaled_mm(
+        codes, own, scale, weight.scale.float(), bias=bias, out_dtype=x.dtype
+    )
+    return unflattened(y, x)
+
+
 def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     if not _is_rowwise(weight, Int(8)):
         return False
@@ -645,6 +678,8 @@ BUILT_IN = (
     Row("weight_linear", _has_weight_kernel, weight_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
     Row("dynamic_linear", _has_dynamic_kernel, dynamic_linear, takes_residual=True),
+    # float8 weights and activations in blocks of 128, on a GPU that multiplies them
+    Row("block_linear", _has_block_kernel, block_linear),
     # int8 weights and activations elsewhere: torch._int_mm
     Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),
     # ternary weights: int8 tokens by 2-bit codes

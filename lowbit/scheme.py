@@ -28,7 +28,7 @@ from lowbit.affine import (
     unclamped_codes,
 )
 from lowbit.code_range import FLOAT8_DTYPES
-from lowbit.granularity import Granularity, PerBlock, PerTensor, PerToken
+from lowbit.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
 
 
 @dataclass(frozen=True)
@@ -266,9 +266,10 @@ class Scheme:
             return
         if not isinstance(self.activation, Spec):
             raise TypeError(f"activation must be a Spec or None, got {self.activation!r}")
-        if not isinstance(self.activation.granularity, PerToken | PerTensor):
+        if not isinstance(self.activation.granularity, PerToken | PerTensor | PerGroup):
             raise ValueError(
-                f"an activation takes PerToken() or PerTensor(), got {self.activation.granularity!r}"
+                "an activation takes PerToken(), PerTensor() or PerGroup(g), got "
+                f"{self.activation.granularity!r}"
             )
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:

@@ -46,8 +46,8 @@ DEQUANTIZED = "the weight is dequantized"
 WEIGHT_ONLY = "its scheme quantizes the weight only"
 ROUNDED = "rounded values, multiplied in high precision"
 OPERAND_OPS = (
-    *("dequantize", "quantize_experts", "quantize_grouped", "quantize_rowcol", "quantize_tokens"),
-    *("round_rows", "transpose_codes"),
+    *("dequantize", "quantize_blocks", "quantize_experts", "quantize_grouped", "quantize_rowcol"),
+    *("quantize_tokens", "round_rows", "transpose_codes"),
 )
 """The ops of `lowbit_kernels` that only prepare operands; a trace counts the others."""
 LEFT_ALONE = "_lowbit_left"

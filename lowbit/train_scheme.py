@@ -12,6 +12,7 @@ The tensor class that carries a scheme out names it in its `schemes` (`lowbit.te
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Collection, Sequence
@@ -23,12 +24,20 @@ from torch import Tensor
 
 from lowbit import class_names
 from lowbit.code_range import FLOATS
+from lowbit.granularity import PerBlock, PerGroup
+from lowbit.scheme import Float8, Spec
 
 TRAINED_DTYPES = tuple(dtype for dtype in FLOATS if dtype is not torch.float64)
 """Dtypes of weights and inputs that training schemes take."""
 PRODUCTS = ("output", "grad_input", "grad_weight")
 LOOKED_UP = "an embedding looks rows up and multiplies nothing"
 IN_ATTENTION = "nn.MultiheadAttention has its own product"
+BLOCK = 128
+"""Elements along each side of the blocks of `Float8BlockMixedPrecision`."""
+BLOCK_WEIGHT = Spec(Float8(), PerBlock(BLOCK, BLOCK))
+"""How `Float8BlockMixedPrecision` rounds a weight, and how such a weight is stored."""
+BLOCK_ACTIVATION = Spec(Float8(), PerGroup(BLOCK))
+"""How it rounds inputs, along the dimension that a product sums over."""
 
 
 class TrainingScheme:
@@ -48,6 +57,10 @@ class TrainingScheme:
         """Why a weight of this shape is left alone; None if it is prepared. `uses`: the kinds of the modules that hold
         it, of `lowbit.convert.USES`."""
         return None
+
+    def starts_from(self, weight: Any) -> bool:
+        """Whether training may start from this quantized weight, from the values that its codes stand for."""
+        return False
 
     def check(self, weight: Tensor) -> None:
         """Raise ValueError for a weight that this scheme cannot take."""
@@ -187,6 +200,11 @@ class LowbitProducts(TrainingScheme):
         """Whether each tensor has one scale, instead of one for each row or column."""
         return False
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether operands have a scale for each block (`lowbit_kernels.quantize_blocks`)."""
+        return False
+
     def describe(self, shape: Sequence[int]) -> str:
         scale = "one scale a tensor" if self.one_scale else "a scale a row"
         note = f"{self.forward_format}, {scale}: {', '.join(self.products)}"
@@ -202,9 +220,13 @@ class LowbitProducts(TrainingScheme):
         if refusal is not None:
             raise ValueError(refusal)
 
+    def _missing_units(self, device: torch.device) -> str | None:
+        """Why `device` does not run these products; None if it does."""
+        return missing_units(device, self.capability)
+
     def _refusal_of(self, device: torch.device) -> str | None:
         """Error message for devices without int8 or float8 matrix units; None for those that have them."""
-        reason = None if self.always else missing_units(device, self.capability)
+        reason = None if self.always else self._missing_units(device)
         if reason is None:
             return None
         return (
@@ -243,8 +265,9 @@ class LowbitProducts(TrainingScheme):
         known to the device only, so that the decision depends on their mean."""
         if 0 in (m, experts, n, k):
             return "there is nothing to multiply"
-        if self.one_scale:
-            return "grouped products take a scale a row, and the scheme one a tensor"
+        if self.one_scale or self.in_blocks:
+            kind = "one a tensor" if self.one_scale else "one a block"
+            return f"grouped products take a scale a row, and the scheme {kind}"
         if self.always:
             return None
         if device.type in ("cpu", "meta"):
@@ -320,6 +343,54 @@ class Float8MixedPrecision(MixedPrecision):
     @property
     def one_scale(self) -> bool:
         return self.tensorwise
+
+
+@dataclass(frozen=True)
+class Float8BlockMixedPrecision(MixedPrecision):
+    """float8 (e4m3) products with scales of blocks, as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3).
+
+    Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one
+    for each 128 x 128 elements. An outlying value costs precision in its own block only. The output and the input's
+    gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference. Training
+    may also start from such a weight: `lowbit.train.prepare_` takes it. These products
+    run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
+
+    Args:
+        output, grad_input, grad_weight, always: as for `Int8MixedPrecision`.
+        power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
+
+    Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe has not.
+    """
+
+    power_of_two: bool = field(default=False, kw_only=True)
+
+    capability = (9, 0)
+    # The products of blocks save two thirds of what those of rows save (benchmarks/LOG.md), at the same launches.
+    least = Least(launches=2.2e10)
+    forward_format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stochastic_rounding:
+            raise ValueError(
+                "Float8BlockMixedPrecision rounds gradients to nearest, and takes no stochastic_rounding=True; "
+                "accepted: False, or another scheme, such as Float8MixedPrecision"
+            )
+
+    @property
+    def in_blocks(self) -> bool:
+        return True
+
+    def _missing_units(self, device: torch.device) -> str | None:
+        return super()._missing_units(device) or missing_block_products(device)
+
+    def starts_from(self, weight: Any) -> bool:
+        is_float8 = getattr(weight, "stored_as", None) == "float8"
+        return is_float8 and weight.spec == BLOCK_WEIGHT and not weight.transposed
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = f"e4m3, a scale a block of {BLOCK} x {BLOCK}: {', '.join(self.products)}"
+        return f"{note}; scales are powers of two" if self.power_of_two else note
 
 
 @dataclass(frozen=True)
@@ -426,11 +497,30 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
         return None
     if device.type != "cuda" or torch.version.cuda is None:
         return "it is no NVIDIA GPU"
-    found = torch.cuda.get_device_capability(device)
+    found = _capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
     return None if found >= capability else f"its compute capability is {has}, below {needed}"
 
 
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """torch takes 10 us to say, at each call of each layer."""
+    return torch.cuda.get_device_capability(device)
+
+
+def missing_block_products(device: torch.device) -> str | None:
+    """Why a GPU from compute capability 9.0 on has no products of float8 blocks; None if it has them."""
+    if device.type != "cuda":
+        return None
+    found, version = _capability(device), torch.version.cuda or "0.0"
+    if found != (9, 0):
+        return f"its compute capability is {'.'.join(map(str, found))}, and cuBLAS has products of blocks for 9.0"
+    if tuple(map(int, version.split(".")[:2])) < (12, 9):
+        return f"torch is built for CUDA {version}, and cuBLAS has products of blocks from CUDA 12.9 on"
+    return None
+
+
 # What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
 missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+missing_block_products._dynamo_marked_constant = True  # type: ignore[attr-defined]

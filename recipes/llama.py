@@ -24,6 +24,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.train import keep_products
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class LlamaConfig:
     dropout: float = 0.0
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    recompute: bool = False
+    """Whether blocks keep only the results of products for the backward pass, and compute the rest again."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden", "context"):
@@ -169,8 +174,17 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.recompute = config.recompute
 
     def forward(
+        self, x_BTD: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        arguments = (x_BTD, cos_TP, sin_TP, cache, layer)
+        if not (self.recompute and self.training and cache is None):
+            return self._forward(*arguments)
+        return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=keep_products)
+
+    def _forward(
         self, x_BTD: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: KVCache | None, layer: int
     ) -> Tensor:
         attended = self.attention(self.attention_norm(x_BTD), cos_TP, sin_TP, cache, layer)

@@ -27,8 +27,9 @@ from tqdm import tqdm
 
 from recipes.command_line import UserError
 
-CORPORA = ("stdlib", "stdlib+torch")
-"""The text without --data: the Python standard library's source, and PyTorch's own source with it."""
+CORPORA = ("stdlib", "stdlib+torch", "installed")
+"""The text without --data: the Python standard library's source, PyTorch's own source with it, or that of all installed
+packages with it."""
 END = "<|end|>"
 """Token 0, between two files."""
 NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -121,6 +122,9 @@ def read_split(
         if corpus == "stdlib+torch":
             info.source += " and PyTorch's own source"
             roots["torch"] = Path(torch.__file__).parent
+        elif corpus == "installed":
+            info.source += " and all installed packages' source"
+            roots["installed"] = Path(torch.__file__).parent.parent
         files: Iterable[tuple[str, Path]] = [
             (f"{label}/{name}", path)
             for label, root in roots.items()

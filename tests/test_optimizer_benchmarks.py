@@ -9,6 +9,18 @@ import pytest
 import torch
 
 import lowbit
+from benchmarks.muon_step import (
+    MIXTURE,
+    SHARED_TABLE,
+    STACKED,
+    SharedCandidate,
+    TorchMuon,
+    measure_shared,
+    muon_choices,
+    muon_step,
+    muon_step_shared,
+)
+from benchmarks.muon_step import TABLE as MUON_TABLE
 from benchmarks.optimizer_first_step import FIRST_STEP_TABLE, FreshProcess, measure_first_steps
 from benchmarks.optimizer_step import (
     CPU_TABLE,
@@ -30,6 +42,7 @@ from benchmarks.optimizers import (
     state_bytes,
     torch_fused,
 )
+from benchmarks.peak_memory import PeakBytes, events_to_peak, split_step
 from benchmarks.registry import Problem, Result, Row
 from benchmarks.train_llama import (
     TRAINING_TABLE,
@@ -162,15 +175,37 @@ def test_a_training_step(choice: OptimizerChoice) -> None:
 
 def test_training_cells() -> None:
     choices = [lowbit_formats()[0], torch_fused()]
+    kinds = PeakBytes(2**31, 2**30, 3 * 2**30, 2**32, 2**29)
     rows = [
-        Row(TrainingCandidate(choices[0], (4, 4096)), TrainingCost(0.2, 16_384, 30.0, 4.0)),
+        Row(TrainingCandidate(choices[0], (4, 4096)), TrainingCost(0.2, 16_384, 30.0, 4.0, kinds)),
         Row(TrainingCandidate(choices[1], (4, 4096)), TrainingCost(0.4, 16_384, 34.5, 7.0)),
     ]
     result = Result(Problem("p", [r.candidate for r in rows], choices[1].name), rows)
     assert TRAINING_TABLE.cells(rows[0], result, 1.0) == [
-        "200.0", "0.50", "81.9", "30.00", "-4.50", "4.00",
+        "200.0", "0.50", "81.9", "30.00", "-4.50", "4.00", *["2.00", "1.00", "3.00", "4.00", "0.50"],
     ]  # fmt: skip
     assert TRAINING_TABLE.cells(rows[1], result, 1.0)[4] == ""
+    assert TRAINING_TABLE.cells(rows[1], result, 1.0)[6:] == [""] * 5
+
+
+def test_the_peak_is_divided() -> None:
+    """Addresses are used again; a gradient counts only if the same allocation outlives backward."""
+    events = [
+        *[
+            ("alloc", 1, 100),
+            ("alloc", 2, 50),
+            ("free_requested", 2, 50),
+            ("free_completed", 2, 50),
+        ],
+        *[("segment_alloc", 9, 5000), ("alloc", 3, 30)],  # the end of forward: 1 and 3
+        *[("alloc", 4, 7), ("alloc", 2, 200)],  # the peak: a gradient and a temporary
+        *[("free_requested", 2, 200), ("free_requested", 1, 100), ("alloc", 1, 20)],
+        *[("free_requested", 3, 30), ("alloc", 5, 60)],  # the end of backward: gradients 1 and 4
+    ]
+    history = [{"action": a, "addr": addr, "size": size} for a, addr, size in events]
+    assert events_to_peak(history) == 8
+    assert split_step(history, 6, 12, {1, 4}) == (7, 130, 200)
+    assert split_step([], 0, 0, set()) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -226,3 +261,44 @@ def test_gradients_alternate_while_the_host_is_timed() -> None:
 
     seconds = issue_seconds(Watching(params, lr=0.1), params, sets, 3, on_gpu=False)
     assert seen == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]] and len(seconds) == 3
+
+
+def test_a_mixture_of_experts_has_the_same_weights_stacked() -> None:
+    assert len(MIXTURE) == 776 and len(STACKED) == 14
+    assert sum(map(math.prod, MIXTURE)) == sum(map(math.prod, STACKED)) == 1_245_708_288
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [(3, 64, 64), (100_001, 8)]], ids=str)
+def test_every_choice_of_muon_steps(shapes: list[tuple[int, ...]]) -> None:
+    for choice in muon_choices():
+        times = measure_step(StepCandidate(choice, shapes, "cpu"), 2)
+        assert times.parameters == sum(map(math.prod, shapes))
+    optimizer = TorchMuon(random_parameters(SHAPES, torch.bfloat16, "cpu"))
+    optimizer.step()
+    assert len(optimizer.parts) == 2 and len(optimizer.state) == len(SHAPES)
+
+
+def test_muons_tables() -> None:
+    problems = list(muon_step())
+    assert [len(p.candidates) for p in problems] == [4, 5]
+    times = StepTimes(0.045, 0.02, 0.5, 10, 1000, held=1020, extra=2**20)
+    for problem in problems:
+        result = Result(problem, [Row(c, times) for c in problem.candidates])
+        for row in result.rows:
+            assert MUON_TABLE.cells(row, result, 1e12) == [
+                "45.0",
+                "1.00",
+                "20.0",
+                "0.50",
+                "1.02",
+                "1",
+            ]
+
+
+def test_muon_shared_by_processes() -> None:
+    (choice, *_) = muon_choices()
+    measured = measure_shared(SharedCandidate(choice, [(64, 64)] * 3, "cpu", ranks=2), 2)
+    assert measured[0] > 0 and measured[2] > 0
+    (problem,) = muon_step_shared()
+    result = Result(problem, [Row(c, (0.04, 0.01, 2**30)) for c in problem.candidates])
+    assert [len(SHARED_TABLE.cells(row, result, 1e12)) for row in result.rows] == [4, 4, 4]

@@ -81,7 +81,7 @@ def test_impossible_float8_dtypes(dtype: object) -> None:
         (
             lambda: lb.Scheme(lb.Spec(lb.Int(8), ROW), lb.Spec(lb.Int(8), ROW)),
             ValueError,
-            r"PerToken\(\) or PerTensor\(\), got PerRow",
+            r"PerTensor\(\) or PerGroup\(g\), got PerRow",
         ),
         (lambda: lb.Int4WeightOnly(0), ValueError, r"group_size.*at least 1, got 0"),
         (lambda: lb.Int4WeightOnly(-32), ValueError, r"got -32"),

@@ -62,7 +62,8 @@ def test_the_steps_of_a_whole_model() -> None:
             scheme = {key: value and replace(value, always=True) for key, value in scheme.items()}
         elif has_products:
             scheme = replace(scheme, always=True)
-        small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
+        own = replace(config, recompute=candidate.config.recompute)
+        small = replace(candidate, config=own, device="cpu", compile=False, scheme=scheme)
         with scaled_products() as calls:
             assert measure_training(small, 2).seconds > 0
         layers = has_products * (7 if isinstance(scheme, dict) else 8)

@@ -20,11 +20,13 @@ class Case:
     columns: bool = True
     tensorwise: bool = False
     stochastic: bool = False
+    factor: bool = False
+    row_scales: bool = False
     layout: str = "contiguous"  # or "transposed", "strided", "misaligned"
     large: bool = False  # the shape of a real layer, for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """x, format, rows, columns, tensorwise, seed."""
+        """x, format, rows, columns, tensorwise, seed, row_factor, row_scales."""
         m, k = self.m, self.k
         shape = {"transposed": (k, m), "strided": (m, 2 * k), "misaligned": (m, k + 1)}
         x = torch.randn(shape.get(self.layout, (m, k)), device=device)
@@ -34,7 +36,9 @@ class Case:
         ).to(self.dtype)
         x = {"transposed": x.T, "strided": x[:, ::2], "misaligned": x[:, 1:]}.get(self.layout, x)
         seed = torch.tensor([2**40 + 77], device=device) if self.stochastic else None
-        return x, self.format, self.rows, self.columns, self.tensorwise, seed
+        factor = torch.rand(k, device=device) + 0.1 if self.factor else None
+        options = self.rows, self.columns, self.tensorwise
+        return x, self.format, *options, seed, factor, self.row_scales
 
 
 SHAPES: list[tuple[str, int, int, dict]] = [
@@ -59,6 +63,11 @@ SHAPES: list[tuple[str, int, int, dict]] = [
     ("stochastic", 140, 150, {"stochastic": True}),
     ("stochastic-odd", 61, 67, {"stochastic": True, "dtype": torch.float32}),
     ("stochastic-rows-only", 61, 67, {"stochastic": True, "columns": False}),
+    ("factor", 140, 150, {"factor": True}),
+    ("factor-rows-only", 61, 67, {"factor": True, "columns": False, "dtype": torch.float32}),
+    ("factor-stochastic", 130, 200, {"factor": True, "stochastic": True, "dtype": torch.float16}),
+    ("row-scales", 140, 150, {"row_scales": True}),
+    ("row-scales-columns-only", 131, 127, {"row_scales": True, "rows": False}),
 ]
 TENSORWISE: list[tuple[str, int, int, dict]] = [
     ("tensorwise", 140, 150, {}),
@@ -81,6 +90,8 @@ CASES = [
     Case("e5m2-stochastic", 130, 200, "e5m2", stochastic=True),
     Case("e5m2-tensorwise", 130, 200, "e5m2", tensorwise=True),
     *(Case(name, m, k, large=True) for name, m, k in LARGE),
+    Case("factor-llama-8b-attention", 8192, 4096, factor=True, large=True),
+    Case("row-scales-weight", 4096, 4096, rows=False, row_scales=True, large=True),
     Case("rows-only-llama-8b-attention", 8192, 4096, columns=False, large=True),
     Case("stochastic-llama-8b-attention", 8192, 4096, stochastic=True, large=True),
     Case(

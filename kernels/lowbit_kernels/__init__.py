@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowbit_kernels import (
+        batched_mm,
+        block_scaled_mm,
         dequantize,
         dynamic_linear,
         grouped_linear,
         grouped_scaled_mm,
+        normalize_matrices,
+        quantize_blocks,
         quantize_experts,
         quantize_grouped,
         quantize_rowcol,
@@ -35,10 +39,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "batched_mm",
+    "block_scaled_mm",
     "dequantize",
     "dynamic_linear",
     "grouped_linear",
     "grouped_scaled_mm",
+    "normalize_matrices",
+    "quantize_blocks",
     "quantize_experts",
     "quantize_grouped",
     "quantize_rowcol",

@@ -7,8 +7,85 @@
 // that bf16 takes 16-byte accesses. A block of 8-bit states is a tile, so its absmax is one warp-wide maximum; a block
 // of 4-bit states is half a tile. Only loads and stores depend on the addresses, so results do not depend on alignment
 // or sharding.
+//
+// With an odd number of columns, rows begin at any address. The eight elements of a lane begin at a multiple of eight
+// in the tensor nevertheless, so that they take 16-byte accesses. A tile then touches up to 33 such groups of eight.
+// The first and the last group belong to the tile only in part, eight elements together; lane 0 works on both:
+//
+//     group       0         1         ...   31        32
+//     elements    .....###  ########  ...   ########  #####...
+//     lane             0    1               31        0
+//
+// Codes of 4 bits have no such groups, because each row of them begins with a byte of its own.
 
 static constexpr int LOCATE = 256;  // tiles for each entry of `locate`
+static constexpr bool GROUPED = !((STATES > 0 && FORMAT_0 == STATE_4BIT) || (STATES > 1 && FORMAT_1 == STATE_4BIT) ||
+                                  (STATES > 2 && FORMAT_2 == STATE_4BIT));
+
+// ---- which elements a lane works on --------------------------------------------------------------------------------
+
+struct Start {  // of a tile
+    uint64 element;         // in the tensor
+    uint64 half_byte;       // in bytes, in codes of 4 bits
+    uint64 of_128, of_256;  // in the scales of blocks of that many elements
+    uint64 to_row_end;      // elements of the row from here on
+};
+
+// `n` counts the tiles of the tensor.
+DEVICE Start start_of(const Tensor &t, uint32 n) {
+    uint32 row = 0, tile_in_row = n;
+    if (t.tiles_a_row != 0) row = n / (uint32)t.tiles_a_row, tile_in_row = n % (uint32)t.tiles_a_row;
+    const uint64 cols = t.cols, col = (uint64)tile_in_row * TILE;
+    return {row * cols + col, row * ((cols + 1) / 2) + col / 2, row * ((cols + 127) / 128) + col / 128, n, cols - col};
+}
+
+struct Offsets {  // of a lane's eight elements
+    uint64 element;         // in the tensor
+    uint64 half_byte;       // in bytes, in codes of 4 bits
+    uint64 of_128, of_256;  // in the scales of blocks of that many elements
+    int count;              // elements to read, 0..8
+    int far;                // so many of them, the first ones, lie a tile further on
+    uint32 mask;            // bit i: element i belongs to the tile
+    bool vector;            // whether 16-byte loads reach all eight
+    bool whole;             // whether 16-byte stores also do
+};
+
+// Whether a tile is whole, of a tensor with a single row, and 16-byte accesses reach all of its elements.
+DEVICE bool is_whole(const Tensor &t, uint32 tile) {
+    return t.aligned && t.tiles_a_row == 0 && (uint64)(tile - (uint32)t.first_tile + 1) * TILE <= t.cols;
+}
+
+DEVICE int limited(uint64 elements, int most) { return elements < most ? (int)elements : most; }
+
+DEVICE Offsets locate_lane(const Tensor &t, uint32 tile, int lane) {
+    const Start start = start_of(t, tile - (uint32)t.first_tile);
+    const int size = limited(start.to_row_end, TILE);
+    const int before = GROUPED && t.aligned ? (int)start.element & 7 : 0;  // elements of lane 0 before the tile
+    const int first = lane * 8 - before, end = size - first;
+    Offsets at;
+    at.element = start.element + first;
+    at.half_byte = start.half_byte + lane * 4;
+    at.of_128 = start.of_128 + lane / 16;
+    at.of_256 = start.of_256;
+    at.far = GROUPED && lane == 0 && before + size > TILE ? before + size - TILE : 0;
+    at.mask = end <= 0 ? 0 : 0xff >> (end < 8 ? 8 - end : 0);
+    if (lane == 0) at.mask = at.mask >> before << before | (1u << at.far) - 1;
+    at.count = at.mask == 0 ? 0 : GROUPED && t.aligned ? limited(t.numel - at.element, 8) : end < 8 ? end : 8;
+    at.vector = t.aligned && at.count == 8;
+    at.whole = at.vector && at.mask == 0xff && at.far == 0;
+    return at;
+}
+
+// The same a tile further on, for the first `far` elements.
+DEVICE Offsets far_of(const Tensor &t, const Offsets &at) {
+    Offsets there = at;
+    there.element += TILE;
+    there.count = limited(t.numel - there.element, 8);
+    there.vector = there.count == 8;
+    return there;
+}
+
+// ---- stochastic rounding ---------------------------------------------------------------------------------------------
 
 // The global index of the first of eight neighbouring elements. The others follow, because the length of a run is a
 // multiple of eight.
@@ -17,10 +94,9 @@ DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     return t.first_index + element / t.run * t.stride + element % t.run;
 }
 
-// Round eight neighbouring elements stochastically to bf16, which are then the upper halves of `x`.
-DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 element, float x[8]) {
+// Random bits of eight neighbouring elements.
+DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 random[8]) {
     const uint64 first = global_index(t, element);
-    uint32 random[8] = {};
     if ((first & 7) == 0) {
         const uint32 h = hash(keys, first >> 3);
 #pragma unroll
@@ -32,6 +108,19 @@ DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 ele
             for (int i = 0; i < 7; ++i) random[i] = random[i + 1];
             random[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
         }
+    }
+}
+
+// Round a lane's elements stochastically to bf16, which are then the upper halves of `x`.
+DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, const Offsets &at, float x[8]) {
+    uint32 random[8] = {};
+    draw(t, keys, at.element, random);
+    if (GROUPED && at.far) {
+        uint32 further[8] = {};
+        draw(t, keys, at.element + TILE, further);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (i < at.far) random[i] = further[i];
     }
     float largest = larger_magnitude(x[0], x[1]);
 #pragma unroll
@@ -101,12 +190,25 @@ DEVICE void load_items(const void *p, int units, Raw<WORDS> &raw) {
     }
 }
 
+// Store the items of `mask`. Those before `far` lie a tile further on.
 template <typename T, int WORDS>
-DEVICE void store_items(void *p, int units, const Raw<WORDS> &raw) {
+DEVICE void store_items(void *p, uint32 mask, int far, const Raw<WORDS> &raw) {
     constexpr int PER_WORD = 4 / sizeof(T);
 #pragma unroll
     for (int i = 0; i < WORDS * PER_WORD; ++i)
-        if (i < units) ((T *)p)[i] = (T)(raw.word[i / PER_WORD] >> (i % PER_WORD * 8 * (int)sizeof(T) & 31));
+        if (mask >> i & 1)
+            ((T *)p)[i < far ? i + TILE : i] = (T)(raw.word[i / PER_WORD] >> (i % PER_WORD * 8 * (int)sizeof(T) & 31));
+}
+
+// Replace the first bytes.
+template <int WORDS>
+DEVICE void replace_first(Raw<WORDS> &raw, const Raw<WORDS> &with, int bytes) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+        const int own = bytes - 4 * i;
+        const uint32 mask = own >= 4 ? 0xffffffff : own <= 0 ? 0 : (1u << 8 * own) - 1;
+        raw.word[i] = (with.word[i] & mask) | (raw.word[i] & ~mask);
+    }
 }
 
 template <int DTYPE>
@@ -116,19 +218,20 @@ struct Floats {
     Raw<WORDS> raw;
 
     template <bool VECTOR>
-    MEMBER void load(const void *p, uint64 element, int count) {
-        p = (const char *)p + element * BYTES;
+    MEMBER void load(const void *p, const Offsets &at) {
+        p = (const char *)p + at.element * BYTES;
         if constexpr (VECTOR) load_vector(p, raw);
-        else if constexpr (DTYPE == FP32) load_items<uint32>(p, count, raw);
-        else load_items<unsigned short>(p, count, raw);
+        else if constexpr (DTYPE == FP32) load_items<uint32>(p, at.count, raw);
+        else load_items<unsigned short>(p, at.count, raw);
     }
     template <bool VECTOR>
-    MEMBER void store(void *p, uint64 element, int count) const {
-        p = (char *)p + element * BYTES;
+    MEMBER void store(void *p, const Offsets &at) const {
+        p = (char *)p + at.element * BYTES;
         if constexpr (VECTOR) store_vector(p, raw);
-        else if constexpr (DTYPE == FP32) store_items<uint32>(p, count, raw);
-        else store_items<unsigned short>(p, count, raw);
+        else if constexpr (DTYPE == FP32) store_items<uint32>(p, at.mask, at.far, raw);
+        else store_items<unsigned short>(p, at.mask, at.far, raw);
     }
+    MEMBER void take_far(const Floats &there, int count) { replace_first(raw, there.raw, count * BYTES); }
     MEMBER void decode(float x[8]) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -270,31 +373,11 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<W
 
 // ---- a tile ------------------------------------------------------------------------------------------------------
 
-struct Offsets {  // of a lane's eight elements
-    uint64 element;         // in the tensor
-    uint64 half_byte;       // in bytes, in codes of 4 bits
-    uint64 of_128, of_256;  // in the scales of blocks of that many elements
-    int count;              // elements that exist, 0..8
-    bool vector;            // whether 16-byte accesses reach all eight
-};
-
-// Whether `count` tiles are whole tiles of a single row, and 16-byte accesses reach all of their elements.
-DEVICE bool are_whole(const Tensor &t, uint32 tile, int count) {
-    return t.aligned && t.tiles_a_row == 0 && (uint64)(tile - (uint32)t.first_tile + count) * TILE <= t.cols;
-}
-
-DEVICE Offsets locate_lane(const Tensor &t, uint32 tile, int lane) {
-    uint32 row = 0, tile_in_row = tile - (uint32)t.first_tile;
-    if (t.tiles_a_row != 0) row = tile_in_row / (uint32)t.tiles_a_row, tile_in_row %= (uint32)t.tiles_a_row;
-    const uint64 cols = t.cols, col = (uint64)tile_in_row * TILE + lane * 8;
-    Offsets at;
-    at.element = row * cols + col;
-    at.half_byte = row * ((cols + 1) / 2) + col / 2;
-    at.of_128 = row * ((cols + 127) / 128) + col / 128;
-    at.of_256 = row * ((cols + 255) / 256) + col / 256;
-    at.count = col >= cols ? 0 : cols - col < 8 ? (int)(cols - col) : 8;
-    at.vector = t.aligned && at.count == 8;
-    return at;
+// Prefetches bytes of an array that begins at a multiple of 16 bytes. Whole cache lines come, so that the rounding to
+// multiples of 16 bytes leaves out next to nothing.
+DEVICE void prefetch_bytes(const void *p, uint64 from, uint64 to) {
+    from = from / 16 * 16, to = to / 16 * 16;
+    if (to > from) prefetch((const char *)p + from, (uint32)(to - from));
 }
 
 // A state of eight elements.
@@ -309,14 +392,12 @@ struct State {
     static MEMBER uint64 code_at(const Offsets &at) { return FORMAT == STATE_4BIT ? at.half_byte : at.element; }
     static MEMBER uint64 scale_at(const Offsets &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
 
-    static MEMBER void prefetch_values(const Tensor &t, uint64 element, uint32 elements) {
+    static MEMBER void prefetch_values(const Tensor &t, const Start &from, const Start &to) {
         constexpr int BITS = has_scale(SLOT) ? 8 / CODES_A_BYTE : 8 * Floats<FORMAT == STATE_BF16 ? BF16 : FP32>::BYTES;
-        prefetch((const char *)t.state[SLOT] + element * BITS / 8, elements * BITS / 8);
-        if constexpr (has_scale(SLOT)) {  // in units of 16 bytes; the cache line brings the few bytes left out
-            const uint64 first = element / block_of(SLOT), last = (element + elements) / block_of(SLOT);
-            prefetch(t.scale[SLOT] + first / 4 * 4, (last / 4 - first / 4) * 16);
-        }
+        prefetch_bytes(t.state[SLOT], from.element * BITS / 8, to.element * BITS / 8);
+        if constexpr (has_scale(SLOT)) prefetch_bytes(t.scale[SLOT], 4 * scale_of(from), 4 * scale_of(to));
     }
+    static MEMBER uint64 scale_of(const Start &at) { return block_of(SLOT) == 128 ? at.of_128 : at.of_256; }
     template <bool VECTOR>
     MEMBER void load(const Tensor &t, const Offsets &at) {
         if constexpr (has_scale(SLOT)) {
@@ -325,8 +406,12 @@ struct State {
             else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
             scale = VECTOR || at.count ? t.scale[SLOT][scale_at(at)] : 0.0f;
         } else {
-            values.template load<VECTOR>(t.state[SLOT], at.element, at.count);
+            values.template load<VECTOR>(t.state[SLOT], at);
         }
+    }
+    MEMBER void take_far(const State &there, int count) {
+        if constexpr (has_scale(SLOT)) replace_first(codes, there.codes, count);
+        else values.take_far(there.values, count);
     }
     MEMBER void decode(const uint32 *table, float x[8]) const {
         if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, table, scale, x);
@@ -335,15 +420,15 @@ struct State {
     MEMBER void encode(const Tensor &t, const Scalars &k, const Offsets &at, int lane, const uint32 *table,
                        float x[8]) {
         if constexpr (has_scale(SLOT)) {
-            if (at.count < 8) {
+            if (!at.whole) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    if (i >= at.count) x[i] = 0.0f;  // must not count in the absmax
+                    if (!(at.mask >> i & 1)) x[i] = 0.0f;  // must not count in the absmax
             }
             scale = encode_codes<SLOT>(x, lane, table, codes);
         } else {
             if constexpr (is_stochastic_bf16(SLOT)) {
-                round_stochastically(t, k.keys[SLOT + 1], at.element, x);
+                round_stochastically(t, k.keys[SLOT + 1], at, x);
                 values.truncate(x);
             } else {
                 values.encode(x);
@@ -357,13 +442,16 @@ struct State {
             if constexpr (VECTOR) {
                 store_vector(p, codes);
             } else {
-                if constexpr (FORMAT == STATE_4BIT)  // the unused half byte of an odd row is 0
-                    if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;
-                store_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
+                uint32 mask = at.mask;
+                if constexpr (FORMAT == STATE_4BIT) {
+                    if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;  // the unused half byte is 0
+                    mask = (1u << (at.count + 1) / 2) - 1;
+                }
+                store_items<unsigned char>(p, mask, at.far, codes);
             }
-            if (lane % (block_of(SLOT) / 8) == 0 && at.count) t.scale[SLOT][scale_at(at)] = scale;
+            if (lane % (block_of(SLOT) / 8) == 0 && at.mask) t.scale[SLOT][scale_at(at)] = scale;
         } else {
-            values.template store<VECTOR>(t.state[SLOT], at.element, at.count);
+            values.template store<VECTOR>(t.state[SLOT], at);
         }
     }
 };
@@ -401,8 +489,8 @@ struct Work {
 
 template <bool VECTOR>
 DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
-    work.grad.load<VECTOR>(t.grad, at.element, at.count);
-    work.param.load<VECTOR>(t.param, at.element, at.count);
+    work.grad.load<VECTOR>(t.grad, at);
+    work.param.load<VECTOR>(t.param, at);
     if constexpr (STATES > 0) work.s0.load<VECTOR>(t, at);
     if constexpr (STATES > 1) work.s1.load<VECTOR>(t, at);
     if constexpr (STATES > 2) work.s2.load<VECTOR>(t, at);
@@ -414,40 +502,56 @@ DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
 
 template <bool VECTOR>
 DEVICE void store_tile(Work &work, const Tensor &t, const Offsets &at, int lane) {
-    work.param.store<VECTOR>(t.param, at.element, at.count);
+    work.param.store<VECTOR>(t.param, at);
     if constexpr (STATES > 0) work.s0.store<VECTOR>(t, at, lane);
     if constexpr (STATES > 1) work.s1.store<VECTOR>(t, at, lane);
     if constexpr (STATES > 2) work.s2.store<VECTOR>(t, at, lane);
     if constexpr (ROUNDING == CORRECTED) {
         if constexpr (VECTOR) store_vector(t.correction + at.element, work.correction);
-        else store_items<unsigned char>(t.correction + at.element, at.count, work.correction);
+        else store_items<unsigned char>(t.correction + at.element, at.mask, at.far, work.correction);
     }
 }
 
-// Prefetches the next tiles of a block into the L2 cache, if they are whole neighbouring tiles of one row.
+// Replace the first `at.far` elements by those a tile further on.
+DEVICE void load_far(Work &work, const Tensor &t, const Offsets &at) {
+    const Offsets there = far_of(t, at);
+    Work far;
+    if (there.vector) load_tile<true>(far, t, there);
+    else load_tile<false>(far, t, there);
+    work.grad.take_far(far.grad, at.far);
+    work.param.take_far(far.param, at.far);
+    if constexpr (STATES > 0) work.s0.take_far(far.s0, at.far);
+    if constexpr (STATES > 1) work.s1.take_far(far.s1, at.far);
+    if constexpr (STATES > 2) work.s2.take_far(far.s2, at.far);
+    if constexpr (ROUNDING == CORRECTED) replace_first(work.correction, far.correction, at.far);
+}
+
+// Prefetches the next tiles of a block into the L2 cache, if they belong to one tensor.
 DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
-    if (!are_whole(t, tile, count)) return;
-    const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE;
-    const uint32 elements = count * TILE;
-    prefetch((const char *)t.grad + element * Floats<GRAD>::BYTES, elements * Floats<GRAD>::BYTES);
-    prefetch((const char *)t.param + element * Floats<PARAM>::BYTES, elements * Floats<PARAM>::BYTES);
-    if constexpr (ROUNDING == CORRECTED) prefetch(t.correction + element, elements);
-    if constexpr (STATES > 0) State<0>::prefetch_values(t, element, elements);
-    if constexpr (STATES > 1) State<1>::prefetch_values(t, element, elements);
-    if constexpr (STATES > 2) State<2>::prefetch_values(t, element, elements);
+    const uint32 n = tile - (uint32)t.first_tile;
+    if (!t.aligned) return;
+    const Start from = start_of(t, n), to = start_of(t, n + count);
+    if (to.element > t.numel) return;
+    prefetch_bytes(t.grad, from.element * Floats<GRAD>::BYTES, to.element * Floats<GRAD>::BYTES);
+    prefetch_bytes(t.param, from.element * Floats<PARAM>::BYTES, to.element * Floats<PARAM>::BYTES);
+    if constexpr (ROUNDING == CORRECTED) prefetch_bytes(t.correction, from.element, to.element);
+    if constexpr (STATES > 0) State<0>::prefetch_values(t, from, to);
+    if constexpr (STATES > 1) State<1>::prefetch_values(t, from, to);
+    if constexpr (STATES > 2) State<2>::prefetch_values(t, from, to);
 }
 
 DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 tile, int lane, const uint32 *table) {
     Offsets at;
-    if (__builtin_expect(are_whole(t, tile, 1), 1)) {
+    if (__builtin_expect(is_whole(t, tile), 1)) {
         const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE + lane * 8;
-        at = {element, element / 2, element / 128, element / 256, 8, true};
+        at = {element, element / 2, element / 128, element / 256, 8, 0, 0xff, true, true};
     } else {
         at = locate_lane(t, tile, lane);
     }
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
     else load_tile<false>(work, t, at);
+    if (GROUPED && at.far) load_far(work, t, at);
 
     float c[8], g[8], w[8], x0[8] = {}, x1[8] = {}, x2[8] = {};
 #pragma unroll
@@ -466,7 +570,7 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     }
     if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
     if constexpr (ROUNDING == STOCHASTIC) {
-        round_stochastically(t, k.keys[0], at.element, w);
+        round_stochastically(t, k.keys[0], at, w);
         work.param.truncate(w);
     } else {
         work.param.encode(w);
@@ -475,7 +579,7 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
     if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
 
-    if (at.vector) store_tile<true>(work, t, at, lane);
+    if (at.whole) store_tile<true>(work, t, at, lane);
     else store_tile<false>(work, t, at, lane);
 }
 

@@ -45,7 +45,7 @@ struct alignas(16) Tensor {
     long long first_tile;     // tiles of the tensors before this one
     uint64 cols;              // elements of a row
     uint64 tiles_a_row;       // 0 if there is only one row
-    uint64 aligned;           // 1 if eight elements can be read at once from every array
+    uint64 aligned;           // 1 if elements 8 n to 8 n + 7 of the tensor can be read at once from every array
     uint64 key;               // third word of the random bits' key for the weight; state n takes key + 1 + n
     uint64 first_index;       // global index of local element i: first_index + (i / run) * stride + i % run,
     uint64 run, stride;       // or first_index + i if run is 0

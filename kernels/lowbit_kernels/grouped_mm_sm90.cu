@@ -10,7 +10,7 @@
 // with TILE_N 256 and BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
 // before it.
 //
-// Blocks are persistent, as in int8_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
+// Blocks are persistent, as in scaled_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
 // needs the next tile walks over the offsets, from the expert of its last tile on. A tile belongs to one expert. The TMA
 // loads whole boxes, also those with rows of the next expert. The sums of such rows are never stored: a box that is
 // stored in part leaves shared memory by plain stores. Columns of experts begin at multiples of TILE_K, after zeros

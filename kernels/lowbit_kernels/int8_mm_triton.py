@@ -1,4 +1,4 @@
-"""The int8 product with scales in Triton, for GPUs that ``int8_mm_sm90`` does not support and for the interpreter."""
+"""The int8 product with scales in Triton, for GPUs that ``scaled_mm_sm90`` does not support and for the interpreter."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ test of an empty list. The calls are made by the ops themselves, so compiled gra
 from __future__ import annotations
 
 import collections
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,8 @@ Listener = Callable[[str, str], None]
 """Called with the op's name and the implementation's."""
 
 _listeners: list[Listener] = []
+listening_now = ctypes.c_int32(0)
+"""Not 0 while there are listeners. The compiled launcher reads it, and then leaves all calls to Python."""
 
 
 def ran(op: str, implementation: str) -> None:
@@ -26,10 +29,12 @@ def ran(op: str, implementation: str) -> None:
 def listening(listener: Listener) -> Iterator[None]:
     """Call `listener` for each op that runs inside."""
     _listeners.append(listener)
+    listening_now.value = 1
     try:
         yield
     finally:
         _listeners.remove(listener)
+        listening_now.value = int(bool(_listeners))
 
 
 @contextmanager

@@ -13,13 +13,34 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of activations, scales and results."""
 
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``torch.ops.lowbit.<name>``, which `run` computes on every device; returns its only overload."""
-    name = schema[: schema.index("(")]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+def register(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, planned: bool = False
+) -> Any:
+    """Define ``torch.ops.lowbit.<name>``, which `run` computes on every device; returns its only overload.
+
+    ``planned``: `lowbit_kernels.launcher` may take the op over on GPUs. Call such an op by `called`.
+    """
+    name, arguments = schema[: schema.index("(")], schema[schema.index("(") :]
+    names = (name, f"{name}_in_python") if planned else (name,)
+    for own in names:
+        LIBRARY.define(own + arguments)
+        LIBRARY.impl(own, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lowbit::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.lowbit, name).default
+
+
+def called(op: Any, *arguments: Any) -> Any:
+    """The result of an op that was registered as ``planned``, or the exception of its `run`.
+
+    The launcher knows that `run` has failed, and not by which exception. So such a call is repeated in Python.
+    """
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    try:
+        return op(*arguments)
+    except RuntimeError:
+        name = op._schema.name.removeprefix("lowbit::")
+        return getattr(torch.ops.lowbit, f"{name}_in_python").default(*arguments)
 
 
 def check_one_device(**tensors: Tensor | None) -> None:

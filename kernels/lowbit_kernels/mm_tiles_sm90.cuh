@@ -1,7 +1,7 @@
 // The parts that products of 8-bit matrices on sm_90a share: tiles of both operands in a ring in shared memory, the sums
 // of a tile in registers, and boxes in which scaled results are stored.
 //
-// Macros: OUT, BIAS, TILE_N and STAGES as in int8_mm_sm90.cu; SUM (the type of sums: int for int8, float for float8).
+// Macros: OUT, BIAS, TILE_N and STAGES as in scaled_mm_sm90.cu; SUM (the type of sums: int for int8, float for float8).
 // ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, stand before this file.
 //
 // A tile is 128 x TILE_N. The third warpgroup of a block is the producer; each of the other two multiplies 64 rows.

@@ -33,11 +33,13 @@ def is_available() -> bool:
 
 def runs_on_hopper(device: torch.device) -> bool:
     """Whether kernels for sm_90a can be compiled here and run on this device."""
-    return (
-        device.type == "cuda"
-        and is_available()
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    return device.type == "cuda" and is_available() and capability(device) == (9, 0)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device, which torch takes 10 us to say."""
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
@@ -72,7 +74,8 @@ class Kernel:
 
         self._driver = driver
         self._function = function
-        self._structs, self._shared = structs, shared
+        self._structs = structs
+        self.shared, self.cluster, self.overlaps = shared, cluster, overlaps
         self._lock = threading.Lock()
         self._values = (ctypes.c_uint64 * arguments)()
         size = ctypes.sizeof(ctypes.c_uint64)
@@ -88,6 +91,11 @@ class Kernel:
             _check(driver.cuFuncSetAttribute(function, attribute, max(most, shared))[0])
         self._config = _config(shared, cluster, overlaps) if cluster > 1 or overlaps else None
 
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a CUfunction."""
+        return int(self._function)
+
     def __call__(self, stream: int, grid: int, threads: int, *arguments: int) -> None:
         """Launch `grid` blocks of `threads` threads on a stream handle; the kernel's device must be current."""
         with self._lock:  # forward and backward may run in two threads
@@ -96,8 +104,7 @@ class Kernel:
                 self._pointers[i] = arguments[i]
             error = self._launch(stream, grid, threads)
             if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-                # This is the thread's first use of CUDA.
-                torch.cuda.set_device(torch.cuda.current_device())
+                _make_context_current()
                 error = self._launch(stream, grid, threads)
         _check(error)
 
@@ -105,11 +112,16 @@ class Kernel:
         pointers = ctypes.addressof(self._pointers)
         if self._config is None:
             shape = (grid, 1, 1, threads, 1, 1)
-            launch = (self._function, *shape, self._shared, stream, pointers, 0)
+            launch = (self._function, *shape, self.shared, stream, pointers, 0)
             return self._driver.cuLaunchKernel(*launch)[0]
         self._config.gridDimX, self._config.blockDimX = grid, threads
         self._config.hStream = stream
         return self._driver.cuLaunchKernelEx(self._config, self._function, pointers, 0)[0]
+
+
+def _make_context_current() -> None:
+    """For a thread, such as autograd's, whose first use of CUDA is a kernel of lowbit."""
+    torch.cuda.set_device(torch.cuda.current_device())
 
 
 class Module:
@@ -121,6 +133,9 @@ class Module:
         torch.cuda.current_stream()  # makes torch's context current
         self._cubin = cubin
         error, self._module = driver.cuModuleLoadData(cubin)
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            _make_context_current()
+            error, self._module = driver.cuModuleLoadData(cubin)
         _check(error)
 
     def kernel(

@@ -15,6 +15,12 @@ So a product (`scaled_mm`) can sum over contiguous elements of either copy. ``te
 largest magnitude of the matrix divided by L; scale and scale_t are then [1]. A pair that is not requested comes back as
 [0, 0] and [0].
 
+With ``row_factor``, float32 [K], the row copy is that of x[m, k] * row_factor[k], the product rounded to float32; the
+transposed copy is still that of x. With ``row_scales`` the transposed copy takes over the row copy: codes_t[k, m] =
+codes[m, k], and scale_t is [M], the scales of the rows. So the products of a weight [N, K] for its output and for its
+input's gradient can read the same codes. A gradient dy [M, N] quantized with the weight's scales as ``row_factor`` has
+them already, as they vary along the sum.
+
 A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a NaN or an infinity has scale NaN and
 codes 0, so that its products are NaN.
 
@@ -36,8 +42,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
+from lowbit_kernels.launch_plan import Buffer
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, register
+from lowbit_kernels.library import FLOATS, called, register
 from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -58,6 +65,8 @@ def quantize_rowcol(
     columns: bool = True,
     tensorwise: bool = False,
     seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    row_scales: bool = False,
 ) -> Result:
     """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
 
@@ -67,13 +76,16 @@ def quantize_rowcol(
         rows, columns: which pairs are computed.
         tensorwise: one scale for all; float8 only.
         seed: int64, one element, on x's device; with it the rounding is stochastic.
+        row_factor: float32 [K], on x's device: multiplied into the row copy. Not with ``tensorwise``.
+        row_scales: the transposed copy has the codes and scales of the row copy. Not with ``row_factor``.
 
     Raises:
         TypeError: a dtype other than those above.
-        ValueError: an unknown format, a shape other than [M, K], int8 with ``tensorwise``, or a seed of other than one
-            element or on another device.
+        ValueError: an unknown format, a shape other than [M, K], int8 with ``tensorwise``, a seed of other than one
+            element, a row_factor of another shape, either of them on another device, or options that exclude each
+            other.
     """
-    return torch.ops.lowbit.quantize_rowcol(x, format, rows, columns, tensorwise, seed)
+    return called(_op, x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
 
 
 def reference(
@@ -83,19 +95,23 @@ def reference(
     columns: bool = True,
     tensorwise: bool = False,
     seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    row_scales: bool = False,
 ) -> Result:
     """The formula in PyTorch ops, on any device."""
-    _check(x, format, tensorwise, seed)
+    _check(x, format, tensorwise, seed, row_factor, row_scales)
     values, largest = x.to(torch.float32), FORMATS[format][1]
     draws = None if seed is None else draws_of(x.shape[0], x.shape[1], seed)
     pairs: list[Tensor] = []
-    for wanted, dim in ((rows, 1), (columns, 0)):
+    for wanted, along in ((rows, 1), (columns, 0)):
         codes, scale = _empty(x, format)
         if wanted:
-            scale = _scale(values, largest, None if tensorwise else dim)
+            own = values if row_factor is None or not along else values * row_factor
+            dim = 1 if row_scales else along
+            scale = _scale(own, largest, None if tensorwise else dim)
             spread = scale if tensorwise else scale.unsqueeze(dim)
-            codes = encode(values, spread, format, draws)
-            codes = _padded(codes if dim else codes.T.contiguous())
+            codes = encode(own, spread, format, draws)
+            codes = _padded(codes if along else codes.T.contiguous())
         pairs += [codes, scale]
     return pairs[0], pairs[1], pairs[2], pairs[3]
 
@@ -119,7 +135,7 @@ def scale_of(found: Tensor, largest: float) -> Tensor:
 
 def encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
     dtype, largest = FORMATS[format]
-    q = torch.where(scale.isnan(), 0.0, x / scale)
+    q = torch.where(scale.isnan(), 0.0, x / scale)  # also where x became NaN by a factor
     if draws is not None:
         q = _round_stochastically(q, format, draws)
     elif format == "int8":
@@ -159,17 +175,27 @@ def _empty(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty((0,), dtype=torch.float32)
 
 
-def allocate(x: Tensor, format: str, rows: bool, columns: bool, tensorwise: bool) -> Result:
+def results_of(
+    m: int, k: int, format: str, rows: bool, columns: bool, tensorwise: bool, row_scales: bool
+) -> tuple[Buffer, ...]:
+    """codes, scale, codes_t and scale_t for x [m, k]."""
+    dtype, _ = FORMATS[format]
+    found: list[Buffer] = []
+    for wanted, across, along in ((rows, m, k), (columns, k, m)):
+        scales = 1 if tensorwise else m if row_scales else across
+        found.append(Buffer((across, along + -along % 16) if wanted else (0, 0), dtype))
+        found.append(Buffer((scales,) if wanted else (0,), torch.float32))
+    return tuple(found)
+
+
+def allocate(
+    x: Tensor, format: str, rows: bool, columns: bool, tensorwise: bool, row_scales: bool = False
+) -> Result:
     """Uninitialised results."""
     m, k = x.shape
-    pairs: list[Tensor] = []
-    for wanted, across, along in ((rows, m, k), (columns, k, m)):
-        codes, scale = _empty(x, format)
-        if wanted:
-            codes = codes.new_empty((across, along + -along % 16))
-            scale = scale.new_empty((1 if tensorwise else across,))
-        pairs += [codes, scale]
-    return pairs[0], pairs[1], pairs[2], pairs[3]
+    buffers = results_of(m, k, format, rows, columns, tensorwise, row_scales)
+    codes, scale, codes_t, scale_t = (x.new_empty(b.shape, dtype=b.dtype) for b in buffers)
+    return codes, scale, codes_t, scale_t
 
 
 def _launch(
@@ -179,30 +205,48 @@ def _launch(
     columns: bool = True,
     tensorwise: bool = False,
     seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    row_scales: bool = False,
 ) -> Result:
-    _check(x, format, tensorwise, seed)
-    arguments = (x, format, rows, columns, tensorwise, seed)
+    _check(x, format, tensorwise, seed, row_factor, row_scales)
+    arguments = (x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
     if x.numel() and (rows or columns):
         if nvrtc.runs_on_hopper(x.device):
             ran("quantize_rowcol", "sm90")
-            out = allocate(x, format, rows, columns, tensorwise)
-            quantize_rowcol_sm90.quantize(*arguments, out)
-            return out
+            m, k = x.shape
+            results = results_of(m, k, format, rows, columns, tensorwise, row_scales)
+            return quantize_rowcol_sm90.quantize(*arguments, results)
         if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
             ran("quantize_rowcol", "triton")
-            out = allocate(x, format, rows, columns, tensorwise)
+            out = allocate(x, format, rows, columns, tensorwise, row_scales)
             quantize_rowcol_triton.quantize(*arguments, out)
             return out
     ran("quantize_rowcol", "torch")
     return reference(*arguments)
 
 
-def _fake(x, format, rows=True, columns=True, tensorwise=False, seed=None) -> Result:
-    _check(x, format, tensorwise, seed)
-    return allocate(x, format, rows, columns, tensorwise)
+def _fake(
+    x,
+    format,
+    rows=True,
+    columns=True,
+    tensorwise=False,
+    seed=None,
+    row_factor=None,
+    row_scales=False,
+) -> Result:
+    _check(x, format, tensorwise, seed, row_factor, row_scales)
+    return allocate(x, format, rows, columns, tensorwise, row_scales)
 
 
-def _check(x: Tensor, format: str, tensorwise: bool, seed: Tensor | None) -> None:
+def _check(
+    x: Tensor,
+    format: str,
+    tensorwise: bool,
+    seed: Tensor | None,
+    row_factor: Tensor | None,
+    row_scales: bool,
+) -> None:
     if x.dtype not in FLOATS:
         raise TypeError(f"quantize_rowcol takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
     if x.dim() != 2:
@@ -220,11 +264,22 @@ def _check(x: Tensor, format: str, tensorwise: bool, seed: Tensor | None) -> Non
             raise ValueError(
                 f"seed must hold one element on {x.device}, got {tuple(seed.shape)} on {seed.device}"
             )
+    if row_factor is not None:
+        if row_factor.dtype != torch.float32:
+            raise TypeError(f"row_factor must be torch.float32, got {row_factor.dtype}")
+        if row_factor.shape != x.shape[1:] or row_factor.device != x.device:
+            raise ValueError(
+                f"row_factor must have the shape {tuple(x.shape[1:])} on {x.device}, got "
+                f"{tuple(row_factor.shape)} on {row_factor.device}"
+            )
+        if tensorwise or row_scales:
+            raise ValueError("row_factor takes neither tensorwise nor row_scales; leave them out")
 
 
-register(
+_op = register(
     "quantize_rowcol(Tensor x, str format, bool rows=True, bool columns=True, bool tensorwise=False, "
-    "Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? seed=None, Tensor? row_factor=None, bool row_scales=False) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch,
     _fake,
+    planned=True,
 )

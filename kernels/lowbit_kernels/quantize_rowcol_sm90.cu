@@ -233,6 +233,23 @@ DEVICE void fetch(const Job &job, long long tile, Part &part) {
     }
 }
 
+// The largest magnitude of column threadIdx.x of a tile, for threads below TILE. `columns`: those of the lane's four
+// columns, in its warp's rows.
+DEVICE uint32 largest_of_column(Shared &shared, const uint32 (&columns)[Raw<4>::WORDS]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        shared.column_max[warp][lane * 4 + j] =
+            widened(SIZE == 4 ? columns[j] : j % 2 ? columns[j / 2] >> 16 : columns[j / 2] & 0xffff);
+    __syncthreads();
+    uint32 largest = 0;
+    if (threadIdx.x < TILE) {
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) largest = max(largest, shared.column_max[i][threadIdx.x]);
+    }
+    return largest;
+}
+
 // The first pass over a tile: the largest magnitudes.
 DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
     constexpr int WORDS = Raw<4>::WORDS;
@@ -272,18 +289,9 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
         if (lane < HEIGHT && to < job.m && row != 0) atomicMax(job.row_max + to, row);
     }
     if constexpr (BY_COLUMN) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            shared.column_max[warp][lane * 4 + j] =
-                widened(SIZE == 4 ? columns[j] : j % 2 ? columns[j / 2] >> 16 : columns[j / 2] & 0xffff);
-        __syncthreads();
-        if (threadIdx.x < TILE) {
-            uint32 largest = 0;
-#pragma unroll
-            for (int i = 0; i < WARPS; ++i) largest = max(largest, shared.column_max[i][threadIdx.x]);
-            const long long to = at.column + threadIdx.x;
-            if (to < job.k && largest != 0) atomicMax(job.column_max + to, largest);
-        }
+        const uint32 largest = largest_of_column(shared, columns);
+        const long long to = at.column + threadIdx.x;
+        if (threadIdx.x < TILE && to < job.k && largest != 0) atomicMax(job.column_max + to, largest);
     }
 }
 

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels import nvrtc
+from lowbit_kernels import launch_plan, launcher, nvrtc
+from lowbit_kernels.launch_plan import Address, Buffer, Launch, Plan
 from lowbit_kernels.sources import FLOAT_MACROS, program
+from lowbit_kernels.weight_operands import Description, Layout, described
 
 TILE, THREADS, ROW_STEP = 128, 256, 2048
 MAX_STEPS = 8
@@ -40,42 +42,58 @@ def quantize(
     columns: bool,
     tensorwise: bool,
     seed: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Write the results of ``lowbit::quantize_rowcol`` to `out`; the arguments have been checked, M and K are > 0."""
+    row_factor: Tensor | None,
+    row_scales: bool,
+    results: tuple[Buffer, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``lowbit::quantize_rowcol``; the arguments have been checked, M and K are > 0. `results`: the op's four."""
+    given = x, row_factor
     x = x if x.stride(1) == 1 else x.contiguous()
+    row_factor = None if row_factor is None else row_factor.contiguous()
+    options = rows, columns, tensorwise, seed is not None, row_factor is not None, row_scales
+    plan = planned(described(x), format, *options, results)
+    if given[0] is x and given[1] is row_factor:
+        launcher.take_over("quantize_rowcol", "tsbbboob")
+        launcher.learn("quantize_rowcol", plan)
+    codes, scale, codes_t, scale_t = launch_plan.run(plan, (x, seed, row_factor))
+    return codes, scale, codes_t, scale_t
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(
+    layout: Description,
+    format: str,
+    rows: bool,
+    columns: bool,
+    tensorwise: bool,
+    stochastic: bool,
+    factor: bool,
+    row_scales: bool,
+    results: tuple[Buffer, ...],
+) -> Plan:
+    """The plan for x of this layout, with elements of a row side by side. Operands: x, seed and row_factor."""
+    x = Layout(*layout)
     m, k = x.shape
-    in_one_pass = rows and not columns and not tensorwise
+    one_pass = rows and not columns and not tensorwise and not factor
     variant = Variant(
         FLOAT_MACROS[x.dtype],
         format.upper(),
-        rows,
-        columns,
-        tensorwise,
-        seed is not None,
-        False,
-        False,
-        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0,
-        min(-(-k // ROW_STEP), MAX_STEPS) if in_one_pass else 0,
+        *(rows, columns, tensorwise, stochastic, factor, row_scales),
+        x.misaligned == 0 and x.strides[0] * x.dtype.itemsize % 16 == 0,
+        min(-(-k // ROW_STEP), MAX_STEPS) if one_pass else 0,
     )
-    codes, scale, codes_t, scale_t = (part.data_ptr() for part in out)
-    with torch.cuda.device_of(x):
-        stream = torch.cuda.current_stream().cuda_stream
-        found = 0
-        if not in_one_pass:
-            scratch = torch.zeros(m + k, dtype=torch.int32, device=x.device)
-            found = scratch.data_ptr()
-        arguments = (
-            *(x.data_ptr(), x.stride(0), codes, scale, codes_t, scale_t),
-            *(found, found + 4 * m, 0 if seed is None else seed.data_ptr(), 0, m, k),
-        )
-        device = torch.cuda.current_device()
-        if in_one_pass:
-            _kernel(variant, "rows", device)(stream, m, THREADS, *arguments)
-            return
-        tiles = -(-m // TILE) * -(-k // TILE)
-        _kernel(variant, "absmax", device)(stream, tiles, THREADS, *arguments)
-        _kernel(variant, "quantize", device)(stream, tiles, THREADS, *arguments)
+    found = Address(7), Address(7, 4 * m)  # the largest magnitudes of rows and columns
+    addresses = (*map(Address, range(3, 7)), *((0, 0) if one_pass else found))
+    arguments = (Address(0), x.strides[0], *addresses, Address(1), Address(2), m, k)
+    if one_pass:
+        only = Launch(_kernel(variant, "rows", x.device), m, THREADS, arguments)
+        return Plan(results, (), (only,))
+    tiles = -(-m // TILE) * -(-k // TILE)
+    absmax, codes = (
+        Launch(_kernel(variant, name, x.device), tiles, THREADS, arguments)
+        for name in ("absmax", "quantize")
+    )
+    return Plan(results, (Buffer((m + k,), torch.int32, zeroed=True),), (absmax, codes))
 
 
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
@@ -84,12 +102,12 @@ def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
 
 
 @functools.cache
-def _module(variant: Variant, device: int) -> nvrtc.Module:
-    arch = nvrtc.architecture(torch.device("cuda", device))
-    return nvrtc.Module(nvrtc.compiled(source(variant), arch))
+def _module(variant: Variant, device: torch.device) -> nvrtc.Module:
+    with torch.cuda.device(device):
+        return nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
 
 
 @functools.cache
-def _kernel(variant: Variant, name: str, device: int) -> nvrtc.Kernel:
+def _kernel(variant: Variant, name: str, device: torch.device) -> nvrtc.Kernel:
     shared = 0 if name == "rows" else SHARED
     return _module(variant, device).kernel(name, 12, shared=shared)

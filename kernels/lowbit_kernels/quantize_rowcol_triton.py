@@ -33,6 +33,7 @@ def _absmax(
     x,
     row_max,  # int32 [m], the bits of a float32; [1] if TENSORWISE
     column_max,  # int32 [k]
+    factor,  # float32 [k], if FACTOR
     m,
     k,
     row_stride,
@@ -41,6 +42,8 @@ def _absmax(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TENSORWISE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -51,9 +54,13 @@ def _absmax(
     if TENSORWISE:
         tl.atomic_max(row_max, tl.max(tl.max(magnitude, 1), 0))
     else:
-        if ROWS:
-            tl.atomic_max(row_max + row, tl.max(magnitude, 1), mask=row < m)
-        if COLUMNS:
+        if ROWS or ROW_SCALES:
+            own = magnitude
+            if FACTOR:
+                multiplied = values * tl.load(factor + column, mask=column < k, other=0)[None, :]
+                own = multiplied.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            tl.atomic_max(row_max + row, tl.max(own, 1), mask=row < m)
+        if COLUMNS and not ROW_SCALES:
             tl.atomic_max(column_max + column, tl.max(magnitude, 0), mask=column < k)
 
 
@@ -113,6 +120,13 @@ def rounded_to_float8(q, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr)
 
 
 @jit
+def _codes(values, scale, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr):
+    usable = scale == scale
+    q = tl.where(usable, tl.div_rn(values, tl.where(usable, scale, 1.0)), 0.0)
+    return _rounded(q, draws, STOCHASTIC, LARGEST)
+
+
+@jit
 def _quantize(
     x,
     row_max,
@@ -122,6 +136,7 @@ def _quantize(
     codes_t,  # [k, width_t]
     scale_t,
     seed,
+    factor,
     m,
     k,
     row_stride,
@@ -132,6 +147,8 @@ def _quantize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TENSORWISE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -143,32 +160,32 @@ def _quantize(
     draws = row[:, None]
     if STOCHASTIC:
         draws = _draws(tl.load(seed), row, column, k)
-    if ROWS:
-        if TENSORWISE:
-            found = _scale(tl.load(row_max + row * 0), LARGEST)
-            tl.store(scale + row, found, mask=row == 0)
-        else:
-            found = _scale(tl.load(row_max + row, mask=row < m, other=0), LARGEST)
-            tl.store(scale + row, found, mask=row < m)
-        usable = (found == found)[:, None]
-        q = tl.where(usable, tl.div_rn(values, tl.where(found == found, found, 1.0)[:, None]), 0.0)
-        out = _rounded(q, draws, STOCHASTIC, LARGEST).to(codes.dtype.element_ty)
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(codes + at, out, mask=(row < m)[:, None] & (column < width)[None, :])
+    if ROWS or ROW_SCALES:
+        own_max = row_max + (row * 0 if TENSORWISE else row)
+        found = _scale(tl.load(own_max, mask=row < m, other=0), LARGEST)
+        own = values
+        if FACTOR:
+            own = values * tl.load(factor + column, mask=column < k, other=0)[None, :]
+        out = _codes(own, found[:, None], draws, STOCHASTIC, LARGEST).to(codes.dtype.element_ty)
+        shown = row < (1 if TENSORWISE else m)
+        if ROWS:
+            tl.store(scale + row, found, mask=shown)
+            to = codes + row.to(tl.int64)[:, None] * width + column[None, :]
+            tl.store(to, out, mask=(row < m)[:, None] & (column < width)[None, :])
     if COLUMNS:
-        if TENSORWISE:
-            found_t = _scale(tl.load(row_max + column * 0), LARGEST)
-            tl.store(scale_t + column, found_t, mask=column == 0)
+        if ROW_SCALES:
+            out_t = out
+            tl.store(scale_t + row, found, mask=shown)
         else:
-            found_t = _scale(tl.load(column_max + column, mask=column < k, other=0), LARGEST)
-            tl.store(scale_t + column, found_t, mask=column < k)
-        usable_t = (found_t == found_t)[None, :]
-        spread = tl.where(found_t == found_t, found_t, 1.0)[None, :]
-        q_t = tl.where(usable_t, tl.div_rn(values, spread), 0.0)
-        out_t = _rounded(q_t, draws, STOCHASTIC, LARGEST).to(codes_t.dtype.element_ty)
-        at_t = column.to(tl.int64)[:, None] * width_t + row[None, :]
-        inside = (column < k)[:, None] & (row < width_t)[None, :]
-        tl.store(codes_t + at_t, tl.trans(out_t), mask=inside)
+            if TENSORWISE:
+                found_t = _scale(tl.load(row_max + column * 0), LARGEST)
+            else:
+                found_t = _scale(tl.load(column_max + column, mask=column < k, other=0), LARGEST)
+            tl.store(scale_t + column, found_t, mask=column < (1 if TENSORWISE else k))
+            out_t = _codes(values, found_t[None, :], draws, STOCHASTIC, LARGEST)
+            out_t = out_t.to(codes_t.dtype.element_ty)
+        to_t = codes_t + column.to(tl.int64)[:, None] * width_t + row[None, :]
+        tl.store(to_t, tl.trans(out_t), mask=(column < k)[:, None] & (row < width_t)[None, :])
 
 
 def quantize(
@@ -178,6 +195,8 @@ def quantize(
     columns: bool,
     tensorwise: bool,
     seed: Tensor | None,
+    row_factor: Tensor | None,
+    row_scales: bool,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Write the results of ``lowbit::quantize_rowcol`` to `out`; the arguments have been checked, M and K are > 0."""
@@ -189,10 +208,13 @@ def quantize(
     row_max = torch.zeros(1 if tensorwise else m, dtype=torch.int32, device=x.device)
     column_max = torch.zeros(k, dtype=torch.int32, device=x.device)
     flags: dict[str, int] = {"ROWS": rows, "COLUMNS": columns, "TENSORWISE": tensorwise}
+    flags |= {"FACTOR": row_factor is not None, "ROW_SCALES": row_scales}
     flags |= {"BLOCK_M": block, "BLOCK_K": block}
+    factor = row_max if row_factor is None else row_factor.contiguous()
     largest = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}[format]
     with torch.cuda.device_of(x):
-        _absmax[grid](x, row_max, column_max, m, k, x.stride(0), x.stride(1), across, **flags)
+        strides = x.stride(0), x.stride(1)
+        _absmax[grid](x, row_max, column_max, factor, m, k, *strides, across, **flags)
         _quantize[grid](
             x,
             row_max,
@@ -202,10 +224,10 @@ def quantize(
             codes_t,
             scale_t,
             row_max if seed is None else seed,
+            factor,
             m,
             k,
-            x.stride(0),
-            x.stride(1),
+            *strides,
             k + -k % 16,
             m + -m % 16,
             across,

@@ -1,7 +1,7 @@
 """Triton, where it is installed.
 
-Without Triton, ``jit`` returns the plain function that it decorates. Nobody calls that function, so modules of ops need
-no condition around their kernels.
+Without Triton, ``jit``, with options or without, returns the plain function that it decorates. Nobody calls that
+function, so modules of ops need no condition around their kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 triton: Any
 tl: Any
-jit: Callable[[Callable[..., Any]], Any]
+jit: Callable[..., Any]
 
 try:
     import triton  # type: ignore[no-redef]
@@ -21,8 +21,8 @@ try:
 except ImportError:
     triton = tl = None
 
-    def jit(function: Callable[..., Any]) -> Any:
-        return function
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return jit if function is None else function
 else:
     jit = triton.jit
 

@@ -312,10 +312,10 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
 
 def _has_scales_of_rows(weight: LowbitTensor) -> bool:
     """Whether no two rows share a scale, so that the rows of several weights can be joined and split anywhere."""
-    try:
-        return weight._row_attrs() == tuple(weight.inner_tensors())
-    except NotImplementedError:  # blocks of several rows
+    own = getattr(weight, "spec", None)
+    if own is not None and own.shares_rows:
         return False
+    return weight._row_attrs() == tuple(weight.inner_tensors())
 
 
 def _facts(part: nn.Linear) -> list[tuple[str, Any]]:

@@ -152,6 +152,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The formula as C++ text for the kernels. None: there is no kernel, and `reference` runs everywhere."""
         return None
 
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        """Whether the kernel of `rule` makes the whole step of this group. False: one of `eager_steps` makes it, with
+        kernels or without."""
+        return True
+
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         """The values of `Rule.hyper`, in that order; by default the group's options of these names."""
         rule = self.rule(group)
@@ -314,7 +319,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for job in jobs if self._fused is None else self._fused.rest:
             for param in job.params:
                 self._ensure_state(job.group, param)
-        if self._fused is None and any(job.may_fuse for job in jobs):
+        if self._fused is None and any(
+            job.may_fuse and self.is_elementwise(job.group) for job in jobs
+        ):
             from lowbit.optim.fused import FusedStep
 
             self._fused = FusedStep(self, jobs)

@@ -55,8 +55,9 @@ class FusedStep:
         """The jobs that kernels leave, until they are run."""
         for job in jobs:
             rest = Job(job.group)
+            may_fuse = optimizer.is_elementwise(job.group) and job.may_fuse
             for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
-                found = variant_of(optimizer, job.group, param, grad) if job.may_fuse else None
+                found = variant_of(optimizer, job.group, param, grad) if may_fuse else None
                 if found is None:
                     rest.add(param, index, grad)
                 else:
@@ -194,26 +195,36 @@ def variant_of(
     Raises:
         RuntimeError: no kernel applies, and the group has `fused=True`.
     """
-    reason = _obstacle(optimizer, group, param, grad)
+    reason = obstacle(optimizer, group, param, grad)
     if reason is None:
         own, state = states.memory(param), optimizer.state[param]
         signs, stochastic = optimizer.state_names(group), optimizer.stochastic_bf16(group)
-        formats = tuple(str(_format(local(state[name]))) for name in signs)
+        formats = tuple(str(kernel_format(local(state[name]))) for name in signs)
         dtype = _dtype(param)
-        rule, rounding = optimizer.rule(group), _rounding(group, dtype)
+        rule, rounding = optimizer.rule(group), rounding_of(group, dtype)
         of_states = formats, tuple(signs.values()), tuple(stochastic.values())
         found = variant(rule, dtype, grad.dtype, *of_states, rounding)
-        if group["fused"]:  # try again: the user may have removed the cause
-            _failed.pop((found, own.device), None)
-        reason = compile_obstacle(found, own.device)
+        reason = not_compiled(group, own.device, found)
         if reason is None:
             return found
+    check_not_asked(group, param, reason)
+    return None
+
+
+def not_compiled(group: dict[str, Any], device: torch.device, found: Variant) -> str | None:
+    """`compile_obstacle`. With fused=True a kernel that did not compile is compiled again at once."""
+    if group["fused"]:  # the user may have removed the cause
+        _failed.pop((found, device), None)
+    return compile_obstacle(found, device)
+
+
+def check_not_asked(group: dict[str, Any], param: Tensor, reason: str) -> None:
+    """Raise RuntimeError if the group has fused=True; `reason`: why no kernel takes the parameter."""
     if group["fused"]:
         raise RuntimeError(
             f"fused=True, but no kernel takes a parameter of shape {tuple(param.shape)}: {reason}; "
             "leave fused out to have it updated by PyTorch operations"
         )
-    return None
 
 
 def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -222,7 +233,7 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
     return optimizer.rule(group), *(group[name] for name in names)
 
 
-def _format(state: Tensor) -> str | None:
+def kernel_format(state: Tensor) -> str | None:
     """The kernel's name of a state's format; None for a state that it cannot read."""
     if isinstance(state, CodebookTensor):
         own_block = state.block_size == FORMATS[state.format].block_size
@@ -238,7 +249,7 @@ def _dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if states.rounds_itself(param) else states.memory(param).dtype
 
 
-def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
+def rounding_of(group: dict[str, Any], dtype: torch.dtype) -> str:
     if dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
         return "stochastic"
     if dtype == torch.bfloat16 and group["weight_correction"]:
@@ -246,7 +257,7 @@ def _rounding(group: dict[str, Any], dtype: torch.dtype) -> str:
     return "nearest"
 
 
-def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
+def obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
     """Why no kernel updates this parameter; None if one does."""
     own = states.memory(param)
     if group["fused"] is False:
@@ -267,12 +278,12 @@ def _obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
     if not own.is_contiguous() or own.is_neg():
         return f"its strides are {own.stride()}, or it is a view with the sign turned"
     stored = [local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
-    formats = {_format(state) for state in stored}
+    formats = {kernel_format(state) for state in stored}
     if None in formats:
         return "its states are not stored as the kernel reads them"
     if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
         return "its states have rows of several lengths"
-    is_random = _rounding(group, _dtype(param)) == "stochastic" or "bf16" in formats
+    is_random = rounding_of(group, _dtype(param)) == "stochastic" or "bf16" in formats
     _, run, stride = states.global_index(param) if is_random else (0, 1, 1)
     if run != stride and run % 8 and own.device.type == "cuda":
         return f"a row of its shard has {run} elements, which 8 doesn't divide"

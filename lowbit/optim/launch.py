@@ -71,6 +71,7 @@ class Launch:
     params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
     dense: bool = False  # whether a gradient's memory is simply its values
+    gradients: list[int] = field(default_factory=list)  # their addresses, as they are in the table
     uploaded: np.ndarray | None = None
     kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
@@ -94,9 +95,7 @@ class Launch:
         words = np.zeros(len(pieces) * width + groups * fused_step.GROUP_WORDS, np.int64)
         rows = words[: len(pieces) * width].reshape(-1, width)
         pairs = zip(rows, pieces, strict=True)
-        others = np.array(
-            [_fill(row, optimizer, piece, is_random(variant)) for row, piece in pairs]
-        )
+        others = np.array([_fill(row, optimizer, piece, variant) for row, piece in pairs])
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
         first = np.cumsum(counts) - counts
         rows[:, COLUMN["first_tile"]] = first
@@ -118,7 +117,7 @@ class Launch:
             params=[item.param for item in items],
             grads=[item.grad for item in items],
         )
-        made.dense = _are_dense(made.grads)
+        made.dense = are_dense(made.grads)
         return made
 
     @staticmethod
@@ -146,7 +145,7 @@ class Launch:
             return False
         if set(map(_DTYPE, grads)) != {self.variant.grad}:
             return False
-        self.dense = _are_dense(grads)  # a sparse gradient never is
+        self.dense = are_dense(grads)  # a sparse gradient never is
         if not self.dense and set(map(_LAYOUT, grads)) != {torch.strided}:
             return False
         if not _are_shaped(grads, map(_SHAPE, params) if self.wrapped else self.shapes):
@@ -166,18 +165,23 @@ class Launch:
         if self.wrapped:
             each = zip(self.indices, self.grads, strict=True)
             self.grads = [moved.get(index, grad) for index, grad in each]
-            self.dense = _are_dense(self.grads)
+            self.dense = are_dense(self.grads)
         if not self.dense:
             self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
-        addresses = self._gradients()
+        found = list(map(Tensor.data_ptr, self.grads))
+        if found == self.gradients:
+            return True
+        addresses = self._by_row(np.array(found, np.int64))
         rows = self.tensor_words()
         rows[:, COLUMN["grad"]] = addresses
         rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
-        return bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
+        all_there = bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
+        self.gradients = found if all_there else []
+        return all_there
 
-    def _gradients(self) -> np.ndarray:
-        """The addresses of the gradients, by row of the table; 0 for a gradient without memory."""
-        return np.array(list(map(Tensor.data_ptr, self.grads)), np.int64)
+    def _by_row(self, gradients: np.ndarray) -> np.ndarray:
+        """The addresses of the gradients, by row of the table instead of by parameter; 0 for one without memory."""
+        return gradients
 
     def run(self, optimizer: Any, scale: GradScale) -> None:
         device = self.table.device
@@ -260,11 +264,11 @@ class Launch:
         return self.table
 
 
-def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
+def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: Variant) -> int:
     """Write a row of the table, except the gradient's address and the first tile.
 
-    Returns the bitwise or of all addresses, with bit 0 set if rows don't begin at multiples of eight elements. If the
-    last four bits are 0, the kernel can read eight elements at once.
+    Returns the bitwise or of all addresses, with bit 0 set if some row of 4-bit codes begins within a word. If the last
+    four bits are 0, the kernel can read eight elements at once.
     """
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
@@ -291,12 +295,13 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, is_random: bool) -> int:
     row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
     row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
     row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.param_index
-    if is_random:
+    if is_random(variant):
         base, run, stride = states.global_index(item.param)
         row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs
         if run != stride:
             row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
-    return bits | (0 if cols % 8 == 0 or cols == numel else 1)
+    packs = "4bit" in variant.formats and cols % 8 != 0 and cols != numel
+    return bits | (1 if packs else 0)
 
 
 def _start(tensor: Tensor, item: Item) -> int:
@@ -313,7 +318,7 @@ def _are_shaped(tensors: list[Tensor], shapes: Iterable[torch.Size]) -> bool:
     return all(map(operator.eq, map(_SHAPE, tensors), shapes))  # a list of shapes would take longer
 
 
-def _are_dense(grads: list[Tensor]) -> bool:
+def are_dense(grads: list[Tensor]) -> bool:
     """Whether the memory of gradients is simply their values."""
     try:
         return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))

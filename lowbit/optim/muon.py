@@ -14,43 +14,32 @@ With gradient G (negated to maximize) and momentum M of a matrix P [rows, cols]:
     orthogonalize(X):  X = X / max(norm(X), eps), then ns_steps times
                        X = a X + (b A + c A A) X,  A = X X^T        X transposed first if it is tall
 
-These Newton-Schulz iterations of an odd polynomial of degree 5 move all singular values near 1. They run in bfloat16 on
-CUDA and in float32 elsewhere; everything else is float32, from the decoded momentum. Every rank gathers a sharded
-matrix, orthogonalizes it and keeps its own part, so the result is that of one process. Parameters that are no hidden
-matrices go to AdamW (`lowbit.optim.adam`), in their own groups.
+These Newton-Schulz iterations of an odd polynomial of degree 5 move all singular values near 1. They run in batches of
+one shape, in float16 on CUDA and in float32 elsewhere (`lowbit.optim.orthogonalize`); U is bfloat16 on CUDA, and
+everything else is float32, from the decoded momentum. Ranks divide sharded matrices among themselves, and the result is
+that of one process (`lowbit.optim.matrix_step`). Parameters that are no hidden matrices go to AdamW
+(`lowbit.optim.adam`), in their own groups.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.adam import AdamBase
-from lowbit.optim.eager import EagerStep, Update, bound, count_step
+from lowbit.optim.eager import EagerStep
 from lowbit.optim.job import GradScale, Job, Step
+from lowbit.optim.muon_formula import descend, direction, learning_rate_ratio, stack_shape
 from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
-from lowbit.tensor.codebook_tensor import CodebookTensor
-from lowbit.tensor.dtensor import local
-from lowbit_kernels.library import contiguous_strides
 
 if TYPE_CHECKING:
     from lowbit_kernels.fused_step import Rule
 
-# Elements orthogonalized at once: one large matrix fills a GPU, or many small ones together.
-BATCH = 2**24
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""
-
-
-# ---- the formula --------------------------------------------------------------------------------------------
 
 
 def reference(
@@ -67,160 +56,33 @@ def reference(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     maximize: bool = False,
+    stacked: bool = False,
 ) -> None:
     """One step in place, on plain tensors of one shape [rows, ...]; see the module for the formula.
 
-    `MatrixStep` calls the same three functions, because it gathers sharded matrices in between.
+    `lowbit.optim.matrix_step` makes the same three steps, for batches of matrices.
     """
+    from lowbit.optim.orthogonalize import orthogonalize
+
     update = direction(
         grad, momentum_buffer, momentum=momentum, nesterov=nesterov, maximize=maximize
     )
-    matrix = update.reshape(1, *matrix_shape(param.shape))
-    matrix = orthogonalize(matrix, ns_coefficients, steps=ns_steps, eps=eps)
-    ratio = learning_rate_ratio(param.shape, adjust_lr_fn)
-    descend(param, matrix.reshape(param.shape), lr=lr, weight_decay=weight_decay, ratio=ratio)
-
-
-def direction(
-    grad: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
-) -> Tensor:
-    """U of the module docstring: updates the momentum in place, and leaves `grad` alone."""
-    if maximize:
-        grad = -grad
-    momentum_buffer.lerp_(grad, 1 - momentum)
-    return grad.lerp(momentum_buffer, momentum) if nesterov else momentum_buffer
-
-
-def orthogonalize(
-    matrices: Tensor,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    *,
-    steps: int = 5,
-    eps: float = 1e-7,
-) -> Tensor:
-    """`matrices` [count, rows, cols] with their singular values near 1, in their dtype; see the module."""
-    a, b, c = coefficients
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if is_tall else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def descend(
-    param: Tensor, update: Tensor, *, lr: float | Tensor, weight_decay: float, ratio: float
-) -> None:
-    """The end of a step, in place: decay the weight, and subtract the update."""
-    param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
-
-
-def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a parameter of this shape as a matrix."""
-    return shape[0], math.prod(shape[1:])
-
-
-def learning_rate_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
-    """The factor of the orthogonal update of a parameter of this (global) shape; `ratio` of the module docstring."""
-    rows, cols = matrix_shape(shape)
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    return math.sqrt(max(1.0, rows / cols))
-
-
-# ---- matrices -----------------------------------------------------------------------------------------------
+    matrices = update.reshape(stack_shape(param.shape, stacked))
+    matrices = orthogonalize(matrices, ns_coefficients, steps=ns_steps, eps=eps)
+    ratio = learning_rate_ratio(param.shape, {"adjust_lr_fn": adjust_lr_fn, "stacked": stacked})
+    descend(param, matrices.reshape(param.shape), lr=lr, weight_decay=weight_decay, ratio=ratio)
 
 
 class MatrixStep:
     """`lowbit.optim.job.Step` of the groups with `use_muon`; it leaves the others."""
 
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
-        for job in jobs:
-            if job.group["use_muon"]:
-                count_step(optimizer, job)
-                for batch in _batches(job):
-                    _step_matrices(optimizer.state, batch, scale.coefficient)
+        own = [job for job in jobs if job.group["use_muon"]]
+        if own:
+            from lowbit.optim.matrix_step import Plan  # imports Triton
+
+            Plan.of(optimizer, own).run(optimizer, own, scale.coefficient)
         return [job for job in jobs if not job.group["use_muon"]]
-
-
-def _step_matrices(state: dict[Tensor, Any], job: Job, coefficient: Tensor | None) -> None:
-    """Update parameters of one (global) shape."""
-    group = job.group
-    shape = job.params[0].shape
-    whole = [
-        gathered(param, _direction(state[param], grad, group, coefficient).to(working_dtype(param)))
-        for param, grad in zip(job.params, job.grads, strict=True)
-    ]
-    joined = torch.stack(whole) if len(whole) > 1 else whole[0][None]
-    del whole  # one large matrix takes memory
-    results = orthogonalize(
-        joined.reshape(len(job.params), *matrix_shape(shape)),
-        group["ns_coefficients"],
-        steps=group["ns_steps"],
-        eps=group["eps"],
-    )
-    job.grads = [
-        own_part(param, result.reshape(shape)).to(grad.device)
-        for param, grad, result in zip(job.params, job.grads, results, strict=True)
-    ]
-    ratio = learning_rate_ratio(shape, group["adjust_lr_fn"])
-    # `_direction` has stored the momentum, so no state is left. Weights are rounded as in every other optimizer.
-    Update(state, job, {}, functools.partial(bound(descend, group), ratio=ratio), None).run()
-
-
-def _direction(
-    state: dict[str, Any], grad: Tensor, group: dict[str, Any], coefficient: Tensor | None
-) -> Tensor:
-    """`direction` with a momentum in any format: this rank's part of the matrix to orthogonalize, float32."""
-    grad = grad.float()
-    if coefficient is not None:
-        grad = grad * coefficient.to(grad.device)
-    stored = local(state["momentum_buffer"])
-    momentum = stored.dequantize() if isinstance(stored, CodebookTensor) else stored.float()
-    update = bound(direction, group)(grad, momentum, step=state["step"])
-    if momentum is not stored:
-        stored.copy_(momentum)
-    return update
-
-
-def _batches(job: Job) -> Iterator[Job]:
-    """Parts of one shape, with at most `BATCH` elements unless one parameter alone has more."""
-    by_shape: defaultdict[torch.Size, list[int]] = defaultdict(list)
-    for index, param in enumerate(job.params):
-        if param.numel():
-            by_shape[param.shape].append(index)
-    for shape, indices in by_shape.items():
-        count = max(1, BATCH // shape.numel())
-        for start in range(0, len(indices), count):
-            yield job.subset(indices[start : start + count])
-
-
-def working_dtype(param: Tensor) -> torch.dtype:
-    """The dtype in which matrices on this parameter's device are orthogonalized."""
-    device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
-    return torch.bfloat16 if device == "cuda" else torch.float32
-
-
-def gathered(param: Tensor, part: Tensor) -> Tensor:
-    """The whole tensor of which `part` is this rank's part, on the mesh's device."""
-    if not isinstance(param, DTensor):
-        return part
-    mesh, shape = param.device_mesh, param.shape
-    stride = contiguous_strides(shape)
-    sharded = DTensor.from_local(
-        part, mesh, param.placements, run_check=False, shape=shape, stride=stride
-    )
-    return sharded.full_tensor()
-
-
-def own_part(param: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has as a whole."""
-    if not isinstance(param, DTensor):
-        return whole
-    copies = [Replicate()] * param.device_mesh.ndim
-    same = DTensor.from_local(whole.contiguous(), param.device_mesh, copies, run_check=False)
-    return same.redistribute(param.device_mesh, param.placements).to_local()
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------
@@ -232,8 +94,8 @@ class Muon(AdamBase):
     The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
     two: parameters of 2 and more dimensions go to Muon, the others to AdamW. This rule cannot distinguish an embedding
     or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`. More than 2
-    dimensions are flattened to [first, rest], as for a convolution. Experts stacked in one parameter are not one
-    matrix; AdamW is the better choice for them.
+    dimensions are flattened to [first, rest], as for a convolution. Experts stacked in one parameter [experts, rows,
+    cols] are not one matrix: give them in a group with `stacked=True`.
 
         head = {"params": [model.embed.weight, model.head.weight], "use_muon": False}
         optimizer = Muon([{"params": model.blocks.parameters()}, head], lr=0.02, adamw_lr=3e-4)
@@ -249,9 +111,11 @@ class Muon(AdamBase):
         adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps: AdamW's, unless its groups give their own `lr`,
             `weight_decay`, `betas`, `eps`. In a group that is split, these names set the options of the AdamW part.
         maximize: ascend.
+        stacked: each parameter of 3 dimensions is a stack of matrices, [matrices, rows, cols], and Muon takes no other
+            parameters. Ranks should shard stacks in dimension 0; then they exchange nothing.
         common: `lowbit.optim.CommonOptions`. `state` is the format of the momentum and of AdamW's moments, by default
             this class's own, "8bit" for Muon itself. Bytes of momentum an element: "4bit" 0.53, "8bit" and "float8"
-            1.02, "bf16" 2, "fp32" 4. `fused` concerns the AdamW groups.
+            1.02, "bf16" 2, "fp32" 4.
 
     The rounding error of a momentum's codes is noise in every direction. Orthogonalization amplifies it to the size of
     the signal where the signal is small: 8 bits cost little, 4 bits slow training down.
@@ -282,6 +146,7 @@ class Muon(AdamBase):
         adamw_betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         maximize: bool = False,
+        stacked: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
         self._adamw: dict[str, Any] = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
@@ -290,6 +155,7 @@ class Muon(AdamBase):
         options |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "betas": adamw_betas}
         options |= {"amsgrad": False, "maximize": maximize, "use_muon": None}
+        options["stacked"] = stacked
         super().__init__(params, options, common)
 
     # ---- groups ---------------------------------------------------------------------------------------------
@@ -319,7 +185,7 @@ class Muon(AdamBase):
         before = len(self.param_groups)
         try:
             for is_muon, part in parts.items():
-                own = {**options, "fused": None} if is_muon else for_adamw
+                own = options if is_muon else for_adamw
                 super().add_param_group({**own, "params": part, "use_muon": is_muon})
         except BaseException:
             del self.param_groups[before:]
@@ -329,6 +195,14 @@ class Muon(AdamBase):
         # a copy needs them to take more groups
         return {**super().__getstate__(), "_adamw": self._adamw}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans: dict[Any, Any] = {}  # of lowbit.optim.matrix_step
+
+    def fix_group(self, group: dict[str, Any]) -> None:
+        super().fix_group(group)
+        group.setdefault("stacked", False)
+
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         check_nonnegative("momentum", group["momentum"])
@@ -336,6 +210,7 @@ class Muon(AdamBase):
             raise ValueError(f"momentum must be in [0, 1), got {group['momentum']!r}")
         check_flag("nesterov", group["nesterov"])
         check_flag("use_muon", group["use_muon"], or_none=True)
+        check_flag("stacked", group["stacked"])
         numbers = group["ns_coefficients"]
         if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {numbers!r}")
@@ -358,12 +233,20 @@ class Muon(AdamBase):
                     f"use_muon=True takes matrices, got a parameter of shape {tuple(tensor.shape)}; leave use_muon "
                     "out to have such parameters updated by AdamW, or give them in a group with use_muon=False"
                 )
+            if isinstance(tensor, Tensor) and group["stacked"] and tensor.ndim != 3:
+                raise ValueError(
+                    f"stacked=True takes stacks of matrices, [matrices, rows, cols], got a parameter of shape "
+                    f"{tuple(tensor.shape)}; give it in a group with stacked=False"
+                )
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"momentum_buffer": True} if group["use_muon"] else super().state_names(group)
 
     def rule(self, group: dict[str, Any]) -> Rule | None:  # type: ignore[override]
         return None if group["use_muon"] else super().rule(group)
+
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        return not group["use_muon"]
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 

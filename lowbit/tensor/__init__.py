@@ -5,6 +5,7 @@ from lowbit.tensor import collectives as collectives
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
+from lowbit.tensor.block_mixed_precision import BlockMixedPrecisionTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
@@ -16,6 +17,7 @@ from lowbit.tensor.ternary import TernaryTensor
 __all__ = [
     "AffineTensor",
     "BitNetTensor",
+    "BlockMixedPrecisionTensor",
     "CodebookTensor",
     "FakeQuantizedTensor",
     "Float8Tensor",

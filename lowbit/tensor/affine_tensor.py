@@ -102,7 +102,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     @classmethod
     def from_float(cls, weight: Tensor, scheme: Scheme | Spec) -> AffineTensor:
-        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64).
+        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and
+        for float8 in blocks).
 
         A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
         infinite weights.
@@ -112,7 +113,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         )
         check_weight(weight)
         kind = representation_of(spec)
-        scale_dtype = torch.float32 if weight.dtype is torch.float64 else weight.dtype
+        scale_dtype = kind._scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
@@ -145,6 +146,11 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         if cls._stored_bits(spec) == 8:
             return codes.contiguous()
         return pack((codes - int(spec.format.quant_min)).view(torch.uint8), spec.format.bits)
+
+    @classmethod
+    def _scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of new scales, for a weight of `dtype`."""
+        return torch.float32 if dtype is torch.float64 else dtype
 
     @classmethod
     def _code_dtype(cls, spec: Spec) -> torch.dtype:
@@ -239,9 +245,16 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def _row_attrs(self) -> tuple[str, ...]:
         block = self._blocks_along(0)
-        if block > 1:
-            raise self._unsupported(f"sharding rows that share scales in blocks of {block}")
+        if block > 1 and self.shape[0] % block:
+            raise self._unsupported(
+                f"sharding rows that share scales in blocks of {block} (accepted: shards of whole blocks)"
+            )
         return ("codes",) if block == 0 else tuple(self.inner_tensors())
+
+    def _take(self, rows: Tensor) -> Self:
+        if (block := self._blocks_along(0)) > 1:
+            raise self._unsupported(f"single rows, as they share scales in blocks of {block}")
+        return super()._take(rows)
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:

@@ -96,16 +96,13 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """A tensor of this shape and dtype over inner tensors (`tensor_attrs`) and metadata (`meta_attrs`) by name.
         Nothing is copied or checked."""
         first = next(t for t in tensors.values() if t is not None)
-        # a view of an ordinary tensor is an ordinary tensor, also in inference mode
-        with torch.inference_mode(torch.is_inference_mode_enabled() and first.is_inference()):
-            self = torch.Tensor._make_wrapper_subclass(
-                cls,
-                torch.Size(shape),
-                strides=strides,
-                dtype=dtype,
-                device=first.device,
-                requires_grad=False,
-            )
+        options: dict[str, Any] = {"dtype": dtype, "device": first.device, "strides": strides}
+        if torch.is_inference_mode_enabled() and not first.is_inference():
+            # a view of an ordinary tensor is an ordinary tensor, also in inference mode
+            with torch.inference_mode(False):
+                self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), **options)
+        else:
+            self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), **options)
         for name in cls.tensor_attrs:
             setattr(self, name, tensors.get(name))
         for name in cls.meta_attrs:

@@ -170,9 +170,13 @@ class FakeQuantizedTensor(MasterWeightTensor):
                 )
 
     def _wire(self) -> LowbitTensor:
-        """Under FSDP2 codes and scales travel, 1 byte an element, not high-precision values."""
+        """Under FSDP2 codes and scales of float32 weights travel, 1 byte an element.
+
+        A weight of two bytes an element travels itself. Finding its codes takes many operations before the gather, and
+        takes longer than the byte that they would save.
+        """
         spec = self.scheme.weight
-        if spec.shares_rows:
+        if spec.shares_rows or self.weight.dtype.itemsize <= 2:
             return self
         codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}

@@ -11,6 +11,7 @@ Codes travel as integers, never as bits of a floating dtype. FSDP2 copies the in
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,10 +26,12 @@ def as_bytes(t: Tensor) -> Tensor:
 
 def _to_planes(tensor: Any, rows: int) -> tuple[Tensor, ...]:
     """uint8 tensors [rows, trailing…], zero padded: plane p holds bytes p·E to (p + 1)·E of each row of E elements."""
-    parts = [
-        getattr(tensor, name).flatten(1).contiguous().view(torch.uint8)
-        for name in tensor._row_attrs()
-    ]
+    found = [getattr(tensor, name) for name in tensor._row_attrs()]
+    if any(t.shape[0] != tensor.shape[0] for t in found):
+        raise tensor._unsupported(
+            "uneven shards of rows that share scales in blocks (accepted: as many whole blocks on each rank)"
+        )
+    parts = [t.flatten(1).contiguous().view(torch.uint8) for t in found]
     used = sum(part.shape[1] for part in parts)
     elements = max(tensor.shape[1:].numel(), 1)
     planes = max(-(-used // elements), 1)
@@ -71,11 +74,15 @@ class FSDPHooks:
         """This shard in the form that travels and that the next product reads; by default, unchanged."""
         return self
 
+    def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
+        """Whether each of `ranks` shards of a weight of `shape` has this form. All ranks decide alike."""
+        return True
+
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """The tensors to gather, and (the shard, the full size, the names of the tensors, or None for planes)."""
-        shard = self._wire()
+        shard = self._wire() if self._wire_fits(outer_size, mesh.size()) else self
         if outer_size[0] % mesh.size():
             rows = -(-outer_size[0] // mesh.size())
             return _to_planes(shard, rows), (shard, outer_size, None)
@@ -96,25 +103,24 @@ class FSDPHooks:
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
         shard, outer_size, names = metadata
-        if names is None:
-            gathered = _from_planes(shard, outputs, outer_size[0])
-            owned = tuple(gathered.values())
-        else:
-            gathered = {
-                name: t.view(getattr(shard, name).dtype)
-                for name, t in zip(names, outputs, strict=True)
-            }
-            owned = outputs
-        computed = {k: t for k, t in shard.inner_tensors().items() if k not in gathered}
+        planes = {} if names else _from_planes(shard, outputs, outer_size[0])
+        own = shard.inner_tensors().items()
+        computed = {name: t for name, t in own if name not in (names or planes)}
         _keep_until_read(computed.values())
-        inner = {**computed, **gathered}
         if out is None:
-            return shard._with(inner, outer_size, param_dtype), owned
+            dtypes = (getattr(shard, name).dtype for name in names or ())
+            viewed = [t.view(dtype) for t, dtype in zip(outputs, dtypes, strict=False)]
+            gathered = planes or dict(zip(names, viewed, strict=True))
+            owned = tuple(planes.values()) or outputs
+            return shard._with({**computed, **gathered}, outer_size, param_dtype), owned
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
-        for name, t in inner.items():
-            if names is None or name not in names:  # the others were gathered in place
-                held = getattr(target, name)
-                # The values are those of forward, so tensors that autograd saved are not stale.
-                with torch.autograd._unsafe_preserve_version_counter(held):
-                    held.copy_(t)
+        for name, t in {**computed, **planes}.items():  # FSDP2 gathers the others in place
+            held = getattr(target, name)
+            # The values are those of forward, so tensors that autograd saved are not stale.
+            with torch.autograd._unsafe_preserve_version_counter(held):
+                held.copy_(t)
         return None
+
+
+# FSDP2 asks for the signature at each call; finding it takes longer than the rest of the hook.
+FSDPHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(FSDPHooks.fsdp_pre_all_gather)  # type: ignore[attr-defined]

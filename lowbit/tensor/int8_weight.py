@@ -41,7 +41,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight, st
 from lowbit.tensor.base_ops import copy_, product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
-from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
+from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
 from lowbit.tensor.trainable import (
     TrainableTensor,
     dequantized_linear,
@@ -262,12 +262,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1])
         return codes, self.scale.squeeze(-1)
 
-    def column_codes(self) -> Codes:
-        """Codes [K, N16] and scale [K] of the transpose, rounded again."""
-        _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
-            self.dequantize(), "int8", rows=False
-        )
-        return codes, scale
+    def transposed_codes(self) -> tuple[Tensor, Tensor]:
+        """Codes [K, N16] of the transpose, and scale [N]."""
+        return transposed(self.codes, self.shape[1]), self.scale.view(-1)
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
         """`dequantize` by another op. torch.compile would merge the same op with that of the forward pass, and keep

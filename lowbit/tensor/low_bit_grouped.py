@@ -44,14 +44,8 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
         return grouped_in_high_precision(x, weight, offsets)
     scheme.check_dtype(x.dtype)
     learns = weight.requires_grad and torch.is_grad_enabled()
-    quantized = quantized_input(
-        x,
-        scheme.forward_format,
-        rows=scheme.output,
-        columns=scheme.grad_weight and learns,
-        tensorwise=False,
-        offsets=offsets,
-    )
+    columns = scheme.grad_weight and learns
+    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, offsets=offsets)
     return _Grouped.apply(x, stored, offsets, note, *quantized)
 
 

@@ -1,9 +1,15 @@
 """The products of a linear in int8 or float8, forward and backward, for weights of schemes with `LowbitProducts`.
 
-The input is quantized once: along rows for the output, and along columns, transposed, for the weight's gradient.
-Backward keeps these codes, one byte an element, and not the input. The weight is quantized along rows for the output,
-and again along columns for the input's gradient, which costs a hundredth of the products. The gradient of the output is
-quantized once, along rows and columns. So every product reads both operands along the dimension that it sums over.
+    y  = x̂ ŵᵀ                   x rounded along its rows; ŵ = scale[n] · codes[n, k], a scale a row
+    dx = (dy · scale)^ codes    dy times the weight's scales, rounded along its rows
+    dw = dŷᵀ x̂                  both rounded along the columns of dy and x
+
+Both products of the weight read the same codes, since its scales can be moved into dy. So the gradient is that of the
+weight that the output saw, and the same where FSDP2 gathers codes and where the weight is whole. The input is quantized
+once, along rows and, transposed, along columns. Backward keeps the latter, one byte an element, and not the input.
+
+`Float8BlockMixedPrecision` has a scale for each 128 elements along that dimension instead. Its products are
+`block_scaled_mm`, and scales are then matrices.
 """
 
 from __future__ import annotations
@@ -25,15 +31,22 @@ from lowbit.tracer import Note
 MOST_TERMS = 2**17
 """Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
 Codes = tuple[Tensor, Tensor]
-"""Codes [rows, columns rounded up to 16], and the scale of each row or of all."""
+"""Codes [rows, columns rounded up to 16], and the scale of each row or of all. In blocks: codes [rows, columns rounded
+up to 128], and scales as `lowbit_kernels.block_scaled_mm` takes them."""
 
 
 def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
 
-    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `column_codes()`. Runs in high
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `transposed_codes()`. Runs in high
     precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
     """
+    # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _low_bit_linear(x, weight, bias)
+
+
+def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     check_linear(x, weight)
     x, bias = autocast_inputs(x, weight, bias)
     scheme = weight.scheme
@@ -46,9 +59,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     scheme.check_dtype(x.dtype)
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
-    quantized = quantized_input(
-        x, scheme.forward_format, rows=scheme.output, columns=columns, tensorwise=scheme.one_scale
-    )
+    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns)
     y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
     return unflattened(y, x)
 
@@ -85,15 +96,21 @@ class _Linear(torch.autograd.Function):
         scheme, note = weight.scheme, ctx.note
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
-        fmt = scheme.backward_format
-        grad_x = grad_weight = grad_bias = None
+        fmt, one_scale = scheme.backward_format, scheme.one_scale
+        grad_x = grad_weight = grad_bias = factor = None
+        if rows:
+            turned, w_scale = weight.transposed_codes()
+            # Scales of rows move into the gradient; shards have several, also tensorwise. Those of blocks stay.
+            if w_scale.numel() > 1 and not scheme.in_blocks:
+                factor, w_scale, one_scale = w_scale, None, False
         if rows or columns:
             seed = seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
-            codes, scale, codes_t, scale_t = kernels.quantize_rowcol.quantize_rowcol(
-                grad, fmt, rows=rows, columns=columns, tensorwise=scheme.one_scale, seed=seed
+            options = {"seed": seed, "row_factor": factor, "tensorwise": one_scale}
+            codes, scale, codes_t, scale_t = _quantize(
+                grad, scheme, fmt, rows=rows, columns=columns, **options
             )
         if rows:
-            other = weight.column_codes()
+            other = turned, w_scale
             grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
         elif for_x:
             tracer.record(note, "grad_input", grad.dtype)
@@ -116,17 +133,31 @@ def seed_of(grad: Tensor, seed: int) -> Tensor:
     return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
 
 
+def transposed(codes: Tensor, columns: int) -> Tensor:
+    """The first `columns` columns of codes [N, K16] as codes [columns, N16]."""
+    turned = codes.view(torch.uint8)[:, :columns].t()
+    return F.pad(turned, (0, -codes.shape[0] % 16)).contiguous().view(codes.dtype)
+
+
 def low_bit_product(
     note: Note | None,
     name: str,
     fmt: str,
     a: Codes,
-    b: Codes,
+    b: tuple[Tensor, Tensor | None],
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T, scaled. Sums of int8 products that may overflow an int32 are split, and the parts added in float32."""
+    """a @ b.T, scaled; a scale of None is 1.
+
+    Sums of int8 products that may overflow an int32 are split, and the parts added in float32.
+    """
     tracer.record(note, name, fmt)
+    if a[1].dim() == 2:
+        assert b[1] is not None
+        return kernels.block_scaled_mm.block_scaled_mm(
+            a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype
+        )
     if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
         return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
     parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
@@ -147,6 +178,19 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 _last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
 
 
+def _quantize(
+    x: Tensor, scheme: Any, format: str, *, rows: bool, columns: bool, **options: Any
+) -> Quantized:
+    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns. `options`: others of
+    `quantize_rowcol`."""
+    if scheme.in_blocks:
+        return kernels.quantize_blocks.quantize_blocks(
+            x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two
+        )
+    options.setdefault("tensorwise", scheme.one_scale)
+    return kernels.quantize_rowcol.quantize_rowcol(x, format, rows=rows, columns=columns, **options)
+
+
 class _Same:
     """A tensor in a key, equal to itself only."""
 
@@ -164,16 +208,10 @@ class _Same:
 
 
 def quantized_input(
-    x: Tensor,
-    format: str,
-    *,
-    rows: bool,
-    columns: bool,
-    tensorwise: bool,
-    offsets: Tensor | None = None,
+    x: Tensor, scheme: Any, *, rows: bool, columns: bool, offsets: Tensor | None = None
 ) -> Quantized:
-    """`quantize_rowcol` of x [..., K], viewed as [M, K], without gradient; with `offsets`, `quantize_grouped`. Returns
-    the last result again if x is the last input, as for the layers of query, key and value.
+    """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient; with `offsets`,
+    `quantize_grouped`. Returns the last result again if x is the last input, as for the layers of query, key and value.
 
     Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
     inputs and results. Under torch.compile the compiler merges equal operations itself.
@@ -182,19 +220,18 @@ def quantized_input(
     may_share = not torch.compiler.is_compiling() and x.grad_fn is not None
     captured = may_share and x.is_cuda and torch.cuda.is_current_stream_capturing()
     grouped = None if offsets is None or not may_share else _Same(offsets)
-    key = (x._version, captured, format, rows, columns, tensorwise, grouped) if may_share else None
+    key = (x._version, captured, scheme, rows, columns, grouped) if may_share else None
     last = _last
     if may_share and last is not None and last[0]() is x and last[1] == key:
         return last[2]
     flat = x.detach().reshape(-1, x.shape[-1])
+    fmt = scheme.forward_format
     if offsets is None:
-        found = kernels.quantize_rowcol.quantize_rowcol(
-            flat, format, rows=rows, columns=columns, tensorwise=tensorwise
-        )
+        found = _quantize(flat, scheme, fmt, rows=rows, columns=columns)
     elif columns:
-        found = kernels.quantize_grouped.quantize_grouped(flat, offsets, format, rows=rows)
+        found = kernels.quantize_grouped.quantize_grouped(flat, offsets, fmt, rows=rows)
     else:  # rows do not depend on the expert
-        found = kernels.quantize_rowcol.quantize_rowcol(flat, format, rows=rows, columns=False)
+        found = kernels.quantize_rowcol.quantize_rowcol(flat, fmt, rows=rows, columns=False)
     if may_share:
         _last = (weakref.ref(x, _forget), key, found)
     return found

@@ -13,7 +13,7 @@ import lowbit_kernels as kernels
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, stored_shape
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
-from lowbit.tensor.low_bit_linear import Codes, low_bit_linear
+from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
 from lowbit.train_scheme import MixedPrecision
 
@@ -56,11 +56,19 @@ class MixedPrecisionTensor(MasterWeightTensor):
         )
         return codes, scale
 
-    def column_codes(self) -> Codes:
-        """The weight [N, K] as the product for the input's gradient reads it: codes [K, N16]."""
+    def transposed_codes(self) -> tuple[Tensor, Tensor]:
+        """The codes of `row_codes`, transposed, [K, N16], and its scales.
+
+        One op makes them from the weight. torch.compile would merge `row_codes` with that of the forward pass, and keep
+        its codes meanwhile.
+        """
         scheme = self.scheme
         _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
-            self._exact(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+            self.weight.detach(),
+            scheme.forward_format,
+            rows=False,
+            tensorwise=scheme.one_scale,
+            row_scales=True,
         )
         return codes, scale
 
@@ -75,38 +83,32 @@ class MixedPrecisionTensor(MasterWeightTensor):
             self.weight, self.scheme.forward_format, transposed=True, scale=scale
         )
 
-    def _exact(self) -> Tensor:
-        """The values in the widest dtype that holds them."""
-        return self.weight.detach()
-
     def rows(self, indices: Tensor) -> Tensor:
         """Some rows of `values()`."""
         return self.weight[indices].to(self.dtype)
 
     def _wire(self) -> LowbitTensor:
         """Under FSDP2 one byte an element travels, and a scale a row, unless a product needs the weight itself."""
-        scheme = self.scheme
+        scheme, weight = self.scheme, self.weight  # other attributes of `self` take Python longer
         quantizes = scheme.output and scheme.grad_input
-        if not quantizes or not (scheme.always or self.device.type == "cuda"):
+        if not quantizes or not (scheme.always or weight.device.type == "cuda"):
             return self
-        n, k = self.shape[:-1].numel(), self.shape[-1]
+        shape = weight.shape
+        rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
         codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
-            self.weight.reshape(n, k),
-            scheme.forward_format,
-            columns=False,
-            tensorwise=scheme.one_scale,
+            rows, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
         )
-        tensors = {
-            "codes": codes.view(*self.shape[:-1], codes.shape[1]),
-            "scale": scale.expand(n).contiguous().view(*self.shape[:-1], 1),
-        }
+        scale = scale.expand(len(rows)).contiguous() if scheme.one_scale else scale
+        if rows is not weight:
+            codes = codes.view(*shape[:-1], codes.shape[1])
+        tensors = {"codes": codes, "scale": scale.view(*shape[:-1], 1)}
         meta = {**self.meta(), "transposed": False}
-        return GatheredMixedPrecision.from_inner(tensors, meta, self.shape, self.dtype)
+        return GatheredMixedPrecision.from_inner(tensors, meta, shape, self.dtype)
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
-    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, the
-    product for the input's gradient, and an embedding tied to it read the dequantized weight."""
+    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and an
+    embedding tied to it, read the dequantized weight."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
@@ -114,15 +116,14 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     codes: Tensor
     scale: Tensor
 
-    def _exact(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         if self.transposed:
-            return self._transposed()._exact().transpose(-2, -1)
+            return self._transposed().dequantize().transpose(-2, -1)
         codes = self.codes[..., : self.shape[-1]]
         # int8 times float32 is one operation; float8 has no such product
-        return codes * self.scale if codes.dtype is torch.int8 else codes.float().mul_(self.scale)
-
-    def dequantize(self) -> Tensor:
-        return self._exact().to(self.dtype)
+        is_int8 = codes.dtype is torch.int8
+        values = codes * self.scale if is_int8 else codes.float().mul_(self.scale)
+        return values.to(self.dtype)
 
     def row_codes(self) -> Codes:
         return self.codes, self.scale.view(-1)
@@ -133,6 +134,9 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
         codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1])
         return codes, self.scale.squeeze(-1)
+
+    def transposed_codes(self) -> tuple[Tensor, Tensor]:
+        return transposed(self.codes, self.shape[1]), self.scale.view(-1)
 
     def values(self) -> Tensor:
         return self.dequantize()
@@ -160,14 +164,13 @@ def _transpose_gathered(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTens
 
 
 @MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
-def _transpose(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
+def _transpose(func: Any, args: Any, kwargs: Any) -> TrainableTensor:
     """The gathered form is transposed over the weight that its codes represent."""
     self = args[0]
     check_not_flat(self, "transposition")
     weight = func(self.values(), *args[1:], **kwargs)
-    return MixedPrecisionTensor.from_inner(
-        {"weight": weight}, self.meta(), weight.shape, self.dtype
-    )
+    kind = TrainableTensor.of(self.scheme)
+    return kind.from_inner({"weight": weight}, self.meta(), weight.shape, self.dtype)
 
 
 @MixedPrecisionTensor.implements(aten.embedding.default)

@@ -4,9 +4,11 @@ that restores plain weights or converts for inference."""
 from lowbit.convert import Report
 from lowbit.train.convert import convert_
 from lowbit.train.prepare import prepare_, restore_
+from lowbit.train.recompute import keep_products
 from lowbit.train.sharded import locate_, precompute_bitnet_scale
 from lowbit.train_scheme import (
     BitNet,
+    Float8BlockMixedPrecision,
     Float8MixedPrecision,
     Int8MixedPrecision,
     Int8Weight,
@@ -15,12 +17,14 @@ from lowbit.train_scheme import (
 
 __all__ = [
     "BitNet",
+    "Float8BlockMixedPrecision",
     "Float8MixedPrecision",
     "Int8MixedPrecision",
     "Int8Weight",
     "Report",
     "TrainingScheme",
     "convert_",
+    "keep_products",
     "locate_",
     "precompute_bitnet_scale",
     "prepare_",

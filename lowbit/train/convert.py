@@ -18,7 +18,9 @@ def convert_(model: nn.Module) -> Report:
 
     BitNet weights become `TernaryTensor`, 2 bits an element, and give the outputs of training, to the bit. int8
     weights become `AffineTensor` of `Int8WeightOnly()`. Their values are the same, and so are outputs, unless training
-    multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of mixed precision are left, and reported. Where
+    multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of `Float8BlockMixedPrecision` become `Float8Tensor`
+    with `PerBlock(128, 128)`, the codes that the output's product read. Other weights of mixed precision are left, and
+    reported. Where
     `prepare_` left all weights alone, nothing is done, and the report says so.
 
     Raises:

@@ -40,7 +40,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("fsdp", "hsdp")
 # Without always=True, mixed precision would multiply these small layers in high precision.
 STORED = [
-    c for c in CASES if c.is_weight and c.row_step == 1 and c.kind is not MixedPrecisionTensor
+    c
+    for c in CASES
+    if c.is_weight and c.row_step == 1 and not issubclass(c.kind, MixedPrecisionTensor)
 ]
 MIXED = [
     Case("train-int8-always", MixedPrecisionTensor, Int8MixedPrecision(always=True)),

@@ -219,14 +219,15 @@ def check_full_tensors_and_shards(rank, world_size):
     return True
 
 
-def check_scales_shared_by_rows_are_refused(rank, world_size):
-    (case,) = named("int4-block-8x16")
-    try:
-        shard(Model(case, 64))(batch_of(rank))
-    except NotImplementedError as error:
-        assert "share scales" in str(error) and "dequantize" in str(error)
-        return True
-    raise AssertionError("scales of 8 rows cannot be sharded by single rows")
+def check_blocks_of_rows_are_sharded_whole(rank, world_size):
+    """Shards of 32 rows hold whole blocks of 8. Those of 36 or 33 would cut through blocks."""
+    for case in named("int4-block-8x16", "e4m3dyn-e4m3-block-8x16"):
+        x = batch_of(rank)
+        assert same_bits(shard(Model(case, 64))(x), Model(case, 64)(x))
+        for rows in (72, 33, 15):
+            with pytest.raises(NotImplementedError, match=r"blocks.*dequantize"):
+                shard(Model(case, rows))(x)
+    return True
 
 
 def check_sharded_parameters_are_printed_copied_and_replaced(rank, world_size):
@@ -288,7 +289,7 @@ CHECKS = [
     check_training,
     check_training_without_clipping_is_exact,
     check_full_tensors_and_shards,
-    check_scales_shared_by_rows_are_refused,
+    check_blocks_of_rows_are_sharded_whole,
     check_sharded_parameters_are_printed_copied_and_replaced,
     check_experts,
 ]

@@ -1,5 +1,5 @@
-"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, ``quantize_rowcol_sm90``, ``quantize_grouped_sm90`` and
-``quantize_tokens_sm90``.
+"""CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, and ``quantize_rowcol``, ``quantize_grouped``,
+``quantize_blocks`` and ``quantize_tokens`` for sm_90.
 
 The machine's C++ compiler compiles them; ``cuda_on_cpu.h`` emulates the GPU's instructions. The emulation does not show
 the rounding of a GPU's approximate division and square root, races between warps, or speed. Tests marked ``gpu`` do.
@@ -16,7 +16,15 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import nvrtc, quantize_grouped_sm90, quantize_rowcol_sm90, quantize_tokens_sm90
+from lowbit_kernels import (
+    launch_plan,
+    launcher,
+    nvrtc,
+    quantize_blocks_sm90,
+    quantize_grouped_sm90,
+    quantize_rowcol_sm90,
+    quantize_tokens_sm90,
+)
 from lowbit_kernels.fused_step import StepKernel, Variant
 from tests.kernels.compiled_on_cpu import library
 
@@ -81,6 +89,14 @@ GROUPED_FOOTERS = {
 }
 
 
+BLOCKS_FOOTER = """
+extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        quantize_blocks((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
+                        (float *)a[5], a[6], a[7]);
+    });
+}
+"""
 TOKENS_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
@@ -121,15 +137,23 @@ def quantize_tokens(*arguments) -> None:
         quantize_tokens_sm90.quantize(*arguments)
 
 
-def quantize_rowcol(*arguments) -> None:
-    """``quantize_rowcol_sm90.quantize`` on CPU tensors."""
+def quantize_rowcol(*arguments):
+    """``quantize_rowcol_sm90.quantize`` on CPU tensors, in memory that is not zero."""
 
-    def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: int):
+    def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: torch.device):
         source = quantize_rowcol_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + QUANTIZE_FOOTER.replace("NAME", name))
 
-    with _on_cpu(quantize_rowcol_sm90, kernel):
-        quantize_rowcol_sm90.quantize(*arguments)
+    with (
+        _on_cpu(quantize_rowcol_sm90, kernel),
+        mock.patch.object(launcher, "take_over", lambda *_: None),
+        filled_memory(),
+    ):
+        quantize_rowcol_sm90.planned.cache_clear()  # plans hold kernels
+        try:
+            return quantize_rowcol_sm90.quantize(*arguments)
+        finally:
+            quantize_rowcol_sm90.planned.cache_clear()
 
 
 @contextlib.contextmanager
@@ -147,3 +171,27 @@ def grouped_quantization(lag: int) -> Iterator[None]:
         mock.patch.object(nvrtc, "multiprocessors", lambda device: 1),
     ):
         yield
+
+
+@contextlib.contextmanager
+def filled_memory() -> Iterator[None]:
+    """Inside, launch plans run in memory that is not zero, so that a result which no kernel writes is seen."""
+    allocated = launch_plan._allocated
+
+    def filled(buffer, device):
+        made = allocated(buffer, device)
+        return made if buffer.zeroed else made.view(torch.uint8).fill_(0xAA).view(buffer.dtype)
+
+    with mock.patch.object(launch_plan, "_allocated", filled):
+        yield
+
+
+def quantize_blocks(*arguments) -> None:
+    """``quantize_blocks_sm90.quantize`` on CPU tensors."""
+
+    def kernel(variant: quantize_blocks_sm90.Variant, device: int):
+        source = quantize_blocks_sm90.source(variant, primitives=HEADER.read_text())
+        return _emulated(source + BLOCKS_FOOTER)
+
+    with _on_cpu(quantize_blocks_sm90, kernel):
+        quantize_blocks_sm90.quantize(*arguments)

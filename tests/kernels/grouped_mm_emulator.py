@@ -1,4 +1,4 @@
-"""``grouped_mm_sm90`` on a CPU, emulated as `int8_mm_emulator` emulates ``int8_mm_sm90``."""
+"""``grouped_mm_sm90`` on a CPU, emulated as `scaled_mm_emulator` emulates ``scaled_mm_sm90``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from lowbit_kernels import grouped_mm_sm90, nvrtc
-from lowbit_kernels.mm_tiles_sm90 import Formats
+from lowbit_kernels.mm_tiles_sm90 import FORMATS, Formats
 from tests.kernels.compiled_on_cpu import library
-from tests.kernels.int8_mm_emulator import MULTIPLY
+from tests.kernels.scaled_mm_emulator import MULTIPLY
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
 
 FOOTER = """
@@ -33,7 +33,8 @@ def _kernel(
     names = ("ptx.cuh", "mm_tiles_sm90.cuh", "grouped_mm_sm90.cu")
     ptx, tiles, kernel = ((folder / name).read_text() for name in names)
     defines = code[: code.index(ptx)]
-    parts = [defines, HEADER.read_text(), MULTIPLY, tiles, kernel, DESCRIBED, FOOTER]
+    multiply = MULTIPLY.format(*(FORMATS[own] for own in formats))
+    parts = [defines, HEADER.read_text(), multiply, tiles, kernel, DESCRIBED, FOOTER]
     compiled = library("\n".join(parts))
 
     def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:

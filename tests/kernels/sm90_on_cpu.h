@@ -448,20 +448,24 @@ static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint
     emulation::meet_warp();
 }
 
-// 64 rows of 32 int8 by SUMS * 2 columns; both operands lie in shared memory in swizzled rows of 128 bytes.
-template <int SUMS>
-static inline void multiply_bytes(int (&sums)[SUMS], uint32 a, uint32 b, bool add) {
+// 64 rows of 32 bytes by SUMS * 2 columns; both operands lie in shared memory in swizzled rows of 128 bytes. `a_value`
+// and `b_value` decode a byte.
+template <class Sum, int SUMS, class Decode, class Other>
+static inline void multiply_bytes(Sum (&sums)[SUMS], uint32 a, uint32 b, bool add, Decode a_value, Other b_value) {
     const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
     const auto byte = [](uint32 operand, int row, int k) {
-        return (int)(signed char)emulation::memory()[swizzled((operand & 0x3fff) * 16 + row * 128 + k, 128)];
+        return emulation::memory()[swizzled((operand & 0x3fff) * 16 + row * 128 + k, 128)];
     };
     for (int i = 0; i < SUMS; ++i) {
-        int sum = 0;
+        Sum sum = 0;
         for (int k = 0; k < 32; ++k)
-            sum += byte(a, own + i / 2 % 2 * 8, k) * byte(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+            sum += (Sum)a_value(byte(a, own + i / 2 % 2 * 8, k)) * (Sum)b_value(byte(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k));
         sums[i] = (add ? sums[i] : 0) + sum;
     }
 }
+
+static inline int from_s8(unsigned char byte) { return (signed char)byte; }
+static inline float from_e5m2(unsigned char byte) { return from_half(byte << 8); }
 
 // ---- products of warps -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.quantize_rowcol import CASES, Case
 from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
-from lowbit_kernels.quantize_rowcol import FORMATS, allocate, quantize_rowcol, reference
+from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol, reference, results_of
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.interpreted import interpreted
@@ -50,11 +50,16 @@ def by_formula(x: torch.Tensor, format: str, tensorwise: bool) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("case", [c for c in SMALL if not c.stochastic], ids=name_of)
 def test_reference_is_the_formula(case) -> None:
-    x, format, rows, columns, tensorwise, seed = case.arguments()
-    codes, scale, codes_t, scale_t = reference(x, format, rows, columns, tensorwise, seed)
+    x, format, rows, columns, tensorwise, seed, factor, row_scales = arguments = case.arguments()
+    codes, scale, codes_t, scale_t = reference(*arguments)
     dtype, largest = FORMATS[format]
+    if row_scales:
+        own = reference(x, format, True, False, tensorwise, seed)
+        assert torch.equal(codes_t[:, : len(x)].float(), own[0][:, : x.shape[1]].T.float())
+        assert torch.equal(scale_t, own[1]) and not codes_t[:, len(x) :].float().any()
+        columns, codes_t, scale_t = False, codes_t[:0, :0], scale_t[:0]
     for wanted, matrix, got, got_scale in (
-        (rows, x, codes, scale),
+        (rows, x if factor is None else x.float() * factor, codes, scale),
         (columns, x.T, codes_t, scale_t),
     ):
         if not wanted:
@@ -79,9 +84,10 @@ def test_reference_is_the_formula(case) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_cpu(case) -> None:
-    x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
+    x, format, *options = arguments = case.arguments()
+    names = ("rows", "columns", "tensorwise", "seed", "row_factor", "row_scales")
     before = x.clone()
-    out = quantize_rowcol(x, format, rows=rows, columns=columns, tensorwise=tensorwise, seed=seed)
+    out = quantize_rowcol(x, format, **dict(zip(names, options, strict=True)))
     assert_same(out, reference(*arguments))
     assert torch.equal(x, before)
 
@@ -95,6 +101,9 @@ torch.manual_seed(0)
 results = {}
 cases = {case.name: case.arguments() for case in SMALL}
 cases |= {f"extreme-{format}": (extreme(), format) for format in ("int8", "e4m3", "e5m2")}
+factor = torch.rand(150)
+factor[5], factor[6], factor[8] = torch.inf, 0, 1e30
+cases |= {"extreme-factor": (extreme(), "int8", True, True, False, None, factor)}
 for name, arguments in cases.items():
     with counted() as calls:
         out, expected = OP(*arguments), reference(*arguments)
@@ -110,7 +119,9 @@ def under_triton() -> dict[str, bool]:
     return interpreted(INTERPRETED)
 
 
-@pytest.mark.parametrize("name", [*map(name_of, SMALL), *(f"extreme-{f}" for f in FORMATS)])
+@pytest.mark.parametrize(
+    "name", [*map(name_of, SMALL), *(f"extreme-{f}" for f in (*FORMATS, "factor"))]
+)
 def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
     assert under_triton[name]
 
@@ -155,6 +166,13 @@ EMULATED = {
     "e4m3-fp16",
     "e4m3-tensorwise",
     "e5m2-stochastic",
+    "factor",
+    "factor-rows-only",
+    "factor-stochastic",
+    "row-scales",
+    "row-scales-columns-only",
+    "e4m3-factor-stochastic",
+    "e4m3-row-scales",
 }
 
 
@@ -162,12 +180,23 @@ EMULATED = {
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
 def test_emulated_cuda(case) -> None:
     """The CUDA source, compiled by this machine's C++ compiler."""
-    x, format, rows, columns, tensorwise, seed = arguments = case.arguments()
-    out = allocate(x, format, rows, columns, tensorwise)
-    for part in out:
-        part.view(torch.uint8).fill_(0xAA)
-    emulator.quantize_rowcol(x, format, rows, columns, tensorwise, seed, out)
-    assert_same(out, reference(*arguments))
+    arguments = case.arguments()
+    assert_same(emulator.quantize_rowcol(*arguments, results(arguments)), reference(*arguments))
+
+
+def results(arguments: tuple) -> tuple:
+    x, format, rows, columns, tensorwise, _, _, row_scales = arguments
+    return results_of(*x.shape, format, rows, columns, tensorwise, row_scales)
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("format", FORMATS)
+def test_emulated_cuda_with_extreme_factors(format: str) -> None:
+    x, factor = extreme(), torch.rand(150)
+    factor[5], factor[6], factor[8], factor[9] = math.inf, 0, 1e30, math.nan
+    for own in (factor, factor.nan_to_num(1, 1, 1)):
+        arguments = (x, format, True, True, False, None, own, False)
+        assert_same(emulator.quantize_rowcol(*arguments, results(arguments)), reference(*arguments))
 
 
 @settings(max_examples=40)
@@ -235,6 +264,13 @@ def test_operator_is_registered_well(case) -> None:
         ({"tensorwise": True}, ValueError, 'got "int8"; leave it out'),
         ({"seed": torch.tensor([1.0])}, TypeError, r"int64, got torch\.float32"),
         ({"seed": torch.tensor([1, 2])}, ValueError, r"one element on cpu, got \(2,\)"),
+        (
+            {"row_factor": torch.ones(3, dtype=torch.float64)},
+            TypeError,
+            r"float32, got torch\.float64",
+        ),
+        ({"row_factor": torch.ones(2)}, ValueError, r"shape \(3,\) on cpu, got \(2,\)"),
+        ({"row_factor": torch.ones(3), "row_scales": True}, ValueError, "leave them out"),
     ],
 )
 def test_wrong_arguments(change: dict, error: type[Exception], message: str) -> None:
@@ -252,14 +288,23 @@ def test_cuda(case) -> None:
 
 
 def assert_filled(arguments: tuple, run) -> None:
-    x, format, rows, columns, tensorwise, seed = arguments
+    x, _, rows, columns, *_ = arguments
     if x.numel() == 0 or not (rows or columns):
         pytest.skip("the op answers without a launch")
-    out = allocate(x, format, rows, columns, tensorwise)
+    assert_same(run(*arguments), reference(*arguments))
+
+
+def by_triton(*arguments) -> tuple:
+    out = tuple(torch.empty(b.shape, dtype=b.dtype, device="cuda") for b in results(arguments))
     for part in out:
         part.view(torch.uint8).fill_(0xAA)
-    run(x, format, rows, columns, tensorwise, seed, out)
-    assert_same(out, reference(*arguments))
+    quantize_rowcol_triton.quantize(*arguments, out)
+    return out
+
+
+def by_sm90(*arguments) -> tuple:
+    with emulator.filled_memory():
+        return quantize_rowcol_sm90.quantize(*arguments, results(arguments))
 
 
 @pytest.mark.gpu
@@ -268,7 +313,7 @@ def test_cuda_source(case) -> None:
     arguments = case.arguments("cuda")
     if not nvrtc.runs_on_hopper(arguments[0].device):
         pytest.skip("needs a GPU of compute capability 9.0")
-    assert_filled(arguments, quantize_rowcol_sm90.quantize)
+    assert_filled(arguments, by_sm90)
 
 
 @pytest.mark.gpu
@@ -277,7 +322,7 @@ def test_cuda_triton(case) -> None:
     arguments = case.arguments("cuda")
     if not quantize_rowcol_triton.takes(case.format, arguments[0].device):
         pytest.skip("needs a GPU with float8 conversions")
-    assert_filled(arguments, quantize_rowcol_triton.quantize)
+    assert_filled(arguments, by_triton)
 
 
 @pytest.mark.gpu
@@ -297,6 +342,6 @@ def test_cuda_graph() -> None:
     with torch.cuda.graph(graph):
         out = OP(*arguments)
     arguments[0].mul_(2.5)
-    arguments[-1].add_(1)  # the seed is read on the device
+    arguments[5].add_(1)  # the seed is read on the device
     graph.replay()
     assert_same(out, reference(*arguments))

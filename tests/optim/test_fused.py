@@ -130,24 +130,38 @@ def test_one_launch_for_all_of_a_kind(device):
     assert launched() == 3 * 2  # 8-bit states, and the small ones' float32
 
 
-def test_any_address_gives_the_same_bits(device):
-    """Misaligned views of weights and gradients, as FSDP makes them."""
+@pytest.mark.parametrize("shape", [(33, 300), (20, 255), (17, 261), (6, 1023), (5, 777)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state": "4bit", "bf16_stochastic_round": True},
+        {"state": "8bit", "bf16_stochastic_round": True},
+        {"state": "8bit", "weight_correction": "8bit"},
+        {"state": "float8"},
+        {"state": "bf16"},
+    ],
+    ids=lambda o: "-".join(map(str, o.values())),
+)
+def test_any_address_gives_the_same_bits(device, options, shape):
+    """Misaligned views of weights and gradients, as FSDP makes them; rows of any length."""
     results = []
+    size = shape[0] * shape[1]
     for offset in (0, 1, 3):
-        weight = torch.zeros(33 * 300 + 8, dtype=torch.bfloat16, device=device)
-        flat = weight[offset : offset + 33 * 300].view(33, 300)
-        flat.copy_(rand(33, 300, seed=1))
+        weight = torch.zeros(size + 8, dtype=torch.bfloat16, device=device)
+        flat = weight[offset : offset + size].view(shape)
+        flat.copy_(rand(*shape, seed=1))
         param = nn.Parameter(flat)
-        grad = torch.zeros(33 * 300 + 8, dtype=torch.bfloat16, device=device)
-        optimizer = optim.AdamW4bit([param], lr=1e-2, bf16_stochastic_round=True)
+        grad = torch.zeros(size + 8, dtype=torch.bfloat16, device=device)
+        optimizer = optim.AdamW([param], lr=1e-2, **options)
         for step in range(2):
-            view = grad[offset : offset + 33 * 300].view(33, 300)
-            view.copy_(rand(33, 300, seed=2 + step))
+            view = grad[offset : offset + size].view(shape)
+            view.copy_(rand(*shape, seed=2 + step))
             param.grad = view
             optimizer.step()
-        assert weight[:offset].count_nonzero() == 0 and weight[offset + 9900 :].count_nonzero() == 0
-        state = optimizer.state[param]
-        results.append((param.detach().clone(), state["exp_avg"].codes, state["exp_avg_sq"].scale))
+        assert not weight[:offset].any() and not weight[offset + size :].any()
+        values = optimizer.state[param].values()
+        stored = [[v.codes, v.scale] if hasattr(v, "codes") else [v] for v in values]
+        results.append([param.detach().clone(), *(t for parts in stored for t in parts)])
     assert launched() == 6
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

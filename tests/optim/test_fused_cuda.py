@@ -13,13 +13,14 @@ from tests.optim.test_fused import parameters, set_grads
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph():
+@pytest.mark.parametrize("cls", [optim.AdamW4bit, optim.Muon8bit])
+def test_in_a_cuda_graph(cls):
     """Captured once, replayed with new gradients, learning rates and random bits; eager steps before and after."""
     results = []
     for captured in (True, False):
         params = parameters("cuda", [(64, 256), (300,)], torch.bfloat16)
         lr = torch.tensor(1e-2, device="cuda")
-        optimizer = optim.AdamW4bit(params, lr=lr, bf16_stochastic_round=True)
+        optimizer = cls(params, lr=lr, bf16_stochastic_round=True)
         set_grads(params, 0)
         grads = [p.grad for p in params]
         optimizer.step()

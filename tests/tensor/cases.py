@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit import (
     BitNet,
     Float8,
+    Float8BlockMixedPrecision,
     Float8DynamicActivationFloat8Weight,
     Float8MixedPrecision,
     Float8WeightOnly,
@@ -37,6 +38,7 @@ from lowbit import (
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,
+    BlockMixedPrecisionTensor,
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
@@ -100,7 +102,7 @@ class Case:
     @property
     def is_cast(self) -> bool:
         """A conversion to another dtype also rounds the plain weight that it stores."""
-        return self.kind is MixedPrecisionTensor
+        return issubclass(self.kind, MixedPrecisionTensor)
 
     @property
     def shares_rows(self) -> bool:
@@ -167,9 +169,10 @@ _WEIGHTS = {
     "int8dyn-int8-row": (Int8DynamicActivationInt8Weight(), 1, 1),
 }
 _FLOAT8 = {
-    "e4m3-row": Float8WeightOnly(),
-    "e5m2-tensor": Scheme(Spec(Float8(torch.float8_e5m2), PerTensor())),
-    "e4m3dyn-e4m3-row": Float8DynamicActivationFloat8Weight(),
+    "e4m3-row": (Float8WeightOnly(), 1, 1),
+    "e5m2-tensor": (Scheme(Spec(Float8(torch.float8_e5m2), PerTensor())), 1, 1),
+    "e4m3dyn-e4m3-row": (Float8DynamicActivationFloat8Weight(), 1, 1),
+    "e4m3dyn-e4m3-block-8x16": (Float8DynamicActivationFloat8Weight(PerBlock(8, 16)), 8, 16),
 }
 _FAKE = {
     "qat-int4-g32": Int4WeightOnly(32),
@@ -192,7 +195,7 @@ _WEIGHTS_IN_TRAINING = {
 
 CASES = [
     *(Case(name, AffineTensor, how, *steps) for name, (how, *steps) in _WEIGHTS.items()),
-    *(Case(name, Float8Tensor, how) for name, how in _FLOAT8.items()),
+    *(Case(name, Float8Tensor, how, *steps) for name, (how, *steps) in _FLOAT8.items()),
     *(
         Case(
             f"state-{format}-{'signed' if signed else 'unsigned'}",
@@ -205,6 +208,7 @@ CASES = [
     ),
     *(Case(name, FakeQuantizedTensor, how) for name, how in _FAKE.items()),
     *(Case(name, MixedPrecisionTensor, how) for name, how in _MIXED.items()),
+    Case("train-float8-blocks", BlockMixedPrecisionTensor, Float8BlockMixedPrecision()),
     *(Case(name, *how) for name, how in _WEIGHTS_IN_TRAINING.items()),
     Case("ternary", TernaryTensor, None, column_step=4),
 ]

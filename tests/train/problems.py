@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import train
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 
 SCHEMES = {
     "int8": Int8MixedPrecision(always=True),
     "float8": Float8MixedPrecision(always=True),
     "float8-e5m2": Float8MixedPrecision(always=True, backward="e5m2"),
     "float8-tensorwise": Float8MixedPrecision(always=True, tensorwise=True, backward="e5m2"),
+    "float8-blocks": Float8BlockMixedPrecision(always=True),
 }
 SWITCHES = [switch for switch in product((True, False), repeat=3) if any(switch)]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

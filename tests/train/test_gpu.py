@@ -10,7 +10,7 @@ from torch import nn
 
 import lowbit
 from lowbit import train
-from lowbit.train import Float8MixedPrecision, Int8MixedPrecision
+from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 from tests.scaled_products import scaled_products
 from tests.traced import reasons
 from tests.train.problems import linear, outcome, prepared, snr, values
@@ -23,6 +23,7 @@ SCHEMES = {
     "float8": Float8MixedPrecision(always=True),
     "float8-e5m2": Float8MixedPrecision(backward="e5m2", always=True),
     "float8-tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2", always=True),
+    "float8-blocks": Float8BlockMixedPrecision(always=True),
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 every_dtype = pytest.mark.parametrize(

@@ -163,6 +163,12 @@ def test_the_trace_shows_grouped_products() -> None:
     assert reasons(trace(tensorwise, x, offsets), "up") == {
         "grouped products take a scale a row, and the scheme one a tensor"
     }
+    blocks = prepared(model, train.Float8BlockMixedPrecision(always=True))
+    assert reasons(trace(blocks, x, offsets), "up") == {
+        "grouped products take a scale a row, and the scheme one a block"
+    }
+    expected = model(x, offsets)
+    assert relative(blocks(x, offsets), expected) < 0.05
 
 
 def test_which_sizes_gain() -> None:

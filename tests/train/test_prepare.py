@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import MixedPrecisionTensor, train
+from lowbit import MixedPrecisionTensor, train, train_scheme
 from lowbit.tensor.sharded_linear import Linear
 from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
 from lowbit.train_scheme import TrainingScheme, missing_units
@@ -164,7 +164,7 @@ def test_the_rule_by_rows():
 @pytest.mark.parametrize("capability,fits", [((7, 5), 0), ((8, 0), 1), ((8, 6), 1), ((9, 0), 2)])
 def test_gpus_without_units_are_refused(monkeypatch, capability, fits):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(train_scheme, "_capability", lambda device: capability)
     gpu = torch.device("cuda", 0)
     rows = 2**20
     for scheme, has in ((Int8MixedPrecision(), fits >= 1), (Float8MixedPrecision(), fits == 2)):

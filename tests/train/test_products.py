@@ -16,6 +16,8 @@ import lowbit_kernels
 from lowbit import MixedPrecisionTensor, train
 from lowbit.tensor import low_bit_linear
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
+from lowbit_kernels.block_scaled_mm import values as values_of
+from lowbit_kernels.quantize_blocks import quantize_blocks
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from tests.scaled_products import scaled_products
 from tests.train.problems import (
@@ -35,8 +37,14 @@ INPUTS = [(16, 64), (2, 9, 65), (3, 1, 5, 31), (7, 101), (1, 48)]
 NAMES = ("output", "input", "weight")
 
 
-def dequantized(x: Tensor, scheme, fmt: str) -> tuple[Tensor, Tensor]:
+def dequantized(x: Tensor, scheme, fmt: str, is_weight: bool = False) -> tuple[Tensor, Tensor]:
     """x as rounded for products that sum along its rows, and along its columns; float64."""
+    if scheme.in_blocks:
+        codes, scale, codes_t, scale_t = quantize_blocks(
+            x, tiles=is_weight, power_of_two=scheme.power_of_two
+        )
+        rows = values_of(codes, scale, torch.float64)[:, : x.shape[1]]
+        return rows, values_of(codes_t, scale_t, torch.float64)[:, : x.shape[0]].t()
     codes, scale, codes_t, scale_t = quantize_rowcol(x, fmt, tensorwise=scheme.one_scale)
     rows = codes.double()[:, : x.shape[1]] * scale.double()[:, None]
     columns = codes_t.double()[:, : x.shape[0]] * scale_t.double()[:, None]
@@ -51,11 +59,17 @@ def test_as_float64_products_of_the_quantized_operands(scheme, shape):
     upstream = values(*shape[:-1], 37, seed=3)
     found = outcome(prepared(layer, scheme), x, upstream)
     x_rows, x_columns = dequantized(x.view(-1, shape[-1]), scheme, scheme.forward_format)
-    w_rows, w_columns = dequantized(layer.weight.detach(), scheme, scheme.forward_format)
-    g_rows, g_columns = dequantized(upstream.view(-1, 37), scheme, scheme.backward_format)
+    weight, grad = layer.weight.detach(), upstream.view(-1, 37)
+    w_rows, w_columns = dequantized(weight, scheme, scheme.forward_format, True)
+    g_rows, g_columns = dequantized(grad, scheme, scheme.backward_format)
+    # the gradient is rounded with the weight's scales of rows, and multiplied by the codes that the output saw
+    scale = quantize_rowcol(weight, scheme.forward_format, tensorwise=scheme.one_scale)[1]
+    scaled, _ = dequantized(grad * scale, scheme, scheme.backward_format)
     expected = {
         "output": x_rows @ w_rows.t() + layer.bias.double(),
-        "input": g_rows @ w_columns,
+        "input": g_rows @ w_columns
+        if scheme.in_blocks
+        else scaled @ (w_rows / scale.double().view(-1, 1)),
         "weight": g_columns.t() @ x_columns,
         "bias": upstream.double().view(-1, 37).sum(0),
     }

@@ -224,14 +224,15 @@ def test_stochastic_rounding_has_the_mean_of_the_exact_gradient(name):
 def nearest_operands(layer, scheme, x, upstream):
     """Gradients with only the gradient of the output exact."""
 
-    def columns(t):
-        _, _, codes, scale = quantize_rowcol(
-            t.detach(), scheme.forward_format, rows=False, tensorwise=scheme.one_scale
+    def rounded(t):
+        """Along rows."""
+        codes, scale, _, _ = quantize_rowcol(
+            t.detach(), scheme.forward_format, columns=False, tensorwise=scheme.one_scale
         )
-        return (codes.double()[:, : len(t)] * scale.double()[:, None]).t()
+        return codes.double()[:, : t.shape[1]] * scale.double()[:, None]
 
     grad = upstream.double()
-    return {"input": grad @ columns(layer.weight), "weight": grad.t() @ columns(x)}
+    return {"input": grad @ rounded(layer.weight), "weight": grad.t() @ rounded(x.t()).t()}
 
 
 def test_stochastic_rounding_is_the_same_on_every_replica_and_differs_by_gradient():

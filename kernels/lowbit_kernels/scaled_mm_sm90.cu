@@ -1,6 +1,7 @@
-// The product of two int8 matrices on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
+// The product of two int8 or float8 matrices on sm_90a: out = (a @ b.T) * a_scale[:, None] * b_scale[None, :] + bias.
 //
-// int8_mm_sm90.py compiles this file once for each combination of
+// scaled_mm_sm90.py compiles this file once for each combination of
+//   SUM                int for int8 matrices, float for float8
 //   OUT                BF16, FP16 or FP32; or SLICES: sums of slices of K, which `combine` adds and scales
 //   BIAS               NONE, BF16, FP16 or FP32
 //   TILE_N             columns of a tile: 256; 128 or 64 if a has few rows
@@ -11,7 +12,7 @@
 // than multiprocessors). Two blocks form a cluster. Wide tiles of a cluster lie under each other, and each block loads
 // half of b's rows for both; narrow tiles lie beside each other, and each block loads half of a's rows. The third
 // warpgroup of a block is the producer: one of its threads lets the TMA copy tiles of a and b, 128 bytes along K, into
-// a ring in shared memory. Each of the other two warpgroups multiplies 64 rows of the tile, with int32 sums in
+// a ring in shared memory. Each of the other two warpgroups multiplies 64 rows of the tile, with 32-bit sums in
 // registers (half of those that a thread can have), scales the sums, and stores them through shared memory by the TMA.
 // Meanwhile the producer already loads the next tile.
 
@@ -92,7 +93,7 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 #pragma unroll
         for (int i = 0; i < COLUMN_SCALES; ++i) {
             const int at = column + i * 128 + thread;
-            column_scale[i] = at < shape.n ? b_scale[b_scales ? at : 0] : 0.0f;
+            column_scale[i] = at >= shape.n ? 0.0f : b_scale ? b_scale[b_scales ? at : 0] : 1.0f;
         }
 
         SUM sums[SUMS];
@@ -112,9 +113,9 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
 // Grid: a multiple of CLUSTER blocks, at most one per multiprocessor. The maps describe a [m, k] in boxes of a_rows x
 // 128, b [n, k] in boxes of TILE_N / UNDER x 128, and out [m, n] in boxes of 64 x BOX_COLUMNS; for SLICES, out is
 // [slices, m rounded up to whole clusters, n]. `steps` is k / 128 rounded up, and at least `slices`. If a_scales
-// (b_scales) is 0, all rows (columns) share one scale.
+// (b_scales) is 0, all rows (columns) share one scale; if b_scale is null, it is 1.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    int8_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+    scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
             const __grid_constant__ TensorMap out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int steps, int group, int slices, int a_rows) {
     DYNAMIC_SHARED(memory);
@@ -139,27 +140,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     cluster_sync();
 }
 
+DEVICE void add(int &sum, int bits) { sum += bits; }
+DEVICE void add(float &sum, int bits) { sum += bits_float((uint32)bits); }
+
 // Adds the sums of `slices` products, `step` elements apart, and scales them; a thread computes four columns of a row.
 // Rows of sums are `width` elements apart, rows of out `out_width`; both are multiples of 16 bytes. Not for OUT SLICES.
 extern "C" __global__ void __launch_bounds__(256)
-    combine(const int *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
+    combine(const SUM *sums, unsigned char *out, const float *a_scale, const float *b_scale, const void *bias,
             int a_scales, int b_scales, int m, int n, int slices, long long step, int width, int out_width) {
     const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
     const int row = at / width, column = at % width;
     wait_for_previous();
     let_next_start();
     if (row >= m || column >= n) return;
-    int sum[4] = {};
+    SUM sum[4] = {};
     for (int slice = 0; slice < slices; ++slice) {
         const int4 part = __ldcs((const int4 *)(sums + slice * step + at));
-        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        add(sum[0], part.x), add(sum[1], part.y), add(sum[2], part.z), add(sum[3], part.w);
     }
     const float row_scale = a_scale[a_scales ? row : 0];
     float result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int own = min(column + i, n - 1);  // columns beyond n are cut off later
-        result[i] = (float)sum[i] * row_scale * b_scale[b_scales ? own : 0];
+        result[i] = (float)sum[i] * row_scale * (b_scale ? b_scale[b_scales ? own : 0] : 1.0f);
         if constexpr (BIAS != NONE) result[i] += bias_at(bias, own);
     }
     unsigned char *to = out + ((long long)row * out_width + column) * OUT_SIZE;

@@ -1,4 +1,4 @@
-"""The int8 product of sm_90: its plan, the operands that it reads, and the kernel emulated on a CPU."""
+"""The product of sm_90: its plan, the operands that it reads, and the kernel emulated on a CPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cases.scaled_mm import Case
-from lowbit_kernels import int8_mm_sm90, mm_tiles_sm90
-from tests.kernels import int8_mm_emulator
+from benchmarks.cases.scaled_mm import E4M3, E5M2, Case
+from lowbit_kernels import mm_tiles_sm90, scaled_mm_sm90
+from lowbit_kernels.weight_operands import Layout, described
+from tests.kernels import scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close
+
+INT8 = torch.int8, torch.int8
 
 
 def test_k_is_sliced_for_products_with_few_tiles() -> None:
@@ -25,27 +28,27 @@ def test_k_is_sliced_for_products_with_few_tiles() -> None:
         (64, 14336, 4096): (128, 8, 1),
         (64, 4096, 14336): (256, 4, 4),
     }
-    assert {shape: int8_mm_sm90.plan(*shape, 132) for shape in plans} == plans
+    assert {shape: scaled_mm_sm90.plan(*shape, 132) for shape in plans} == plans
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 5000), st.integers(2, 200))
 def test_no_slice_is_empty(m: int, n: int, k16: int, multiprocessors: int) -> None:
-    width, _, slices = int8_mm_sm90.plan(m, n, 16 * k16, multiprocessors)
+    width, _, slices = scaled_mm_sm90.plan(m, n, 16 * k16, multiprocessors)
     assert 1 <= slices <= -(-16 * k16 // 128)
     assert slices == 1 or width == 256
 
 
-@pytest.mark.parametrize("width", int8_mm_sm90.WIDTHS)
+@pytest.mark.parametrize("width", scaled_mm_sm90.WIDTHS)
 def test_the_ring_fits_shared_memory(width: int) -> None:
     stages, shared = mm_tiles_sm90.ring(width)
     assert 4 <= stages <= mm_tiles_sm90.MAX_STAGES and shared <= 227 * 1024
-    source = int8_mm_sm90.source(torch.bfloat16, None, width)
+    source = scaled_mm_sm90.source(INT8, torch.bfloat16, None, width)
     assert f"#define STAGES {stages}\n" in source and f"#define TILE_N {width}\n" in source
 
 
-@given(st.integers(1, 2000), st.sampled_from(int8_mm_sm90.WIDTHS))
+@given(st.integers(1, 2000), st.sampled_from(scaled_mm_sm90.WIDTHS))
 def test_copies_cover_all_rows_and_few_others(m: int, width: int) -> None:
-    plan = int8_mm_sm90.Plan(width, 8, 1)
+    plan = scaled_mm_sm90.Plan(width, 8, 1)
     rows = plan.a_rows(m)
     assert rows % 8 == 0 and rows <= 128 // plan.beside
     for first in range(0, m, 128):
@@ -58,22 +61,24 @@ def test_copies_cover_all_rows_and_few_others(m: int, width: int) -> None:
 def test_a_single_row_has_a_stride_that_the_tma_takes() -> None:
     row = torch.zeros(32, 1, dtype=torch.int8).T
     assert row.stride() == (1, 1) and row.contiguous().stride() == (1, 1)
-    assert int8_mm_sm90._row_stride(row) == 32
-    assert int8_mm_sm90._is_readable(row) is (row.data_ptr() % 16 == 0)
-    assert not int8_mm_sm90._is_readable(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32))
+    assert scaled_mm_sm90._stride(Layout(*described(row))) == 32
+    assert scaled_mm_sm90.is_readable(row) is (row.data_ptr() % 16 == 0)
+    assert not scaled_mm_sm90.is_readable(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32))
 
 
 def test_the_tma_does_not_read_rows_that_overlap() -> None:
     codes = torch.zeros(4, 64, dtype=torch.int8)
-    assert int8_mm_sm90._is_readable(codes) and int8_mm_sm90._is_readable(codes[0].expand(1, 64))
-    assert not int8_mm_sm90._is_readable(codes[0].expand(4, 64))
-    assert not int8_mm_sm90._is_readable(codes.view(-1).unfold(0, 64, 16))
+    assert scaled_mm_sm90.is_readable(codes) and scaled_mm_sm90.is_readable(codes[0].expand(1, 64))
+    assert not scaled_mm_sm90.is_readable(codes[0].expand(4, 64))
+    assert not scaled_mm_sm90.is_readable(codes.view(-1).unfold(0, 64, 16))
 
 
 FEW_STEPS = Case("few-steps", 300, 130, 144, bias=torch.float16)
 ODD = Case("odd", 129, 33, 272, bias=torch.float32, out_dtype=torch.float32)
 ONE_BOX = Case("one-box", 8, 100, 144)
 ONE_COLUMN = Case("one-column", 70, 1, 400, out_dtype=torch.float16)
+FLOAT8 = Case("float8", 129, 33, 272, E4M3, bias=torch.bfloat16)
+GRADIENT = Case("gradient", 70, 40, 272, E5M2, E4M3, out_dtype=torch.float32)
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -88,14 +93,21 @@ ONE_COLUMN = Case("one-column", 70, 1, 400, out_dtype=torch.float16)
         (ONE_BOX, 128, 1),
         (ONE_BOX, 64, 1),
         (ONE_COLUMN, 256, 4),
+        (FLOAT8, 256, 1),
+        (FLOAT8, 64, 1),
+        (GRADIENT, 128, 1),
+        (GRADIENT, 256, 3),
     ],
     ids=lambda part: part.name if isinstance(part, Case) else str(part),
 )
 def test_emulated(case: Case, width: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks share all tiles, so that each takes several. Stores are as late as the kernel allows."""
-    plan = int8_mm_sm90.Plan(width, 2, slices)
-    monkeypatch.setattr(int8_mm_sm90, "plan", lambda *shape: plan)
+    plan = scaled_mm_sm90.Plan(width, 2, slices)
+    monkeypatch.setattr(scaled_mm_sm90, "plan", lambda *shape: plan)
     arguments = case.arguments()
-    with int8_mm_emulator.emulated():
-        out = int8_mm_sm90.int8_mm(*arguments)
-    assert_close(out, case, arguments)
+    with scaled_mm_emulator.emulated():
+        out = scaled_mm_sm90.multiply(*arguments)
+        alone = scaled_mm_sm90.multiply(*arguments[:3], None, *arguments[4:])
+    sums = 0 if case.a_dtype == torch.int8 else 1e-6
+    assert_close(out, case, arguments, sums)
+    assert_close(alone, case, (*arguments[:3], torch.ones(1), *arguments[4:]), sums)

@@ -1,0 +1,397 @@
+// Carries out launch plans (launch_plan.py) for ops of torch, without Python.
+//
+// launcher.py compiles this file at first use, gives it the addresses of torch's C functions and of CUDA's driver, and
+// registers `boxed_<i>` as the CUDA kernel of the op with number i. A call looks up the plan of its operands' layouts. If
+// there is none, it calls the same op in Python, which runs the call and, by `learn`, enters the plan for the next one.
+//
+// torch's C functions (torch/csrc/inductor/aoti_torch/c/shim.h, torch/csrc/stable/c/shim.h) are stable: a kernel gets
+// its arguments as 64-bit values on a stack, owns them, and replaces them by its results.
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Value = uint64_t;  // StableIValue
+using Tensor = void *;   // AtenTensorHandle
+using Stream = void *;
+
+// ---- functions of others -------------------------------------------------------------------------------------------
+
+struct LaunchAttribute {  // CUlaunchAttribute
+    int id;
+    char padding[4];
+    union {
+        char bytes[64];
+        int number;
+    } value;
+};
+constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+
+struct LaunchConfig {  // CUlaunchConfig
+    unsigned grid[3], block[3], shared;
+    Stream stream;
+    LaunchAttribute *attributes;
+    unsigned count;
+};
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+// The addresses in the order of launcher.py's `FUNCTIONS`.
+struct Functions {
+    int (*data_ptr)(Tensor, void **);
+    int (*dim)(Tensor, int64_t *);
+    int (*sizes)(Tensor, int64_t **);
+    int (*strides)(Tensor, int64_t **);
+    int (*dtype)(Tensor, int32_t *);
+    int (*device_index)(Tensor, int32_t *);
+    int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
+    int (*delete_tensor)(Tensor);
+    int (*string_data)(void *, const char **);
+    int (*string_length)(void *, size_t *);
+    int (*delete_string)(void *);
+    int (*call_op)(const char *, const char *, Value *, uint64_t);
+    int (*current_stream)(int32_t, Stream *);
+    int (*current_device)(int *);
+    int (*retain_context)(void **, int);
+    int (*set_context)(void *);
+    int (*set_bytes)(uint64_t, unsigned char, size_t, Stream);
+    int (*launch)(const LaunchConfig *, void *, void **, void **);
+    int (*encode_map)(TensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
+                      const uint32_t *, int, int, int, int);
+};
+
+Functions functions;
+uint64_t torch_version;
+int32_t device_type;
+const int32_t *listeners;  // not 0 while Python counts calls (launches.py)
+
+void check(int error, const char *what) {
+    if (error != 0) throw std::runtime_error(std::string("lowbit: ") + what + " returned error " + std::to_string(error));
+}
+
+// ---- plans -----------------------------------------------------------------------------------------------------------
+
+struct Buffer {
+    int32_t dtype;
+    std::vector<int64_t> sizes, strides;
+    int64_t zeroed;  // bytes to set to zero
+};
+
+struct Argument {
+    enum Kind : int64_t { NUMBER, ADDRESS, MAP } kind;
+    int64_t tensor, number;           // `number` is also the offset of an address
+    int64_t size, rows, columns, stride, box, width;
+};
+
+struct Launch {
+    void *function;
+    unsigned grid, threads, shared;
+    bool overlaps;
+    std::vector<Argument> arguments;
+};
+
+struct Plan {
+    std::vector<Buffer> results, scratch;
+    std::vector<Launch> launches;
+};
+
+// Reads the numbers in which launcher.py writes a plan.
+struct Reader {
+    const int64_t *next;
+
+    int64_t number() { return *next++; }
+    std::vector<int64_t> numbers(int64_t count) {
+        std::vector<int64_t> found(next, next + count);
+        next += count;
+        return found;
+    }
+    std::vector<Buffer> buffers() {
+        std::vector<Buffer> found(number());
+        for (Buffer &buffer : found) {
+            buffer.dtype = (int32_t)number();
+            const int64_t dim = number();
+            buffer.sizes = numbers(dim);
+            buffer.strides = numbers(dim);
+            buffer.zeroed = number();
+        }
+        return found;
+    }
+    Argument argument() {
+        Argument one = {};
+        one.kind = (Argument::Kind)number();
+        if (one.kind != Argument::NUMBER) one.tensor = number();
+        if (one.kind != Argument::MAP) one.number = number();
+        else {
+            one.size = number(), one.rows = number(), one.columns = number();
+            one.stride = number(), one.box = number(), one.width = number();
+        }
+        return one;
+    }
+    std::shared_ptr<const Plan> plan() {
+        auto found = std::make_shared<Plan>();
+        found->results = buffers();
+        found->scratch = buffers();
+        found->launches.resize(number());
+        for (Launch &launch : found->launches) {
+            launch.function = (void *)number();
+            launch.grid = (unsigned)number(), launch.threads = (unsigned)number(), launch.shared = (unsigned)number();
+            launch.overlaps = number() != 0;
+            launch.arguments.resize(number());
+            for (Argument &one : launch.arguments) one = argument();
+        }
+        return found;
+    }
+};
+
+// ---- ops -------------------------------------------------------------------------------------------------------------
+
+using Key = std::vector<int64_t>;
+
+struct Hash {
+    size_t operator()(const Key &key) const {
+        uint64_t hash = key.size();
+        for (int64_t one : key) {
+            hash ^= (uint64_t)one;
+            hash *= 0x9e3779b97f4a7c15u;
+            hash ^= hash >> 29;
+        }
+        return hash;
+    }
+};
+
+constexpr size_t MOST_PLANS = 8192;  // of an op; shapes that change at every call must not fill the memory
+
+struct Op {
+    std::string python;     // the op that Python computes
+    std::string arguments;  // one letter each: t tensor, o tensor or None, s string, b bool, d dtype
+    std::unordered_map<Key, std::shared_ptr<const Plan>, Hash> plans;
+    std::shared_mutex mutex;
+
+    std::shared_ptr<const Plan> find(const Key &key) {
+        std::shared_lock lock(mutex);
+        const auto at = plans.find(key);
+        return at == plans.end() ? nullptr : at->second;
+    }
+    void enter(const Key &key, std::shared_ptr<const Plan> plan) {
+        std::unique_lock lock(mutex);
+        if (plans.size() >= MOST_PLANS) plans.clear();
+        plans[key] = std::move(plan);
+    }
+};
+
+constexpr int MOST_OPS = 16;
+Op ops[MOST_OPS];
+
+// The call of this thread that Python runs because it has no plan.
+struct Pending {
+    Op *op = nullptr;
+    Key key;
+};
+thread_local Pending pending;
+
+struct Learning {
+    Learning(Op &op, const Key &key) { pending = {&op, key}; }
+    ~Learning() { pending.op = nullptr; }
+};
+
+Tensor tensor_of(char kind, Value value) {
+    if (kind == 't') return (Tensor)value;
+    return kind == 'o' && value != 0 ? (Tensor) * (Value *)value : nullptr;
+}
+
+// Everything that a plan depends on. Returns the device's index.
+int32_t describe(const Op &op, const Value *stack, Key &key) {
+    int32_t device = -1;
+    key.clear();
+    for (size_t i = 0; i < op.arguments.size(); ++i) {
+        const char kind = op.arguments[i];
+        if (kind == 'b') key.push_back(stack[i] & 0xff);
+        else if (kind == 'd') key.push_back((int32_t)stack[i]);
+        else if (kind == 's') {
+            const char *text;
+            size_t length;
+            check(functions.string_data((void *)stack[i], &text), "torch_string_c_str");
+            check(functions.string_length((void *)stack[i], &length), "torch_string_length");
+            key.push_back((int64_t)length);
+            for (size_t at = 0; at < length; ++at) key.push_back(text[at]);
+        } else {
+            const Tensor tensor = tensor_of(kind, stack[i]);
+            if (tensor == nullptr) {
+                key.push_back(-1);
+                continue;
+            }
+            int64_t dim, *sizes, *strides;
+            int32_t dtype, own_device;
+            void *address;
+            functions.dim(tensor, &dim), functions.sizes(tensor, &sizes), functions.strides(tensor, &strides);
+            functions.dtype(tensor, &dtype), functions.device_index(tensor, &own_device);
+            functions.data_ptr(tensor, &address);
+            if (device < 0) device = own_device;
+            key.push_back(dim), key.push_back(dtype), key.push_back(own_device), key.push_back((uint64_t)address % 16);
+            key.insert(key.end(), sizes, sizes + dim);
+            key.insert(key.end(), strides, strides + dim);
+        }
+    }
+    return device;
+}
+
+void run_in_python(Op &op, Value *stack) {
+    if (functions.call_op(op.python.c_str(), "", stack, torch_version) != 0)
+        throw std::runtime_error(op.python + " failed; the message above says why");
+}
+
+// Tensors of a call. Frees what it owns, unless `keep` has handed it out.
+struct Tensors {
+    std::vector<Tensor> owned;
+    ~Tensors() {
+        for (Tensor tensor : owned)
+            if (tensor != nullptr) functions.delete_tensor(tensor);
+    }
+    void *allocate(const Buffer &buffer, int32_t device) {
+        Tensor made;
+        check(functions.empty_strided((int64_t)buffer.sizes.size(), buffer.sizes.data(), buffer.strides.data(), buffer.dtype,
+                                      device_type, device, &made),
+              "aoti_torch_empty_strided");
+        owned.push_back(made);
+        void *address;
+        check(functions.data_ptr(made, &address), "aoti_torch_get_data_ptr");
+        return address;
+    }
+};
+
+// Encodes a tensor map as tensor_map.py does.
+void encode(const Argument &one, void *address, TensorMap &map) {
+    const int type = one.size == 1 ? 0 : one.size == 2 ? 1 : one.size == 4 ? 2 : 4;  // unsigned integers
+    const uint64_t sizes[2] = {(uint64_t)one.columns, (uint64_t)one.rows}, stride = one.stride * one.size;
+    const uint32_t box[2] = {(uint32_t)one.width, (uint32_t)one.box}, step[2] = {1, 1};
+    const int swizzle = one.size == 8 ? 0 : one.width * one.size == 128 ? 3 : 2, promotion = one.size == 8 ? 0 : 3;
+    check(functions.encode_map(&map, type, 2, address, sizes, &stride, box, step, 0, swizzle, promotion, 0),
+          "cuTensorMapEncodeTiled");
+}
+
+void launch(const Launch &one, const std::vector<void *> &addresses, Stream stream) {
+    const size_t count = one.arguments.size();
+    uint64_t numbers[32];
+    void *pointers[32];
+    TensorMap maps[4];
+    int used = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const Argument &argument = one.arguments[i];
+        pointers[i] = &numbers[i];
+        if (argument.kind == Argument::MAP) {
+            encode(argument, addresses[argument.tensor], maps[used]);
+            pointers[i] = &maps[used++];
+        } else if (argument.kind == Argument::ADDRESS) {
+            const uint64_t address = (uint64_t)addresses[argument.tensor];
+            numbers[i] = address == 0 ? 0 : address + argument.number;
+        } else numbers[i] = argument.number;
+    }
+    LaunchAttribute overlap = {};
+    overlap.id = PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlap.value.number = 1;
+    const LaunchConfig config = {{one.grid, 1, 1}, {one.threads, 1, 1}, one.shared, stream, &overlap, one.overlaps ? 1u : 0u};
+    check(functions.launch(&config, one.function, pointers, nullptr), "cuLaunchKernelEx");
+}
+
+void carry_out(const Op &op, const Plan &plan, Value *stack, int32_t device) {
+    Stream stream;
+    check(functions.current_stream(device, &stream), "aoti_torch_get_current_cuda_stream");
+    Tensors made;
+    std::vector<void *> addresses;
+    for (size_t i = 0; i < op.arguments.size(); ++i) {
+        const char kind = op.arguments[i];
+        if (kind != 't' && kind != 'o') continue;
+        void *address = nullptr;
+        if (const Tensor tensor = tensor_of(kind, stack[i])) functions.data_ptr(tensor, &address);
+        addresses.push_back(address);
+    }
+    for (const auto *buffers : {&plan.results, &plan.scratch}) {
+        for (const Buffer &buffer : *buffers) {
+            addresses.push_back(made.allocate(buffer, device));
+            if (buffer.zeroed > 0)
+                check(functions.set_bytes((uint64_t)addresses.back(), 0, buffer.zeroed, stream), "cuMemsetD8Async");
+        }
+    }
+    for (const Launch &one : plan.launches) launch(one, addresses, stream);
+    for (size_t i = 0; i < op.arguments.size(); ++i) {
+        const char kind = op.arguments[i];
+        if (const Tensor tensor = tensor_of(kind, stack[i])) functions.delete_tensor(tensor);
+        if (kind == 'o' && stack[i] != 0) delete (Value *)stack[i];
+        if (kind == 's') functions.delete_string((void *)stack[i]);
+    }
+    for (size_t i = 0; i < plan.results.size(); ++i) stack[i] = (Value)std::exchange(made.owned[i], nullptr);
+}
+
+// Whether the current context is this device's. A thread without any, such as autograd's before its first use of CUDA,
+// gets the device's primary context, which torch uses.
+bool is_current(int32_t device) {
+    int current;
+    if (functions.current_device(&current) == 0) return current == device;
+    void *context;
+    return functions.retain_context(&context, device) == 0 && functions.set_context(context) == 0;
+}
+
+void call(Op &op, Value *stack) {
+    if (*listeners != 0) return run_in_python(op, stack);
+    thread_local Key key;
+    const int32_t device = describe(op, stack, key);
+    const auto plan = op.find(key);
+    if (plan == nullptr) {
+        const Learning learning(op, key);
+        return run_in_python(op, stack);
+    }
+    if (!is_current(device)) return run_in_python(op, stack);  // a kernel belongs to its device's context
+    carry_out(op, *plan, stack, device);
+}
+
+template <int I>
+void boxed(Value *stack, uint64_t, uint64_t) {
+    call(ops[I], stack);
+}
+
+template <int... I>
+void *boxed_of(int index, std::integer_sequence<int, I...>) {
+    static void (*const all[])(Value *, uint64_t, uint64_t) = {boxed<I>...};
+    return (void *)all[index];
+}
+
+}  // namespace
+
+// ---- for launcher.py ---------------------------------------------------------------------------------------------------
+
+extern "C" void set_up(const void *const *addresses, uint64_t version, int32_t device, const int32_t *flag) {
+    void **to = (void **)&functions;
+    for (size_t i = 0; i < sizeof(Functions) / sizeof(void *); ++i) to[i] = (void *)addresses[i];
+    torch_version = version, device_type = device, listeners = flag;
+}
+
+// The kernel of the op with this number, for torch's dispatcher.
+extern "C" void *kernel_of(int number, const char *python, const char *arguments) {
+    ops[number].python = python;
+    ops[number].arguments = arguments;
+    return boxed_of(number, std::make_integer_sequence<int, MOST_OPS>());
+}
+
+// Enters the plan of the call that this thread runs in Python, if it is one of this op. Returns whether it did.
+extern "C" int learn(int number, const int64_t *plan) {
+    if (pending.op != &ops[number]) return 0;
+    ops[number].enter(pending.key, Reader{plan}.plan());
+    pending.op = nullptr;
+    return 1;
+}
+
+extern "C" int64_t plans_of(int number) {
+    std::shared_lock lock(ops[number].mutex);
+    return (int64_t)ops[number].plans.size();
+}

@@ -1,0 +1,138 @@
+"""Checkpoints with float8 weights in blocks of 128 x 128, as DeepSeek-V3 is published (arXiv 2412.19437).
+
+    layer.weight             float8_e4m3fn [N, K]
+    layer.weight_scale_inv   float32 [N/128 rounded up, K/128 rounded up]; despite its name it multiplies:
+                             value[n, k] = weight[n, k] * weight_scale_inv[n // 128, k // 128]
+
+Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. All other entries are plain tensors.
+`config.json` of such a model says `"quant_method": "fp8", "weight_block_size": [128, 128]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.convert import Entry, Report, find_owners
+from lowbit.scheme import Spec
+from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.tensor.fsdp import as_bytes
+from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+
+SCALE = "weight_scale_inv"
+E4M3 = torch.float8_e4m3fn
+
+
+def load_float8_blocks_(
+    model: nn.Module, state_dict: Mapping[str, Tensor], *, quantize_activations: bool = True
+) -> Report:
+    """Load a state dict with weights as the module describes them into a plain `model`, in place.
+
+        load_float8_blocks_(model, safetensors.torch.load_file("model.safetensors"))
+
+    Each float8 weight becomes a frozen `Float8Tensor` with `PerBlock(128, 128)`, in the dtype and on the device of the
+    parameter that it replaces. Everything else is loaded by `model.load_state_dict`. LoRA adapters train beside the
+    frozen weights; `lowbit.train.prepare_(model, Float8BlockMixedPrecision())` makes the weights themselves train.
+
+    Args:
+        model: with plain parameters, under the names of the state dict.
+        quantize_activations: products in float8, of inputs with a scale for each 128 elements of a token. False:
+            the weight is dequantized, and products run in its dtype.
+
+    Raises:
+        KeyError: an entry that the model lacks, a missing one, or a float8 weight without scales.
+        ValueError: a weight or scale of another shape. The model is then as it was.
+    """
+    plain = {name: t for name, t in state_dict.items() if not name.endswith(SCALE)}
+    owners = {names[0].fqn: names for names in find_owners(model).values()}
+    by_name = {owner.fqn: names for names in owners.values() for owner in names}
+    activation = BLOCK_ACTIVATION if quantize_activations else None
+    made: dict[str, Float8Tensor] = {}
+    for name in [name for name, t in plain.items() if t.dtype is E4M3]:
+        if name not in by_name:
+            raise KeyError(f"the model has no parameter {name!r}, which the state dict holds")
+        module, attribute, _ = by_name[name][0]
+        old = getattr(module, attribute)
+        made[name] = _assembled(name, plain.pop(name), state_dict, old, activation)
+    expected = model.state_dict().keys() - {o.fqn for name in made for o in by_name[name]}
+    if expected != plain.keys():
+        missing, unknown = sorted(expected - plain.keys()), sorted(plain.keys() - expected)
+        raise KeyError(f"the state dict lacks {missing}, and the model lacks {unknown}")
+    model.load_state_dict(plain, strict=False)
+    report = Report()
+    for name, weight in made.items():
+        param = nn.Parameter(weight, requires_grad=False)
+        for module, attribute, fqn in by_name[name]:
+            module.register_parameter(attribute, param)
+            note = f"float8 in blocks of {BLOCK} x {BLOCK}, as in the checkpoint"
+            report.entries.append(Entry(fqn, tuple(weight.shape), True, note))
+    return report.count(model)
+
+
+def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of `model` with its weights in float8 blocks as `weight` and `weight_scale_inv`, for
+    `safetensors.torch.save_file`. All other entries are those of `model.state_dict()`.
+
+    Raises ValueError if no weight is stored in blocks of 128 x 128, or another one in other low bits.
+    """
+    found: dict[str, Tensor] = {}
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    blocks = {name: w for name, w in parameters.items() if _is_in_blocks(w)}
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no weights in float8 blocks: lowbit.quantize_ with "
+            "Float8DynamicActivationFloat8Weight(PerBlock(128, 128)) makes them, and lowbit.train.convert_ after "
+            "training with Float8BlockMixedPrecision()"
+        )
+    for name, value in model.state_dict().items():
+        owner, _, part = name.rpartition(".")
+        if owner not in blocks:
+            if owner in parameters:
+                raise ValueError(
+                    f"{owner} is stored otherwise than in float8 blocks, and has no place in such a state dict: "
+                    "lowbit.dequantize_ makes it plain"
+                )
+            found[name] = value
+        elif part == "codes":
+            weight = blocks[owner]
+            rows, columns = weight.shape[-2:]
+            found[owner] = as_bytes(value)[..., :rows, :columns].contiguous().view(E4M3)
+            found[owner.removesuffix("weight") + SCALE] = weight.scale.float()
+    return found
+
+
+def _is_in_blocks(weight: Tensor) -> bool:
+    return (
+        isinstance(weight, Float8Tensor) and weight.spec == BLOCK_WEIGHT and not weight.transposed
+    )
+
+
+def _assembled(
+    name: str,
+    codes: Tensor,
+    state_dict: Mapping[str, Tensor],
+    old: Tensor,
+    activation: Spec | None,
+) -> Float8Tensor:
+    """The weight of these codes and their scales in the state dict, in place of the parameter `old`."""
+    key = name.removesuffix("weight") + SCALE
+    if not name.endswith("weight") or key not in state_dict:
+        raise KeyError(f"the float8 weight {name!r} has no scales {key!r} beside it")
+    scale = state_dict[key]
+    if scale.dtype is torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    blocks = BLOCK_WEIGHT.blocks(codes.shape)
+    if codes.shape != old.shape or tuple(scale.shape) != blocks:
+        raise ValueError(
+            f"{name} has the shape {tuple(codes.shape)} and scales {tuple(scale.shape)}; the model takes "
+            f"{tuple(old.shape)}, and such a weight has scales {blocks}"
+        )
+    rows, columns = codes.shape[-2:]
+    padded = F.pad(as_bytes(codes), (0, -columns % BLOCK, 0, -rows % BLOCK)).view(E4M3)
+    device = old.device
+    stored, factors = padded.to(device), scale.to(device, torch.float32)
+    return Float8Tensor(stored, factors, None, BLOCK_WEIGHT, codes.shape, old.dtype, activation)

@@ -1,0 +1,244 @@
+"""The adapter for torchtitan 0.2: a section of its configuration, a model converter, optimizers and metrics.
+
+`--job.custom_config_module lowbit.torchtitan` imports this module, which
+
+- adds the section `lowbit` (`settings.Lowbit`), and puts the converter "lowbit" into `model.converters`;
+- registers the language models of torchtitan again under their own names, with `with_lowbit`. torchtitan looks up
+  registered models before its own ones.
+
+Its optimizers are built by torchtitan, for the hooks and checks that a model adds, and then replaced.
+"""
+
+# torchtitan reads the types of JobConfig's fields, so annotations must not become strings here.
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import JobConfig as TitanConfig
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from lowbit import train
+from lowbit.optim import LowbitOptimizer, step_in_backward
+from lowbit.torchtitan import optimizers, settings
+from lowbit.torchtitan.metrics import Schedule, shown
+from lowbit.torchtitan.settings import Lowbit
+from lowbit.train_scheme import BitNet, Int8Weight
+
+CONVERTER = "lowbit"
+MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
+OWN_OPTIMIZERS = ("Adam", "AdamW")
+"""torchtitan's optimizers, which keep their meaning; "lowbit.AdamW" is lowbit's."""
+BUILT_BY_TITAN = "AdamW"
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """The section `model`, with lowbit's converter on."""
+
+    converters: list[str] = field(default_factory=lambda: [CONVERTER])
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan merges into its own configuration."""
+
+    model: Model = field(default_factory=Model)
+    lowbit: Lowbit = field(default_factory=Lowbit)
+
+
+def check(config: TitanConfig, parallel_dims: Any) -> None:
+    """Raise ValueError for settings of lowbit that this run cannot have. `parallel_dims`: None outside of a run."""
+    if config.optimizer.name not in OWN_OPTIMIZERS:
+        optimizers.check_line(config.optimizer.name, _given(config.optimizer))
+        if config.optimizer.early_step_in_backward and parallel_dims is not None:
+            _check_one_backward(config.training, parallel_dims)
+    built = get_train_spec(config.model.name).build_metrics_processor_fn
+    if config.lowbit.metrics_freq and built is not build_metrics_processor:
+        raise ValueError(
+            f"lowbit.metrics_freq={config.lowbit.metrics_freq}: the model {config.model.name} is not registered with "
+            "lowbit.torchtitan.with_lowbit, or brings metrics of its own; set it to 0"
+        )
+    scheme = settings.scheme_of(config.lowbit, torch.device(device_type))
+    hf = [n for n in ("initial_load_in_hf", "last_save_in_hf") if getattr(config.checkpoint, n)]
+    if hf and isinstance(scheme, Int8Weight):
+        raise ValueError(
+            f"checkpoint.{hf[0]}: int8 weights have no form in Hugging Face's checkpoints; load and save DCP "
+            "checkpoints, and convert one afterwards by lowbit.train.restore_"
+        )
+
+
+def _check_one_backward(training: Any, parallel_dims: Any) -> None:
+    """Raise ValueError where gradients are accumulated over several backwards."""
+    at_once = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    if training.global_batch_size > at_once:
+        raise ValueError(
+            f"optimizer.early_step_in_backward makes each backward a step, and training.global_batch_size="
+            f"{training.global_batch_size} takes several of {at_once} sequences; set it to {at_once}, or step after "
+            "backward"
+        )
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
+
+
+class LowbitConverter:
+    """torchtitan's model converter "lowbit": prepares the model on meta, before it is sharded."""
+
+    def __init__(self, job_config: TitanConfig, parallel_dims: Any) -> None:
+        check(job_config, parallel_dims)
+        self.settings = job_config.lowbit
+        self.device = torch.device(device_type)
+        self.scheme = settings.scheme_of(self.settings, self.device)
+
+    def convert(self, model: nn.Module) -> None:
+        if self.scheme is not None:
+            report = settings.prepare(model, self.scheme, self.settings)
+            logger.info(f"lowbit: {settings.summary(report, self.scheme, self.device)}")
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        if isinstance(self.scheme, BitNet):
+            settings.precompute_scales([model] if isinstance(model, nn.Module) else model)
+
+
+def with_lowbit(spec: TrainSpec) -> TrainSpec:
+    """The same model with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
+
+    class Located(spec.model_cls):
+        """Weights that are int8 take values only once they know where they lie."""
+
+        def init_weights(self, *args: Any, **kwargs: Any) -> None:
+            train.locate_(self)
+            super().init_weights(*args, **kwargs)
+
+    Located.__name__, Located.__qualname__ = spec.model_cls.__name__, spec.model_cls.__qualname__
+    return dataclasses.replace(
+        spec,
+        model_cls=Located,
+        build_optimizers_fn=optimizers_builder(spec.build_optimizers_fn),
+        build_metrics_processor_fn=spec.build_metrics_processor_fn or build_metrics_processor,
+    )
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """torchtitan's options of optimizers, by the names that torch's have."""
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": config.implementation == "fused",
+    }
+
+
+def _optimizer(model: nn.Module, config: Any) -> LowbitOptimizer:
+    params = [p for p in model.parameters() if p.requires_grad]
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    return optimizers.made(config.name, [{"params": params, **_given(config)}], name_of)
+
+
+def optimizers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torchtitan's `build_optimizers_fn` of a model, for the names of lowbit's optimizers too."""
+
+    def build(
+        model_parts: list[nn.Module], config: Any, parallel_dims: Any, ft_manager: Any = None
+    ) -> OptimizersContainer:
+        if config.name in OWN_OPTIMIZERS:
+            return original(model_parts, config, parallel_dims, ft_manager)
+        if ft_manager is not None and ft_manager.enabled:
+            raise NotImplementedError(
+                f"optimizer.name={config.name!r} with TorchFT; accepted with it: {', '.join(OWN_OPTIMIZERS)}"
+            )
+        in_backward = config.early_step_in_backward
+        if in_backward and (parallel_dims.pp_enabled or parallel_dims.ep_enabled):
+            raise NotImplementedError(
+                "optimizer.early_step_in_backward with pipeline or expert parallelism, where a step has several "
+                "backwards, or gradients that are reduced later"
+            )
+        plain = dataclasses.replace(config, name=BUILT_BY_TITAN, early_step_in_backward=False)
+        container = original(model_parts, plain, parallel_dims, ft_manager)
+        container.optimizers = [_optimizer(model, config) for model in model_parts]
+        if in_backward:
+            for optimizer in container.optimizers:
+                step_in_backward(optimizer)
+            logger.warning(
+                "lowbit: gradients are freed in backward, so training.max_norm clips none"
+            )
+        logger.info(f"lowbit: optimizer {config.name}")
+        return container
+
+    return build
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------
+
+
+class LowbitMetrics(MetricsProcessor):
+    """torchtitan's metrics, and lowbit's every `lowbit.metrics_freq` times that it logs."""
+
+    def __init__(self, job_config: TitanConfig, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(job_config, "lowbit"):
+            raise ValueError(
+                "the configuration has no section lowbit: set job.custom_config_module to lowbit.torchtitan"
+            )
+        if CONVERTER not in job_config.model.converters:
+            raise ValueError(
+                f"model.converters={job_config.model.converters!r} lacks {CONVERTER!r}, which carries out the section "
+                f"lowbit; add it, or leave model.converters out"
+            )
+        super().__init__(job_config, *args, **kwargs)
+        self.schedule = Schedule(job_config.lowbit.metrics_freq * job_config.metrics.log_freq)
+        self.found: dict[str, float] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if (
+            name == "model_parts" and value is not None
+        ):  # the trainer sets it last, before the first step
+            self.schedule.watch(value, self.optimizers)
+            if self.schedule.every:
+                for model in value:
+                    model.register_forward_pre_hook(lambda module, args: self.schedule.begin())
+
+    def should_log(self, step: int) -> bool:
+        """torchtitan calls it after each step."""
+        self.found = self.schedule.end(step)
+        return super().should_log(step)
+
+    def log(self, step: int, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
+        super().log(step, *args, extra_metrics={**(extra_metrics or {}), **self.found}, **kwargs)
+        if self.found:
+            logger.info(f"lowbit: step {step}: {shown(self.found)}")
+
+
+def build_metrics_processor(
+    job_config: TitanConfig, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> LowbitMetrics:
+    return LowbitMetrics(job_config, parallel_dims, tag)
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    register_model_converter(LowbitConverter, CONVERTER)
+    for name in MODELS:
+        with suppress(ImportError):  # torchtitan raises it for whoever asks for that model
+            register_train_spec(name, with_lowbit(get_train_spec(name)))
+
+
+register()

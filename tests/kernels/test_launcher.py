@@ -1,0 +1,278 @@
+"""The compiled launcher on CPU tensors. torch's dispatcher calls it; functions of this test stand for the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowbit_kernels import host_compiler, launch_plan, launcher, launches
+from lowbit_kernels.launch_plan import Address, Buffer, Launch, Map, Plan
+
+pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
+
+SPACE = "lowbit_launcher_test"
+SCHEMA = "(Tensor x, str name, bool flag, Tensor? y, ScalarType dtype) -> (Tensor, Tensor)"
+
+
+class Config(ctypes.Structure):
+    _fields_ = (
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)),
+    )
+
+
+class Driver:
+    """Records what the launcher asks of CUDA. A launch adds 1 to the bytes of its second argument's tensor."""
+
+    def __init__(self) -> None:
+        self.device, self.has_context, self.launched, self.maps = -1, True, [], []
+        pointer, number = ctypes.c_void_p, ctypes.c_uint64
+        kinds = (
+            (self.current_stream, (ctypes.c_int32, ctypes.POINTER(pointer))),
+            (self.current_device, (ctypes.POINTER(ctypes.c_int),)),
+            (self.retain_context, (ctypes.POINTER(pointer), ctypes.c_int)),
+            (self.set_context, (pointer,)),
+            (self.set_bytes, (number, ctypes.c_ubyte, ctypes.c_size_t, pointer)),
+            (self.launch, (ctypes.POINTER(Config), pointer, ctypes.POINTER(pointer), pointer)),
+            (
+                self.encode_map,
+                (
+                    *(pointer, ctypes.c_int, ctypes.c_uint32, pointer),
+                    *(ctypes.POINTER(number), ctypes.POINTER(number)),
+                    *(ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32)),
+                    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+                ),
+            ),
+        )
+        self.kept = [ctypes.CFUNCTYPE(ctypes.c_int, *types)(method) for method, types in kinds]
+
+    def addresses(self) -> list[int]:
+        return [ctypes.cast(function, ctypes.c_void_p).value for function in self.kept]
+
+    def current_stream(self, device, to):
+        to[0] = 77
+        return 0
+
+    def current_device(self, to):
+        to[0] = self.device
+        return 0 if self.has_context else 201  # CUDA_ERROR_INVALID_CONTEXT
+
+    def retain_context(self, to, device):
+        to[0] = 1000 + device
+        return 0
+
+    def set_context(self, context):
+        self.has_context, self.device = True, context - 1000
+        return 0
+
+    def set_bytes(self, address, value, count, stream):
+        ctypes.memset(address, value, count)
+        return 0
+
+    def launch(self, config, function, pointers, extra):
+        config = config[0]
+        values = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(4)]
+        self.launched.append(
+            (function, config.grid[0], config.block[0], config.shared, config.stream, config.count)
+        )
+        scratch, result = values[1], values[2]
+        first = ctypes.cast(scratch, ctypes.POINTER(ctypes.c_int32))
+        first[0] += 1
+        ctypes.memmove(result, scratch, 4)  # the number of launches since `scratch` was set to 0
+        self.launched[-1] += (values[0], values[3])
+        return 0
+
+    def encode_map(self, to, kind, rank, address, sizes, strides, box, steps, *modes):
+        self.maps.append(
+            (kind, rank, address, *sizes[0:2], strides[0], *box[0:2], *steps[0:2], *modes)
+        )
+        ctypes.memset(to, 7, 128)
+        return 0
+
+
+KERNEL = SimpleNamespace(handle=4242, shared=100, overlaps=True)
+
+
+def plan_for(x: torch.Tensor, dtype: torch.dtype) -> Plan:
+    """Operands have the numbers 0 and 1, results 2 and 3, scratch 4."""
+    arguments = (12345, Address(4), Address(2, 4), Map(0, 4, 6, 8, 8, 2, 32))
+    return Plan(
+        (Buffer((3, 2), torch.int32), Buffer((0, 0), dtype)),
+        (Buffer((2,), torch.int32, zeroed=True),),
+        (Launch(KERNEL, 5, 64, arguments), Launch(KERNEL, 6, 32, arguments)),
+    )
+
+
+@pytest.fixture(scope="module")
+def op():
+    """(the op, its driver, the calls that Python ran, the number of its plans)."""
+    namespace = torch.library.Library(SPACE, "DEF")
+    calls: list[str] = []
+    driver = Driver()
+    names = launcher.TORCH_FUNCTIONS
+    folder = Path(torch.__file__).parent / "lib"
+    shim = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
+    library = launcher.loaded([*launcher.addresses_of(shim, names), *driver.addresses()], "cpu")
+
+    def in_python(x, name, flag, y, dtype):
+        calls.append(name)
+        if name == "refused":
+            raise ValueError("the name is refused")
+        words = launcher.encoded(plan_for(x, dtype))
+        if name != "unplanned":
+            library.learn(0, (ctypes.c_int64 * len(words))(*words))
+        return torch.full((3, 2), -1, dtype=torch.int32), torch.empty(0, 0, dtype=dtype)
+
+    for name in ("op", launcher.python_name("op")):
+        namespace.define(name + SCHEMA)
+    namespace.impl(launcher.python_name("op"), in_python, "CPU")
+    launcher.register(library, 0, "op", "tsbod", b"CPU", SPACE)
+    yield SimpleNamespace(
+        namespace=namespace,  # which would take its ops along
+        call=getattr(torch.ops, SPACE).op.default,
+        driver=driver,
+        calls=calls,
+        plans=lambda: library.plans_of(0),
+    )
+
+
+def test_the_second_call_runs_the_plan(op):
+    x, y = torch.randn(6, 8), torch.randn(3)
+    op.calls.clear(), op.driver.launched.clear(), op.driver.maps.clear()
+    first, _ = op.call(x, "planned", True, y, torch.bfloat16)
+    assert op.calls == ["planned"] and (first == -1).all() and op.driver.launched == []
+    result, empty = op.call(x, "planned", True, y, torch.bfloat16)
+    assert op.calls == ["planned"]
+    assert (result.shape, result.dtype) == ((3, 2), torch.int32)
+    assert result.flatten()[1] == 2  # both launches ran, on scratch that began at 0
+    assert (empty.shape, empty.dtype) == ((0, 0), torch.bfloat16)
+    word = 0x0707070707070707
+    assert op.driver.launched == [
+        (4242, 5, 64, 100, 77, 1, 12345, word),
+        (4242, 6, 32, 100, 77, 1, 12345, word),
+    ]
+    one = (2, 2, x.data_ptr(), 8, 6, 32, 32, 2, 1, 1, 0, 3, 3, 0)
+    assert op.driver.maps == [one, one]
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        *("shape", "strides", "alignment", "dtype", "none"),
+        *("other dtype", "string", "flag", "scalar"),
+    ),
+)
+def test_a_call_that_differs_is_planned_anew(op, change):
+    x, y, name, flag, dtype = torch.randn(6, 8), torch.randn(3), "planned", True, torch.bfloat16
+    for _ in range(2):
+        op.call(x, name, flag, y, dtype)
+    x = {
+        "shape": torch.randn(5, 8),
+        "strides": torch.randn(8, 6).t(),
+        "alignment": torch.randn(49)[1:].view(6, 8),
+        "dtype": torch.randn(6, 8).double(),
+    }.get(change, x)
+    y = {"none": None, "other dtype": y.half()}.get(change, y)
+    name = {"string": f"planned {change}"}.get(change, name)
+    flag, dtype = flag ^ (change == "flag"), torch.float16 if change == "scalar" else dtype
+    op.calls.clear()
+    op.call(x, name, flag, y, dtype)
+    assert op.calls == [name]
+    op.call(x, name, flag, y, dtype)
+    assert op.calls == [name]
+
+
+def test_python_runs_what_has_no_plan(op):
+    x = torch.randn(4, 4)
+    op.calls.clear()
+    for _ in range(3):
+        op.call(x, "unplanned", False, None, torch.int8)
+    assert op.calls == ["unplanned"] * 3
+
+
+def test_python_runs_on_another_device(op):
+    x = torch.randn(2, 2)
+    op.call(x, "planned", False, None, torch.int8)
+    op.calls.clear()
+    op.driver.device = 1
+    try:
+        op.call(x, "planned", False, None, torch.int8)
+    finally:
+        op.driver.device = -1
+    assert op.calls == ["planned"]
+
+
+def test_a_thread_without_a_context_gets_the_device_s(op):
+    x = torch.randn(2, 4)
+    op.call(x, "planned", False, None, torch.int8)
+    op.calls.clear()
+    op.driver.has_context, op.driver.device = False, 5
+    op.call(x, "planned", False, None, torch.int8)
+    assert op.calls == [] and op.driver.has_context and op.driver.device == -1
+
+
+def test_python_runs_while_calls_are_counted(op):
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        op.call(x, "planned", False, None, torch.int8)
+    op.calls.clear()
+    with launches.counted():
+        op.call(x, "planned", False, None, torch.int8)
+    assert op.calls == ["planned"]
+    op.call(x, "planned", False, None, torch.int8)
+    assert op.calls == ["planned"]
+
+
+def test_an_error_reaches_the_caller_and_leaves_nothing_behind(op):
+    x = torch.randn(2, 5)
+    with pytest.raises(RuntimeError, match="op_in_python failed"):
+        op.call(x, "refused", False, None, torch.int8)
+    op.calls.clear()
+    for _ in range(2):
+        op.call(x, "planned", False, None, torch.int8)
+    assert op.calls == ["planned"]
+
+
+def test_tensors_are_freed(op):
+    x = torch.randn(7, 7)
+    for _ in range(3):
+        results = op.call(x, "planned", True, x, torch.int8)
+    before = sys.getrefcount(x), x._use_count()
+    for _ in range(50):
+        results = op.call(x, "planned", True, x, torch.int8)
+    assert (sys.getrefcount(x), x._use_count()) == before
+    assert all(t._use_count() == 1 for t in results)
+
+
+def test_shapes_that_keep_changing_do_not_fill_the_memory(op):
+    for size in range(1, 8400):
+        op.call(torch.empty(size), "planned", True, None, torch.int8)
+    assert 0 < op.plans() <= 8192
+
+
+def test_run_in_python_does_the_same(op):
+    calls = []
+
+    def kernel(stream, grid, threads, *values):
+        calls.append((grid, threads, values))
+
+    x = torch.randn(6, 8)
+    plan = Plan(
+        (Buffer((3, 2), torch.int32),),
+        (Buffer((4,), torch.int32, zeroed=True),),
+        (Launch(kernel, 5, 64, (9, Address(0, 8), Address(1), Address(3))),),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        (result,) = launch_plan.run(plan, (x, None))
+    ((grid, threads, values),) = calls
+    assert (grid, threads) == (5, 64)
+    assert values[:3] == (9, x.data_ptr() + 8, 0) and values[3] != 0
+    assert (result.shape, result.dtype) == ((3, 2), torch.int32)

@@ -1,0 +1,187 @@
+"""Quantization in blocks: the reference against lowbit's Spec, every implementation against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.cases.quantize_blocks import CASES, Case
+from lowbit import Float8, PerBlock, PerGroup, Spec
+from lowbit_kernels import nvrtc, quantize_blocks_sm90
+from lowbit_kernels.block_scaled_mm import values
+from lowbit_kernels.quantize_blocks import allocate, quantize_blocks, reference
+from tests.kernels import emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.test_quantize_rowcol import assert_same, extreme, name_of
+
+SMALL = [case for case in CASES if not case.large]
+OP = torch.ops.lowbit.quantize_blocks
+
+
+def bytes_of(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=name_of)
+def test_codes_and_scales_are_those_of_a_spec(case: Case) -> None:
+    """To the bit. Scales of groups have the group first; codes of tiles are padded along one dimension only."""
+    x, tiles, rows, columns, power_of_two = case.arguments()
+    codes, scale, codes_t, scale_t = OP(x, tiles, rows, columns, power_of_two)
+    m, k = x.shape
+    if power_of_two or 0 in (m, k):
+        return
+    spec = Spec(Float8(), PerBlock(128, 128) if tiles else PerGroup(128))
+    for wanted, matrix, found, found_scale in (
+        (rows, x, codes, scale),
+        (columns, x.T, codes_t, scale_t),
+    ):
+        if not wanted:
+            assert found.shape == found_scale.shape == (0, 0)
+            continue
+        expected, expected_scale, _ = spec.quantize(matrix)
+        assert torch.equal(bytes_of(found), bytes_of(expected)[: len(matrix)])
+        assert torch.equal(found_scale, expected_scale if tiles else expected_scale.T)
+        assert found.is_contiguous() and found_scale.is_contiguous()
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.k], ids=name_of)
+def test_the_error_is_half_a_step(case: Case) -> None:
+    x, tiles, _, _, power_of_two = case.arguments()
+    codes, scale, codes_t, scale_t = quantize_blocks(x, tiles=tiles, power_of_two=power_of_two)
+    for matrix, found, own in ((x, codes, scale), (x.T, codes_t, scale_t)):
+        rounded = values(found, own, torch.float64)
+        assert not rounded[:, matrix.shape[1] :].any()
+        spread = values(torch.ones(found.shape).to(found.dtype), own, torch.float64)
+        exact, spread = matrix.double(), spread[:, : matrix.shape[1]]
+        step = torch.exp2((exact / spread).abs().clamp(min=2.0**-6).log2().floor() - 3) * spread
+        error = (rounded[:, : matrix.shape[1]] - exact).abs()
+        assert (error <= 0.5 * step * (1 + 1e-5)).all()
+    if power_of_two:
+        mantissas = scale.view(torch.int32) & 0x7FFFFF
+        assert not mantissas.any()
+        plain = quantize_blocks(x, tiles=tiles)[1]
+        assert (plain <= scale).all() and (scale < 2 * plain).all()
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_tiles_are_rounded_once(tiles: bool) -> None:
+    x = torch.randn(200, 300)
+    codes, scale, codes_t, scale_t = quantize_blocks(x, tiles=tiles)
+    same = torch.equal(bytes_of(codes)[:, :300], bytes_of(codes_t)[:, :200].T)
+    assert same is tiles
+    assert not tiles or torch.equal(scale, scale_t.T)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_extreme_values(tiles: bool) -> None:
+    x = extreme()
+    codes, scale, _, scale_t = quantize_blocks(x, tiles=tiles)
+    if tiles:
+        expected = torch.tensor([[True, False], [False, False]])
+        assert torch.equal(scale.isnan(), expected) and torch.equal(scale_t.isnan(), expected)
+        assert not codes.float()[:128, :128].any() and codes.float()[128:].any()
+        return
+    bad = torch.zeros(2, 140, dtype=torch.bool)
+    bad[0, [3, 7]] = True
+    assert torch.equal(scale.isnan(), bad)
+    assert not codes.float()[[3, 7], :128].any() and codes.float()[[3, 7], 128:].any()
+    assert scale[0, 11] == scale[0, 22] == 2.0**-126 and not codes[11].float().any()
+    rows = [20, 21, 23]
+    rounded = values(codes, scale, torch.float64)[rows, :150]
+    assert (rounded - x[rows].double()).norm(dim=1).le(0.04 * x[rows].double().norm(dim=1)).all()
+    product = values(codes, scale)[3, :128]
+    assert product.isnan().all()
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 150), st.integers(1, 150), st.booleans(), st.booleans(), st.data())
+def test_codes_t_is_the_codes_of_the_transpose(m, k, tiles, power_of_two, data) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    x = torch.randn(m, k) * 10.0 ** data.draw(st.integers(-20, 20))
+    codes, scale, codes_t, scale_t = quantize_blocks(x, tiles=tiles, power_of_two=power_of_two)
+    transposed = quantize_blocks(x.T, tiles=tiles, power_of_two=power_of_two)
+    assert_same(transposed, (codes_t, scale_t, codes, scale))
+
+
+def filled(x: torch.Tensor, tiles: bool, rows: bool, columns: bool) -> tuple:
+    """Results full of other values."""
+    out = allocate(x, tiles, rows, columns)
+    for part in out:
+        part.view(torch.uint8).fill_(0xAA)
+    return out
+
+
+EMULATED = ("typical", "fp32", "prime-everything", "rows-only", "columns-only", "power-of-two")
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "case",
+    [c for c in SMALL if c.name.removeprefix("tiles-") in (*EMULATED, "misaligned")],
+    ids=name_of,
+)
+def test_emulated_cuda(case: Case) -> None:
+    """The CUDA source, compiled by this machine's C++ compiler."""
+    arguments = case.arguments()
+    out = filled(*arguments[:4])
+    emulator.quantize_blocks(*arguments, out)
+    assert_same(out, reference(*arguments))
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("tiles", [False, True])
+def test_emulated_extreme_values(tiles: bool) -> None:
+    x = extreme()
+    out = filled(x, tiles, True, True)
+    emulator.quantize_blocks(x, tiles, True, True, False, out)
+    assert_same(out, reference(x, tiles))
+
+
+@pytest.mark.parametrize("case", [*SMALL[:4], SMALL[8], SMALL[12], SMALL[17]], ids=name_of)
+def test_operator_is_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments())
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(2, 3, dtype=torch.float64), TypeError, r"got torch\.float64"),
+        (torch.ones(2, 3, 4), ValueError, r"\[M, K\], got \(2, 3, 4\); flatten"),
+    ],
+)
+def test_wrong_arguments(x: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize_blocks(x, tiles=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_cuda(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    assert_same(OP(*arguments), reference(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.k], ids=name_of)
+def test_cuda_source(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    if not nvrtc.runs_on_hopper(arguments[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    if not (case.rows or case.columns):
+        pytest.skip("the op answers without a launch")
+    out = filled(*arguments[:4])
+    quantize_blocks_sm90.quantize(*arguments, out)
+    assert_same(out, reference(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [False, True])
+def test_cuda_extreme_values(tiles: bool) -> None:
+    x = extreme().cuda()
+    x[[20, 22]] = 0  # PyTorch's division on a GPU may round subnormal numbers differently
+    assert_same(OP(x, tiles), reference(x, tiles))
+    assert math.isnan(float(OP(x, tiles)[1].sum()))
