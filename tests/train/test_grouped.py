@@ -15,7 +15,7 @@ from lowbit import Int8Weight, trace, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
 from lowbit_kernels import launches
 from tests.traced import ran_in, reasons
-from tests.train.problems import snr, values
+from tests.train.problems import relative, snr, values
 
 TOKENS = {
     "ragged": (5, 30, 1, 12),
