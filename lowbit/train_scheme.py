@@ -359,7 +359,7 @@ class Float8BlockMixedPrecision(MixedPrecision):
         output, grad_input, grad_weight, always: as for `Int8MixedPrecision`.
         power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
 
-    Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe has not.
+    Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe lacks.
     """
 
     power_of_two: bool = field(default=False, kw_only=True)
@@ -505,7 +505,7 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """torch takes 10 us to say, at each call of each layer."""
+    """Cached, because torch's query takes 10 us, and each call of each layer asks."""
     return torch.cuda.get_device_capability(device)
 
 

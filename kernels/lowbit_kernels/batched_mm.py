@@ -37,8 +37,8 @@ from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 DTYPES = (torch.float16, torch.bfloat16)
 GRANULE = 64
-"""The tensor maps see all matrices as one. Only where this number divides the sizes does no tile along k reach into the
-next matrix."""
+"""The tensor maps see all matrices as one. A tile along k stays inside its matrix only if this number divides the
+sizes."""
 LARGEST = 2**31 - 2**20
 """Elements of a matrix, and rows of all matrices, that the kernel can count."""
 
@@ -200,12 +200,12 @@ def _launch(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The Triton kernel where it runs, else the reference."""
+    _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
     count, (m, k), n = a.shape[0], a.shape[1:], b.shape[2]
     is_countable = max(m * k, k * n, m * n, count * m, count * k, count * n) < LARGEST
     if not runs_on(a.device) or 0 in (count, m, k, n) or not is_countable:
         ran("batched_mm", "torch")
         return reference(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
-    _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
     a_turned, b_turned = _is_transposed(a), _is_transposed(b)
     a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
     out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))

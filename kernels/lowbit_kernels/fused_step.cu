@@ -44,7 +44,7 @@ struct Offsets {  // of a lane's eight elements
     uint64 half_byte;       // in bytes, in codes of 4 bits
     uint64 of_128, of_256;  // in the scales of blocks of that many elements
     int count;              // elements to read, 0..8
-    int far;                // so many of them, the first ones, lie a tile further on
+    int far;                // the first `far` elements lie one tile further on
     uint32 mask;            // bit i: element i belongs to the tile
     bool vector;            // whether 16-byte loads reach all eight
     bool whole;             // whether 16-byte stores also do
@@ -373,8 +373,8 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<W
 
 // ---- a tile ------------------------------------------------------------------------------------------------------
 
-// Prefetches bytes of an array that begins at a multiple of 16 bytes. Whole cache lines come, so that the rounding to
-// multiples of 16 bytes leaves out next to nothing.
+// Prefetches bytes of an array that begins at a multiple of 16 bytes. A prefetch loads whole cache lines, so rounding to
+// 16 bytes skips almost nothing.
 DEVICE void prefetch_bytes(const void *p, uint64 from, uint64 to) {
     from = from / 16 * 16, to = to / 16 * 16;
     if (to > from) prefetch((const char *)p + from, (uint32)(to - from));

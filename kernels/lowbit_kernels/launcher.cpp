@@ -61,10 +61,12 @@ struct Functions {
     int (*string_length)(void *, size_t *);
     int (*delete_string)(void *);
     int (*call_op)(const char *, const char *, Value *, uint64_t);
+    int (*torch_device)(int32_t *);
     int (*current_stream)(int32_t, Stream *);
     int (*current_device)(int *);
     int (*retain_context)(void **, int);
     int (*set_context)(void *);
+    int (*release_context)(int);
     int (*set_bytes)(uint64_t, unsigned char, size_t, Stream);
     int (*launch)(const LaunchConfig *, void *, void **, void **);
     int (*encode_map)(TensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
@@ -102,6 +104,7 @@ struct Launch {
 };
 
 struct Plan {
+    bool in_python;  // the op has nothing to plan for such operands
     std::vector<Buffer> results, scratch;
     std::vector<Launch> launches;
 };
@@ -140,6 +143,8 @@ struct Reader {
     }
     std::shared_ptr<const Plan> plan() {
         auto found = std::make_shared<Plan>();
+        found->in_python = number() != 0;
+        if (found->in_python) return found;
         found->results = buffers();
         found->scratch = buffers();
         found->launches.resize(number());
@@ -191,7 +196,7 @@ struct Op {
 };
 
 constexpr int MOST_OPS = 16;
-Op ops[MOST_OPS];
+Op *const ops = new Op[MOST_OPS];  // never freed: threads may still call them while the process ends
 
 // The call of this thread that Python runs because it has no plan.
 struct Pending {
@@ -246,9 +251,13 @@ int32_t describe(const Op &op, const Value *stack, Key &key) {
     return device;
 }
 
+thread_local std::string failure;  // the message of the exception that Python raised last
+
+// Consumes the arguments, also where it throws.
 void run_in_python(Op &op, Value *stack) {
+    failure.clear();
     if (functions.call_op(op.python.c_str(), "", stack, torch_version) != 0)
-        throw std::runtime_error(op.python + " failed; the message above says why");
+        throw std::runtime_error(failure.empty() ? op.python + " failed" : failure);
 }
 
 // Tensors of a call. Frees what it owns, unless `keep` has handed it out.
@@ -304,6 +313,7 @@ void launch(const Launch &one, const std::vector<void *> &addresses, Stream stre
     check(functions.launch(&config, one.function, pointers, nullptr), "cuLaunchKernelEx");
 }
 
+// Replaces the arguments by the results. Throws before that, for example where memory runs out.
 void carry_out(const Op &op, const Plan &plan, Value *stack, int32_t device) {
     Stream stream;
     check(functions.current_stream(device, &stream), "aoti_torch_get_current_cuda_stream");
@@ -334,12 +344,17 @@ void carry_out(const Op &op, const Plan &plan, Value *stack, int32_t device) {
 }
 
 // Whether the current context is this device's. A thread without any, such as autograd's before its first use of CUDA,
-// gets the device's primary context, which torch uses.
+// gets the primary context of torch's current device, which torch uses too.
 bool is_current(int32_t device) {
     int current;
     if (functions.current_device(&current) == 0) return current == device;
+    int32_t wanted;
+    if (functions.torch_device(&wanted) != 0 || wanted != device) return false;
     void *context;
-    return functions.retain_context(&context, device) == 0 && functions.set_context(context) == 0;
+    if (functions.retain_context(&context, device) != 0) return false;
+    const bool is_set = functions.set_context(context) == 0;
+    functions.release_context(device);  // torch keeps the context
+    return is_set;
 }
 
 void call(Op &op, Value *stack) {
@@ -351,8 +366,14 @@ void call(Op &op, Value *stack) {
         const Learning learning(op, key);
         return run_in_python(op, stack);
     }
-    if (!is_current(device)) return run_in_python(op, stack);  // a kernel belongs to its device's context
-    carry_out(op, *plan, stack, device);
+    // A kernel belongs to its device's context.
+    if (plan->in_python || !is_current(device)) return run_in_python(op, stack);
+    try {
+        carry_out(op, *plan, stack, device);
+        return;
+    } catch (const std::exception &) {  // the arguments are still there
+    }
+    run_in_python(op, stack);  // raises Python's exception, if it fails too
 }
 
 template <int I>
@@ -390,6 +411,9 @@ extern "C" int learn(int number, const int64_t *plan) {
     pending.op = nullptr;
     return 1;
 }
+
+// The message of the exception that Python raises in the call that this thread runs in Python.
+extern "C" void tell(const char *message) { failure = message; }
 
 extern "C" int64_t plans_of(int number) {
     std::shared_lock lock(ops[number].mutex);

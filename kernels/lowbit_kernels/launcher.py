@@ -1,10 +1,10 @@
 """Ops of torch whose CUDA kernel is a compiled launcher (``launcher.cpp``), which takes microseconds a call.
 
 An op that has plans (`launch_plan.Plan`) is registered twice: under its own name, and once more under `python_name`,
-which always runs in Python. Once Python has run the op on a GPU, `take_over` makes the launcher its CUDA kernel. The
-launcher knows no plan at first. It calls the op in Python, whose `learn` gives it the plan for the next call with
-operands of the same layouts. Calls that Python cannot plan always run there: other devices than the current one, copies
-of operands, empty results.
+which always runs in Python. `take_over` makes the launcher the CUDA kernel of the first. The launcher knows no plan at
+first. It calls the op in Python, whose `learn` gives it the plan for the next call with operands of the same layouts.
+Calls without a plan run in Python: tensors on another device than the current one, operands that must be copied, empty
+results.
 
 The launcher needs a C++ compiler. Without one, all calls run in Python, which warns once.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import threading
+import traceback
 from pathlib import Path
 
 import torch
@@ -31,16 +31,23 @@ TORCH_FUNCTIONS = (
     *("aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_index"),
     *("aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"),
     *("torch_string_c_str", "torch_string_length", "torch_delete_string", "torch_call_dispatcher"),
+    "aoti_torch_get_current_device_index",
 )
 TORCH_CUDA_FUNCTIONS = ("aoti_torch_get_current_cuda_stream",)
 DRIVER_FUNCTIONS = (
     *("cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"),
-    *("cuMemsetD8Async", "cuLaunchKernelEx", "cuTensorMapEncodeTiled"),
+    *("cuDevicePrimaryCtxRelease_v2", "cuMemsetD8Async", "cuLaunchKernelEx"),
+    "cuTensorMapEncodeTiled",
 )
+BUILT_FOR = ctypes.c_uint64(2 << 56 | 11 << 48)
+"""torch 2.11, whose form of arguments ``launcher.cpp`` reads and writes. Later versions of torch still accept it."""
+MOST_ARGUMENTS, MOST_MAPS = 32, 4
+"""Of a launch, as `launch` in ``launcher.cpp`` has room for."""
 
 _lock = threading.Lock()
-_numbers: dict[str, int] = {}
-"""The launcher's number of each op that it has taken over."""
+_launcher: ctypes.CDLL | None = None
+_numbers: dict[str, int | None] = {}
+"""The launcher's number of each op that it has taken over, or None where it cannot."""
 
 
 def python_name(name: str) -> str:
@@ -55,36 +62,41 @@ def take_over(name: str, arguments: str) -> None:
         arguments: a letter for each argument of the op: t for Tensor, o for Tensor?, s for str, b for bool, d for
             ScalarType. Results are tensors.
     """
-    if name in _numbers or not _is_possible():
+    global _launcher
+    if name in _numbers:
         return
-    with _lock:
-        if name not in _numbers:
-            _numbers[name] = register(_library(), len(_numbers), name, arguments, b"CUDA")
+    with _lock:  # one library for all ops, however many threads come first
+        if name in _numbers:
+            return
+        number = None
+        try:
+            _launcher = _launcher or _for_cuda()
+            number = register(_launcher, len(_numbers), name, arguments, b"CUDA")
+        except (RuntimeError, OSError, AttributeError) as error:
+            warn_once(
+                "launcher",
+                f"lowbit's launcher cannot be used, so a product takes about 100 us more of the host's time: {error}. "
+                "Install g++ or clang++, or name a compiler in $CXX",
+            )
+        _numbers[name] = number
 
 
-def learn(name: str, plan: Plan) -> None:
-    """Tell the launcher, if it has called the op `name` on this thread, the plan of that call."""
+def learn(name: str, plan: Plan | None) -> None:
+    """Tell the launcher, if it has called the op `name` on this thread, the plan of that call; None: Python runs it."""
     number = _numbers.get(name)
-    if number is not None:
+    if number is not None and _launcher is not None:
         words = encoded(plan)
-        _library().learn(number, (ctypes.c_int64 * len(words))(*words))
+        _launcher.learn(number, (ctypes.c_int64 * len(words))(*words))
 
 
-@functools.cache
-def _is_possible() -> bool:
-    try:
-        _library()
-    except (RuntimeError, OSError, AttributeError) as error:
-        warn_once(
-            "launcher",
-            f"products and quantizations on the GPU take more of the host's time than they need: {error}",
-        )
-        return False
-    return True
+def tell(error: BaseException) -> None:
+    """Tell the launcher the exception of the op that this thread runs in Python, for the message that it throws."""
+    if _launcher is not None:
+        message = "".join(traceback.format_exception_only(error)).strip()
+        _launcher.tell(message.encode("utf-8", "replace"))
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
+def _for_cuda() -> ctypes.CDLL:
     """The launcher, set up for CUDA. Raises RuntimeError, OSError or AttributeError where that cannot be."""
     folder = Path(torch.__file__).parent / "lib"
     addresses = [
@@ -111,9 +123,10 @@ def loaded(addresses: list[int], device: str) -> ctypes.CDLL:
     library.kernel_of.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p]
     library.learn.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.plans_of.restype = ctypes.c_int64
+    library.tell.argtypes = [ctypes.c_char_p]
     library.set_up(
         (ctypes.c_void_p * len(addresses))(*addresses),
-        _torch_version(),
+        BUILT_FOR,
         getattr(_shim(), f"aoti_torch_device_type_{device}")(),
         ctypes.byref(launches.listening_now),
     )
@@ -131,19 +144,11 @@ def register(
         space.encode(), key, b"lowbit", 0, ctypes.byref(entry)
     )
     error = error or shim.torch_library_impl(
-        entry, name.encode(), ctypes.c_void_p(kernel), _torch_version()
+        entry, name.encode(), ctypes.c_void_p(kernel), BUILT_FOR
     )
     if error:
         raise RuntimeError(f"torch refused a kernel for {space}::{name}")
     return number
-
-
-def _torch_version() -> ctypes.c_uint64:
-    """torch's version as its C functions take it: a byte each for the major, the minor and the patch number."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", torch.__version__)
-    assert found is not None, torch.__version__
-    major, minor, patch = map(int, found.groups())
-    return ctypes.c_uint64(major << 56 | minor << 48 | patch << 40)
 
 
 @functools.cache
@@ -154,9 +159,11 @@ def _shim() -> ctypes.CDLL:
 # ---- plans as numbers, which `Reader` in launcher.cpp reads ---------------------------------------------------------
 
 
-def encoded(plan: Plan) -> list[int]:
-    """The plan as 64-bit integers."""
-    words: list[int] = []
+def encoded(plan: Plan | None) -> list[int]:
+    """The plan as 64-bit integers. Raises ValueError for a launch that the launcher cannot do."""
+    if plan is None:
+        return [1]
+    words = [0]
     for buffers in (plan.results, plan.scratch):
         words.append(len(buffers))
         for buffer in buffers:
@@ -175,6 +182,12 @@ def _buffer(buffer: Buffer) -> list[int]:
 
 def _launch(launch: Launch) -> list[int]:
     kernel = launch.kernel
+    maps = sum(isinstance(argument, Map) for argument in launch.arguments)
+    if len(launch.arguments) > MOST_ARGUMENTS or maps > MOST_MAPS or kernel.cluster != 1:
+        raise ValueError(
+            f"a launch with {len(launch.arguments)} arguments, {maps} tensor maps and clusters of {kernel.cluster}; "
+            f"the launcher takes at most {MOST_ARGUMENTS} and {MOST_MAPS}, and clusters that the kernel itself declares"
+        )
     words = [kernel.handle, launch.grid, launch.threads, kernel.shared, int(kernel.overlaps)]
     words.append(len(launch.arguments))
     for argument in launch.arguments:

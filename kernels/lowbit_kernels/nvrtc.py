@@ -38,7 +38,7 @@ def runs_on_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device, which torch takes 10 us to say."""
+    """The compute capability of a CUDA device. Cached, because torch's query takes 10 us."""
     return torch.cuda.get_device_capability(device)
 
 

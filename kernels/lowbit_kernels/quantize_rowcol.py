@@ -18,8 +18,8 @@ largest magnitude of the matrix divided by L; scale and scale_t are then [1]. A 
 With ``row_factor``, float32 [K], the row copy is that of x[m, k] * row_factor[k], the product rounded to float32; the
 transposed copy is still that of x. With ``row_scales`` the transposed copy takes over the row copy: codes_t[k, m] =
 codes[m, k], and scale_t is [M], the scales of the rows. So the products of a weight [N, K] for its output and for its
-input's gradient can read the same codes. A gradient dy [M, N] quantized with the weight's scales as ``row_factor`` has
-them already, as they vary along the sum.
+input's gradient can read the same codes. These scales vary along the sum of the input's gradient, so the product cannot
+apply them at the end. As ``row_factor`` they are multiplied into the output's gradient [M, N] first.
 
 A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a NaN or an infinity has scale NaN and
 codes 0, so that its products are NaN.

@@ -24,7 +24,7 @@ The dtype of the operands and the device choose the implementation:
             other CUDA devices              Triton (int8_mm_triton)
             CPU                             PyTorch
     float8  CUDA, compute capability 9.0    scaled_mm_sm90.cu for sums of `LONG` products or more; else as below
-            CUDA, from capability 8.9 on    cuBLAS. On Hopper all float8 sums have about 14 bits for 32 products or more
+            CUDA, from capability 8.9 on    cuBLAS. On Hopper float8 sums keep about 14 bits, here and in our kernel
             elsewhere                       the float32 product of the decoded operands
 """
 
@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels import int8_mm_triton, nvrtc, scaled_mm_sm90
+from lowbit_kernels import int8_mm_triton, launcher, nvrtc, scaled_mm_sm90
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, called, check_one_device, register
 from lowbit_kernels.triton_runtime import runs_on
@@ -104,8 +104,9 @@ def _launch(
     _check(a, b, a_scale, b_scale, bias, out_dtype)
     name, multiply = _implementation(a, b)
     ran("scaled_mm", name)
-    if b_scale is None and name not in ("int8 sm90", "float8 sm90"):
-        b_scale = a_scale.new_ones(1)
+    if name not in ("int8 sm90", "float8 sm90"):
+        launcher.learn("scaled_mm", None)
+        b_scale = a_scale.new_ones(1) if b_scale is None else b_scale
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
 
 

@@ -207,7 +207,7 @@ def variant_of(
         reason = not_compiled(group, own.device, found)
         if reason is None:
             return found
-    check_not_asked(group, param, reason)
+    check_kernel_optional(group, param, reason)
     return None
 
 
@@ -218,7 +218,7 @@ def not_compiled(group: dict[str, Any], device: torch.device, found: Variant) ->
     return compile_obstacle(found, device)
 
 
-def check_not_asked(group: dict[str, Any], param: Tensor, reason: str) -> None:
+def check_kernel_optional(group: dict[str, Any], param: Tensor, reason: str) -> None:
     """Raise RuntimeError if the group has fused=True; `reason`: why no kernel takes the parameter."""
     if group["fused"]:
         raise RuntimeError(

@@ -38,7 +38,7 @@ from lowbit.optim import state as states
 from lowbit.optim.eager import Update, bound, count_step
 from lowbit.optim.exchange import Exchange, divided, gathered, own_part, sharded_dim
 from lowbit.optim.fused import (
-    check_not_asked,
+    check_kernel_optional,
     kernel_format,
     not_compiled,
     obstacle,
@@ -310,12 +310,12 @@ def _variants(
         reason = reasons[0] or reasons[1]
         if reason is None:
             return first, second
-    check_not_asked(group, param, reason)
+    check_kernel_optional(group, param, reason)
     return None
 
 
 class Half:
-    """The parts of an optimizer that a launch asks for, as they are for one half of the formula and one shape."""
+    """Stands for the optimizer in a `Launch`: the options and states of one half of the formula, for one shape."""
 
     def __init__(
         self,

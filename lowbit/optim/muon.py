@@ -17,7 +17,7 @@ With gradient G (negated to maximize) and momentum M of a matrix P [rows, cols]:
 These Newton-Schulz iterations of an odd polynomial of degree 5 move all singular values near 1. They run in batches of
 one shape, in float16 on CUDA and in float32 elsewhere (`lowbit.optim.orthogonalize`); U is bfloat16 on CUDA, and
 everything else is float32, from the decoded momentum. Ranks divide sharded matrices among themselves, and the result is
-that of one process (`lowbit.optim.matrix_step`). Parameters that are no hidden matrices go to AdamW
+that of one process (`lowbit.optim.matrix_step`). Parameters that are not hidden matrices go to AdamW
 (`lowbit.optim.adam`), in their own groups.
 """
 

@@ -20,8 +20,8 @@ R = X X^T, Q = I. Five steps take 2 Gram products and 2 products by X instead of
 instead of 5. This form is taken where the longer side is at least 1.5 times the shorter one.
 
 P is rounded, so P and R do not commute exactly, nor do P and Q. R P and P Q are therefore computed in full, and only
-the results that are symmetric whatever P is (X X^T, P and P R P) by half. If R P and P Q were computed by half as well,
-or were read transposed, the second error below would be 0.03 to 0.11.
+the results that are symmetric for every P (X X^T, P and P R P) by half. If R P and P Q were computed by half as well,
+or were read transposed, the error for singular values from 1 to 1e-5 would be 0.03 to 0.11.
 
 **Formats.** The batched iteration stores matrices in float16 and sums in float32. X has the norm 1, so no value leaves
 the range of float16, which has three bits more than bfloat16. Relative errors against float64, for matrices of

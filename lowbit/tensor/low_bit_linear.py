@@ -5,8 +5,9 @@
     dw = dŷᵀ x̂                  both rounded along the columns of dy and x
 
 Both products of the weight read the same codes, since its scales can be moved into dy. So the gradient is that of the
-weight that the output saw, and the same where FSDP2 gathers codes and where the weight is whole. The input is quantized
-once, along rows and, transposed, along columns. Backward keeps the latter, one byte an element, and not the input.
+weight that the output saw. With a scale a row it is the same where FSDP2 gathers codes and where the weight is whole;
+with one scale a tensor, each shard has its own. The input is quantized once, along rows and, transposed, along columns.
+Backward keeps the latter, one byte an element, and not the input.
 
 `Float8BlockMixedPrecision` has a scale for each 128 elements along that dimension instead. Its products are
 `block_scaled_mm`, and scales are then matrices.

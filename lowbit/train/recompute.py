@@ -24,7 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 PRODUCTS = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"),
     *("aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"),
-    *("lowbit::scaled_mm", "lowbit::ternary_mm", "lowbit::weight_linear"),
+    *("lowbit::scaled_mm", "lowbit::block_scaled_mm", "lowbit::grouped_scaled_mm"),
+    *("lowbit::ternary_mm", "lowbit::weight_linear"),
     *("lowbit::grouped_linear", "lowbit::dynamic_linear"),
 }
 """Operators whose results are kept, besides those of attention."""

@@ -32,12 +32,15 @@ class Driver:
 
     def __init__(self) -> None:
         self.device, self.has_context, self.launched, self.maps = -1, True, [], []
+        self.torch_device, self.held, self.fails = -1, 0, False
         pointer, number = ctypes.c_void_p, ctypes.c_uint64
         kinds = (
+            (self.torch_s_device, (ctypes.POINTER(ctypes.c_int32),)),
             (self.current_stream, (ctypes.c_int32, ctypes.POINTER(pointer))),
             (self.current_device, (ctypes.POINTER(ctypes.c_int),)),
             (self.retain_context, (ctypes.POINTER(pointer), ctypes.c_int)),
             (self.set_context, (pointer,)),
+            (self.release_context, (ctypes.c_int,)),
             (self.set_bytes, (number, ctypes.c_ubyte, ctypes.c_size_t, pointer)),
             (self.launch, (ctypes.POINTER(Config), pointer, ctypes.POINTER(pointer), pointer)),
             (
@@ -63,8 +66,17 @@ class Driver:
         to[0] = self.device
         return 0 if self.has_context else 201  # CUDA_ERROR_INVALID_CONTEXT
 
+    def torch_s_device(self, to):
+        to[0] = self.torch_device
+        return 0
+
     def retain_context(self, to, device):
         to[0] = 1000 + device
+        self.held += 1
+        return 0
+
+    def release_context(self, device):
+        self.held -= 1
         return 0
 
     def set_context(self, context):
@@ -76,6 +88,8 @@ class Driver:
         return 0
 
     def launch(self, config, function, pointers, extra):
+        if self.fails:
+            return 719
         config = config[0]
         values = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(4)]
         self.launched.append(
@@ -96,7 +110,7 @@ class Driver:
         return 0
 
 
-KERNEL = SimpleNamespace(handle=4242, shared=100, overlaps=True)
+KERNEL = SimpleNamespace(handle=4242, shared=100, overlaps=True, cluster=1)
 
 
 def plan_for(x: torch.Tensor, dtype: torch.dtype) -> Plan:
@@ -115,7 +129,7 @@ def op():
     namespace = torch.library.Library(SPACE, "DEF")
     calls: list[str] = []
     driver = Driver()
-    names = launcher.TORCH_FUNCTIONS
+    names = launcher.TORCH_FUNCTIONS[:-1]  # the last asks for a GPU
     folder = Path(torch.__file__).parent / "lib"
     shim = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
     library = launcher.loaded([*launcher.addresses_of(shim, names), *driver.addresses()], "cpu")
@@ -123,7 +137,11 @@ def op():
     def in_python(x, name, flag, y, dtype):
         calls.append(name)
         if name == "refused":
+            launcher.tell(ValueError("the name is refused"))
             raise ValueError("the name is refused")
+        if name == "nothing to plan":
+            library.learn(0, (ctypes.c_int64 * 1)(*launcher.encoded(None)))
+            return torch.empty(0), torch.empty(0)
         words = launcher.encoded(plan_for(x, dtype))
         if name != "unplanned":
             library.learn(0, (ctypes.c_int64 * len(words))(*words))
@@ -133,6 +151,7 @@ def op():
         namespace.define(name + SCHEMA)
     namespace.impl(launcher.python_name("op"), in_python, "CPU")
     launcher.register(library, 0, "op", "tsbod", b"CPU", SPACE)
+    kept, launcher._launcher = launcher._launcher, library
     yield SimpleNamespace(
         namespace=namespace,  # which would take its ops along
         call=getattr(torch.ops, SPACE).op.default,
@@ -140,6 +159,7 @@ def op():
         calls=calls,
         plans=lambda: library.plans_of(0),
     )
+    launcher._launcher = kept
 
 
 def test_the_second_call_runs_the_plan(op):
@@ -215,6 +235,14 @@ def test_a_thread_without_a_context_gets_the_device_s(op):
     op.driver.has_context, op.driver.device = False, 5
     op.call(x, "planned", False, None, torch.int8)
     assert op.calls == [] and op.driver.has_context and op.driver.device == -1
+    assert op.driver.held == 0
+    op.driver.has_context, op.driver.torch_device = False, 1
+    try:
+        op.call(x, "planned", False, None, torch.int8)  # the thread's device is another one
+    finally:
+        op.driver.torch_device = -1
+    assert op.calls == ["planned"] and not op.driver.has_context
+    op.driver.has_context = True
 
 
 def test_python_runs_while_calls_are_counted(op):
@@ -231,12 +259,72 @@ def test_python_runs_while_calls_are_counted(op):
 
 def test_an_error_reaches_the_caller_and_leaves_nothing_behind(op):
     x = torch.randn(2, 5)
-    with pytest.raises(RuntimeError, match="op_in_python failed"):
+    with pytest.raises(RuntimeError, match=r"^ValueError: the name is refused"):
         op.call(x, "refused", False, None, torch.int8)
     op.calls.clear()
     for _ in range(2):
         op.call(x, "planned", False, None, torch.int8)
     assert op.calls == ["planned"]
+
+
+def test_python_runs_a_call_that_the_launcher_cannot_finish(op):
+    """As where memory runs out: nothing of the failed call stays behind."""
+    x, y = torch.randn(3, 9), torch.randn(2)
+    for _ in range(2):
+        op.call(x, "planned", True, y, torch.int8)
+    op.calls.clear()
+    before = x._use_count(), y._use_count()
+    op.driver.fails = True
+    try:
+        for _ in range(5):
+            result, _ = op.call(x, "planned", True, y, torch.int8)
+    finally:
+        op.driver.fails = False
+    assert op.calls == ["planned"] * 5 and (result == -1).all()
+    assert (x._use_count(), y._use_count()) == before
+
+
+def test_operands_without_a_plan_are_remembered(op):
+    x = torch.randn(3, 11)
+    op.call(x, "nothing to plan", True, None, torch.int8)
+    plans = op.plans()
+    op.calls.clear()
+    op.call(x, "nothing to plan", True, None, torch.int8)
+    assert op.calls == ["nothing to plan"] and op.plans() == plans
+
+
+def test_the_exception_of_python_reaches_the_caller(monkeypatch):
+    """`called` raises it, whatever the launcher has made of it; once, and nothing runs twice."""
+    library = pytest.importorskip("lowbit_kernels.library")
+    ran = []
+
+    def run(x):
+        ran.append(x)
+        raise KeyboardInterrupt("now")
+
+    kept = library._keeping_error(run)
+
+    def op(x):
+        try:
+            kept(x)
+        except BaseException:
+            raise RuntimeError("of the launcher") from None
+
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        library.called(op, 1)
+    assert ran == [1] and library._raised.error is None
+    with pytest.raises(RuntimeError, match="of the launcher"):
+        op(2)
+    assert library._raised.error is None  # nobody asked for it
+
+
+def test_limits_of_a_launch():
+    many = Launch(KERNEL, 1, 32, (0,) * 33)
+    maps = Launch(KERNEL, 1, 32, (Map(0, 1, 1, 1, 1, 1, 1),) * 5)
+    wide = Launch(SimpleNamespace(**{**vars(KERNEL), "cluster": 2}), 1, 32, ())
+    for launch in (many, maps, wide):
+        with pytest.raises(ValueError, match="at most 32 and 4"):
+            launcher.encoded(Plan((), (), (launch,)))
 
 
 def test_tensors_are_freed(op):
