@@ -15,13 +15,14 @@ import ctypes
 import functools
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lowbit_kernels import host_compiler, launches
+from lowbit_kernels import host_compiler, launches, library
 from lowbit_kernels.launch_plan import Address, Buffer, Launch, Map, Plan
-from lowbit_kernels.library import contiguous_strides
 from lowbit_kernels.sources import program
 from lowbit_kernels.warned import warn_once
 
@@ -53,6 +54,62 @@ _numbers: dict[str, int | None] = {}
 def python_name(name: str) -> str:
     """The name of the op that computes the op `name` in Python."""
     return f"{name}_in_python"
+
+
+def planned_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """`library.register` of an op that has plans, also under its `python_name`. Call the result by `called`."""
+    name, arguments = schema[: schema.index("(")], schema[schema.index("(") :]
+    op = library.register(schema, run, fake)
+    library.LIBRARY.define(python_name(name) + arguments)
+    library.LIBRARY.impl(python_name(name), _keeping_error(run), "CompositeExplicitAutograd")
+    return op
+
+
+class _Raised(threading.local):
+    """The exception of the planned op that this thread has `called`, if that ran in Python."""
+
+    wanted: bool = False
+    error: BaseException | None = None
+
+
+_raised = _Raised()
+
+
+def _keeping_error(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose exception stays known. The launcher throws a RuntimeError with its message instead."""
+
+    def kept(*arguments: Any) -> Any:
+        try:
+            return run(*arguments)
+        except BaseException as error:
+            if _raised.wanted:
+                _raised.error = error
+            tell(error)
+            raise
+
+    return kept
+
+
+def called(op: Any, *arguments: Any) -> Any:
+    """The result of an op that `planned_op` registered, or the exception of its `run`.
+
+    A compiled graph calls the op itself. There the exception is a RuntimeError with the same message.
+    """
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    _raised.wanted, _raised.error = True, None
+    try:
+        return op(*arguments)
+    except RuntimeError:
+        error, _raised.error = (
+            _raised.error,
+            None,
+        )  # not kept, since it holds the tensors of its frames
+        if error is None:
+            raise
+        raise error from None
+    finally:
+        _raised.wanted = False
 
 
 def take_over(name: str, arguments: str) -> None:
@@ -107,9 +164,9 @@ def _for_cuda() -> ctypes.CDLL:
     return loaded(addresses, "cuda")
 
 
-def addresses_of(library: ctypes.CDLL, names: tuple[str, ...]) -> list[int]:
+def addresses_of(shared: ctypes.CDLL, names: tuple[str, ...]) -> list[int]:
     """The addresses of C functions. Raises AttributeError where the library lacks one."""
-    return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    return [ctypes.cast(getattr(shared, name), ctypes.c_void_p).value or 0 for name in names]
 
 
 def loaded(addresses: list[int], device: str) -> ctypes.CDLL:
@@ -118,27 +175,27 @@ def loaded(addresses: list[int], device: str) -> ctypes.CDLL:
     Raises:
         RuntimeError: the machine has no C++ compiler, or it cannot compile the launcher.
     """
-    library = host_compiler.library(program({}, "launcher.cpp"))
-    library.kernel_of.restype = ctypes.c_void_p
-    library.kernel_of.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p]
-    library.learn.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    library.plans_of.restype = ctypes.c_int64
-    library.tell.argtypes = [ctypes.c_char_p]
-    library.set_up(
+    made = host_compiler.library(program({}, "launcher.cpp"))
+    made.kernel_of.restype = ctypes.c_void_p
+    made.kernel_of.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p]
+    made.learn.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    made.plans_of.restype = ctypes.c_int64
+    made.tell.argtypes = [ctypes.c_char_p]
+    made.set_up(
         (ctypes.c_void_p * len(addresses))(*addresses),
         BUILT_FOR,
         getattr(_shim(), f"aoti_torch_device_type_{device}")(),
         ctypes.byref(launches.listening_now),
     )
-    return library
+    return made
 
 
 def register(
-    library: ctypes.CDLL, number: int, name: str, arguments: str, key: bytes, space: str = "lowbit"
+    made: ctypes.CDLL, number: int, name: str, arguments: str, key: bytes, space: str = "lowbit"
 ) -> int:
     """Make the launcher the kernel of ``<space>::<name>`` for a dispatch key; `number` is its number of the op."""
     python = f"{space}::{python_name(name)}".encode()
-    kernel = library.kernel_of(number, python, arguments.encode())
+    kernel = made.kernel_of(number, python, arguments.encode())
     entry, shim = ctypes.c_void_p(), _shim()
     error = shim.aoti_torch_library_init_impl(
         space.encode(), key, b"lowbit", 0, ctypes.byref(entry)
@@ -175,7 +232,7 @@ def encoded(plan: Plan | None) -> list[int]:
 
 
 def _buffer(buffer: Buffer) -> list[int]:
-    strides = contiguous_strides(buffer.shape)
+    strides = library.contiguous_strides(buffer.shape)
     zeroed = buffer.nbytes if buffer.zeroed else 0
     return [_dtype(buffer.dtype), len(buffer.shape), *buffer.shape, *strides, zeroed]
 

@@ -43,8 +43,9 @@ from torch import Tensor
 
 from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
 from lowbit_kernels.launch_plan import Buffer
+from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, called, register
+from lowbit_kernels.library import FLOATS
 from lowbit_kernels.random_bits import hashed, keys, multipliers, upper
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -276,10 +277,9 @@ def _check(
             raise ValueError("row_factor takes neither tensorwise nor row_scales; leave them out")
 
 
-_op = register(
+_op = planned_op(
     "quantize_rowcol(Tensor x, str format, bool rows=True, bool columns=True, bool tensorwise=False, "
     "Tensor? seed=None, Tensor? row_factor=None, bool row_scales=False) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch,
     _fake,
-    planned=True,
 )

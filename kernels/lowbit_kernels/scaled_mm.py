@@ -39,8 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import int8_mm_triton, launcher, nvrtc, scaled_mm_sm90
+from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, called, check_one_device, register
+from lowbit_kernels.library import FLOATS, check_one_device
 from lowbit_kernels.triton_runtime import runs_on
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -254,10 +255,9 @@ def check_result(n: int, bias: Tensor | None, out_dtype: torch.dtype) -> None:
             raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
 
 
-_op = register(
+_op = planned_op(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor? b_scale, Tensor? bias=None, "
     "ScalarType out_dtype=bfloat16) -> Tensor",
     _launch,
     _fake,
-    planned=True,
 )

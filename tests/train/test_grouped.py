@@ -167,8 +167,8 @@ def test_the_trace_shows_grouped_products() -> None:
     assert reasons(trace(blocks, x, offsets), "up") == {
         "grouped products take a scale a row, and the scheme one a block"
     }
-    expected = model(x, offsets)
-    assert relative(blocks(x, offsets), expected) < 0.05
+    own = int(offsets[-1])  # torch leaves the rows after the last expert as they are
+    assert relative(blocks(x, offsets)[:own], model(x, offsets)[:own]) < 1e-6
 
 
 def test_which_sizes_gain() -> None:
