@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import shutil
 import sys
@@ -355,9 +356,9 @@ def train(options: argparse.Namespace) -> None:
         folder.create(dataclasses.asdict(config), data)
     dist.init_process_group(device_id=device if on_gpu else None)
     try:
-        # A function, so that all tensors are gone before the group: gloo aborts some processes otherwise.
         run_all(config, folder, device, options.wandb if is_first else None)
     finally:
+        gc.collect()  # gloo aborts some processes while tensors are left, and models are in reference cycles
         dist.destroy_process_group()
 
 
