@@ -574,6 +574,24 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+class _RoundedTokens(torch.autograd.Function):
+    """x [M, K] rounded as the input of an int8 product; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        codes, scale = quantize_tokens(x)
+        return (codes[:, : x.shape[1]] * scale[:, None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def rounded_tokens(x: Tensor) -> Tensor:
+    """x [..., K] as `quantize_tokens` rounds it, with the gradient of the identity."""
+    return _RoundedTokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
 # ---- dequantized weights -----------------------------------------------------------------------------------
 
 

@@ -472,11 +472,11 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
         torch.set_grad_enabled(with_grad),
     ):
         outputs = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, Tensor)]
-        summed = [t.float().sum() for t in outputs if t.requires_grad and with_grad]
-        if backward and not summed:
+        ends = [t for t in outputs if t.requires_grad and with_grad]
+        if backward and not ends:
             raise ValueError("backward=True, but no output of the model requires a gradient")
-        if summed:
-            torch.autograd.backward(summed)
+        if ends:  # contiguous gradients, which grouped products of torch require
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
     ran = tuple(watch.products())
     return Trace((*ran, *_not_reached(model, {p.layer for p in ran})), watch.launches)
 

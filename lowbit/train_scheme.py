@@ -212,6 +212,8 @@ class LowbitProducts(TrainingScheme):
             note += f"; gradients {self.backward_format}"
         if self.stochastic_rounding:
             note += "; gradients rounded stochastically"
+        if len(shape) > 2 and (self.one_scale or self.in_blocks):
+            note += "; grouped products in high precision"
         return note
 
     def check(self, weight: Tensor) -> None:

@@ -19,11 +19,13 @@ from torch.nn import functional as F
 
 from lowbit.convert import Entry, Report, find_owners
 from lowbit.scheme import Spec
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 
-SCALE = "weight_scale_inv"
+SCALE = "_scale_inv"
+"""The name of the scales is that of their weight and this."""
 E4M3 = torch.float8_e4m3fn
 
 
@@ -45,9 +47,24 @@ def load_float8_blocks_(
 
     Raises:
         KeyError: an entry that the model lacks, a missing one, or a float8 weight without scales.
-        ValueError: a weight or scale of another shape. The model is then as it was.
+        ValueError: a weight or scale of another shape, scales of a weight that is not float8_e4m3fn, or a parameter of
+            the model that is on meta or in low bits already. The model is then as it was.
     """
-    plain = {name: t for name, t in state_dict.items() if not name.endswith(SCALE)}
+    for name, t in model.state_dict().items():
+        if isinstance(t, Tensor) and t.is_meta:
+            raise ValueError(f"{name} is on the meta device; call model.to_empty(device=...) first")
+    scales = {name for name in state_dict if name.endswith(SCALE)}
+    of_others = [
+        s
+        for s in scales
+        if getattr(state_dict.get(s.removesuffix(SCALE)), "dtype", None) is not E4M3
+    ]
+    if of_others:
+        raise ValueError(
+            f"{', '.join(sorted(of_others)[:3])}: scales of weights that are not {E4M3}, whose values would be lost; "
+            "accepted: float8_e4m3fn weights with scales of blocks of 128 x 128"
+        )
+    plain = {name: t for name, t in state_dict.items() if name not in scales}
     owners = {names[0].fqn: names for names in find_owners(model).values()}
     by_name = {owner.fqn: names for names in owners.values() for owner in names}
     activation = BLOCK_ACTIVATION if quantize_activations else None
@@ -74,8 +91,8 @@ def load_float8_blocks_(
 
 
 def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model` with its weights in float8 blocks as `weight` and `weight_scale_inv`, for
-    `safetensors.torch.save_file`. All other entries are those of `model.state_dict()`.
+    """The state dict of `model` with its weights in float8 blocks under their names, and their scales as `_scale_inv`
+    beside them, for `safetensors.torch.save_file`. All other entries are those of `model.state_dict()`.
 
     Raises ValueError if no weight is stored in blocks of 128 x 128, or another one in other low bits.
     """
@@ -101,7 +118,7 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
             weight = blocks[owner]
             rows, columns = weight.shape[-2:]
             found[owner] = as_bytes(value)[..., :rows, :columns].contiguous().view(E4M3)
-            found[owner.removesuffix("weight") + SCALE] = weight.scale.float()
+            found[owner + SCALE] = weight.scale.float()
     return found
 
 
@@ -119,8 +136,13 @@ def _assembled(
     activation: Spec | None,
 ) -> Float8Tensor:
     """The weight of these codes and their scales in the state dict, in place of the parameter `old`."""
-    key = name.removesuffix("weight") + SCALE
-    if not name.endswith("weight") or key not in state_dict:
+    if isinstance(old, LowbitTensor):
+        raise ValueError(
+            f"{name} is in low bits already: {old!r}; load into a plain model (lowbit.dequantize_ or "
+            "lowbit.train.restore_ makes it plain)"
+        )
+    key = name + SCALE
+    if key not in state_dict:
         raise KeyError(f"the float8 weight {name!r} has no scales {key!r} beside it")
     scale = state_dict[key]
     if scale.dtype is torch.uint8:

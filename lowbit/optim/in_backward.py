@@ -116,6 +116,7 @@ class StepInBackward:
         # Compiled steps, by the parameters of a bucket; the one used last comes last.
         self._steps: dict[tuple[int, ...], Any] = {}
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._collect)
             for param in params
@@ -134,6 +135,12 @@ class StepInBackward:
     def _collect(self, param: Tensor) -> None:
         """The hook of a parameter: its gradient is complete."""
         assert param.grad is not None
+        if id(param) not in self._known:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} is not the optimizer's: a conversion, such as prepare_, "
+                "has replaced it. Call remove() of the handle of step_in_backward, make the optimizer after the "
+                "conversion, and call step_in_backward again"
+            )
         stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
         self._bucket[param] = stream
         own = local(param.grad)

@@ -413,6 +413,10 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         for name, t in source.inner_tensors().items():
             setattr(self, name, t)
 
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """x [..., K] as this weight's products round it, for one that runs in high precision."""
+        return x if self.activation is None else self.activation.fake_quantize(x)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _LINEAR and isinstance(
@@ -420,6 +424,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         ):
             return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
         kwargs = kwargs or {}
+        if func in _OF_EXPERTS and len(args) > 1:
+            args = (*_rounded_for_experts(*args[:2]), *args[2:])
         if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
             return rows
         if _asks_for_gradient(func, args, kwargs):
@@ -430,6 +436,24 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 def representation_of(spec: Spec) -> type[AffineTensor]:
     """The class that stores a weight of this spec."""
     return next((kind for kind in AffineTensor._kinds if kind.stores(spec)), AffineTensor)
+
+
+# ---- products of experts -----------------------------------------------------------------------------------------
+
+_OF_EXPERTS = {
+    *(torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm), torch.bmm, Tensor.bmm),
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
+}
+
+
+def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
+    """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
+    products round it, and the weight without that rule."""
+    is_stack = isinstance(weight, AffineTensor) and weight.ndim == 3
+    if not is_stack or isinstance(x, LowbitTensor):
+        return x, weight
+    plain = weight if weight.activation is None else weight._with(activation=None)
+    return weight.rounded_input(x), plain
 
 
 # ---- requires_grad of a frozen weight ----------------------------------------------------------------------------
@@ -483,7 +507,7 @@ def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
         if weight.activation is not None:  # inputs cannot be told from gradients here
             raise weight._unsupported(
-                f"{func}, as its scheme quantizes inputs (accepted: F.linear of one expert, weight[i], at a time, or a "
+                f"{func} with it as the first operand, as its scheme quantizes inputs (accepted: input @ weight, or a "
                 "weight-only scheme)"
             )
     plain = [x for x in args[:2] if not isinstance(x, LowbitTensor)]

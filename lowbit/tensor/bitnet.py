@@ -35,6 +35,7 @@ from lowbit.products import (
     check_first_derivative,
     check_linear,
     quantize_tokens,
+    rounded_tokens,
     unflattened,
 )
 from lowbit.tensor.base import InnerShapes, LowbitTensor
@@ -218,7 +219,7 @@ class BitNetTensor(MasterWeightTensor):
 
     @classmethod
     def rounded_input(cls, x: Tensor) -> Tensor:
-        return _Tokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
+        return rounded_tokens(x)
 
     def sharded_product(self, x: Tensor, param: Any) -> Tensor:
         return bitnet_linear(x, self, None, self._scale_across(param))
@@ -361,19 +362,6 @@ class _Linear(torch.autograd.Function):
 def _narrow(dtype: torch.dtype) -> torch.dtype:
     """The dtype that int8 products read and write for tensors of `dtype`."""
     return torch.float32 if dtype is torch.float64 else dtype
-
-
-class _Tokens(torch.autograd.Function):
-    """x [M, K] rounded as the input of an int8 product; the gradient passes straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        codes, scale = quantize_tokens(x)
-        return (codes[:, : x.shape[1]] * scale[:, None]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 class _Zeros(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
+from lowbit.products import rounded_tokens
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, check_weight
@@ -80,6 +81,10 @@ class TernaryTensor(AffineTensor):
         codes = self._load(self.shape[-2 if self.transposed else -1])
         values = (codes * self.scale).to(self.dtype)
         return values.transpose(-2, -1) if self.transposed else values
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """In int8, a scale a token, as in training."""
+        return rounded_tokens(x)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:

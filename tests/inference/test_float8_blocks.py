@@ -135,6 +135,12 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"up.weight_scale_inv": torch.ones(2, 2)}, ValueError, r"scales \(2, 2\).*\(3, 2\)"),
         ({"up.weight": torch.zeros(300, 128).to(E4M3)}, ValueError, r"\(300, 128\)"),
         ({"norm.weight": None}, KeyError, r"lacks \['norm.weight'\]"),
+        (
+            {"up.weight": state["up.weight"].view(torch.int8)},
+            ValueError,
+            "up.weight_scale_inv.*lost",
+        ),
+        ({"norm.weight_scale_inv": torch.ones(1, 1)}, ValueError, "norm.weight_scale_inv.*lost"),
         ({"more": torch.ones(2)}, KeyError, r"the model lacks \['more'\]"),
         ({"more": torch.ones(2).to(E4M3)}, KeyError, "no parameter 'more'"),
     ):
@@ -145,10 +151,39 @@ def test_what_does_not_fit_is_refused() -> None:
         assert torch.equal(value, before[name])
     with pytest.raises(ValueError, match="no weights in float8 blocks"):
         float8_blocks_state_dict(model)
+    with torch.device("meta"):
+        on_meta = Net()
+    with pytest.raises(ValueError, match=r"on the meta device; call model\.to_empty"):
+        load_float8_blocks_(on_meta, state)
     load_float8_blocks_(model, state)
+    with pytest.raises(ValueError, match=r"up\.weight is in low bits already"):
+        load_float8_blocks_(model, state)
     lb.quantize_(model, {"head": lb.Int8WeightOnly()})
     with pytest.raises(ValueError, match=r"(head|embed)\.weight is stored otherwise"):
         float8_blocks_state_dict(model)
+
+
+def test_parameters_of_any_name() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(values(130, 70).bfloat16())
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.gate)
+
+    model = Gate()
+    lb.quantize_(
+        model,
+        lb.Float8DynamicActivationFloat8Weight(lb.PerBlock(128, 128)),
+        lambda module, name: isinstance(module, Gate),
+    )
+    state = float8_blocks_state_dict(model)
+    assert sorted(state) == ["gate", "gate_scale_inv"]
+    again = Gate()
+    load_float8_blocks_(again, state)
+    x = values(5, 70).bfloat16()
+    assert torch.equal(again(x), model(x))
 
 
 def test_the_preset() -> None:

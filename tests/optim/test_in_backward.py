@@ -297,3 +297,12 @@ def check_sharded(rank, world_size):
 
 def test_sharded():
     assert launch(check_sharded, 2) == [True, True]
+
+
+def test_a_conversion_afterwards_is_refused() -> None:
+    """The new parameters have the hooks of the old ones; the optimizer holds the old ones."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    optim.step_in_backward(optim.AdamW8bit(model.parameters()))
+    lowbit.train.prepare_(model, lowbit.Int8MixedPrecision(always=True))
+    with pytest.raises(RuntimeError, match="is not the optimizer's: a conversion"):
+        model(torch.randn(16, 32)).sum().backward()
