@@ -212,9 +212,11 @@ class LowbitProducts(TrainingScheme):
             note += f"; gradients {self.backward_format}"
         if self.stochastic_rounding:
             note += "; gradients rounded stochastically"
-        if len(shape) > 2 and (self.one_scale or self.in_blocks):
-            note += "; grouped products in high precision"
-        return note
+        return note + self._note_of_experts(shape)
+
+    def _note_of_experts(self, shape: Sequence[int]) -> str:
+        in_high_precision = len(shape) > 2 and (self.one_scale or self.in_blocks)
+        return "; grouped products in high precision" if in_high_precision else ""
 
     def check(self, weight: Tensor) -> None:
         super().check(weight)
@@ -392,7 +394,8 @@ class Float8BlockMixedPrecision(MixedPrecision):
 
     def describe(self, shape: Sequence[int]) -> str:
         note = f"e4m3, a scale a block of {BLOCK} x {BLOCK}: {', '.join(self.products)}"
-        return f"{note}; scales are powers of two" if self.power_of_two else note
+        note += "; scales are powers of two" if self.power_of_two else ""
+        return note + self._note_of_experts(shape)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit_kernels import nvrtc
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import check_one_device, register
 from lowbit_kernels.scaled_mm import check_result
@@ -102,10 +103,8 @@ def _by_torch(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
 
 def runs_on(device: torch.device) -> bool:
     """Whether the matrix units of this device run these products."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    version = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    return version >= CUDA and torch.cuda.get_device_capability(device) == CAPABILITY
+    is_built = device.type == "cuda" and nvrtc.cuda_version() >= CUDA
+    return is_built and nvrtc.capability(device) == CAPABILITY
 
 
 def _by_cublas(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit_kernels import nvrtc
 from lowbit_kernels.grouped_columns import STEP
 from lowbit_kernels.grouped_linear import find_tile
 from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
@@ -18,7 +19,7 @@ def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:
     """Whether Triton multiplies these formats on this device: int8, and on GPUs float8, both operands in one format."""
     if a == torch.int8:
         return True
-    return a == b and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return a == b and device.type == "cuda" and nvrtc.capability(device) >= (8, 9)
 
 
 @jit

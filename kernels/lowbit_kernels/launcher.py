@@ -43,7 +43,7 @@ DRIVER_FUNCTIONS = (
 BUILT_FOR = ctypes.c_uint64(2 << 56 | 11 << 48)
 """torch 2.11, whose form of arguments ``launcher.cpp`` reads and writes. Later versions of torch still accept it."""
 MOST_ARGUMENTS, MOST_MAPS = 32, 4
-"""Of a launch, as `launch` in ``launcher.cpp`` has room for."""
+"""The sizes of the arrays in which the function `launch` of ``launcher.cpp`` passes the arguments of a kernel."""
 
 _lock = threading.Lock()
 _launcher: ctypes.CDLL | None = None
@@ -101,10 +101,8 @@ def called(op: Any, *arguments: Any) -> Any:
     try:
         return op(*arguments)
     except RuntimeError:
-        error, _raised.error = (
-            _raised.error,
-            None,
-        )  # not kept, since it holds the tensors of its frames
+        # An exception holds the tensors of its frames, so it is not kept.
+        error, _raised.error = _raised.error, None
         if error is None:
             raise
         raise error from None
@@ -155,10 +153,9 @@ def tell(error: BaseException) -> None:
 
 def _for_cuda() -> ctypes.CDLL:
     """The launcher, set up for CUDA. Raises RuntimeError, OSError or AttributeError where that cannot be."""
-    folder = Path(torch.__file__).parent / "lib"
     addresses = [
-        *addresses_of(ctypes.CDLL(str(folder / "libtorch_cpu.so")), TORCH_FUNCTIONS),
-        *addresses_of(ctypes.CDLL(str(folder / "libtorch_cuda.so")), TORCH_CUDA_FUNCTIONS),
+        *addresses_of(_torch_library("cpu"), TORCH_FUNCTIONS),
+        *addresses_of(_torch_library("cuda"), TORCH_CUDA_FUNCTIONS),
         *addresses_of(ctypes.CDLL("libcuda.so.1"), DRIVER_FUNCTIONS),
     ]
     return loaded(addresses, "cuda")
@@ -184,7 +181,7 @@ def loaded(addresses: list[int], device: str) -> ctypes.CDLL:
     made.set_up(
         (ctypes.c_void_p * len(addresses))(*addresses),
         BUILT_FOR,
-        getattr(_shim(), f"aoti_torch_device_type_{device}")(),
+        getattr(_torch_library("cpu"), f"aoti_torch_device_type_{device}")(),
         ctypes.byref(launches.listening_now),
     )
     return made
@@ -196,7 +193,7 @@ def register(
     """Make the launcher the kernel of ``<space>::<name>`` for a dispatch key; `number` is its number of the op."""
     python = f"{space}::{python_name(name)}".encode()
     kernel = made.kernel_of(number, python, arguments.encode())
-    entry, shim = ctypes.c_void_p(), _shim()
+    entry, shim = ctypes.c_void_p(), _torch_library("cpu")
     error = shim.aoti_torch_library_init_impl(
         space.encode(), key, b"lowbit", 0, ctypes.byref(entry)
     )
@@ -209,8 +206,9 @@ def register(
 
 
 @functools.cache
-def _shim() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+def _torch_library(part: str) -> ctypes.CDLL:
+    """torch's own library of this name, whose C functions the launcher calls."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_{part}.so"))
 
 
 # ---- plans as numbers, which `Reader` in launcher.cpp reads ---------------------------------------------------------
@@ -261,4 +259,4 @@ def _launch(launch: Launch) -> list[int]:
 def _dtype(dtype: torch.dtype) -> int:
     """torch's number of a dtype."""
     name = str(dtype).removeprefix("torch.")
-    return getattr(_shim(), f"aoti_torch_dtype_{name}")()
+    return getattr(_torch_library("cpu"), f"aoti_torch_dtype_{name}")()

@@ -43,6 +43,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
+def cuda_version() -> tuple[int, ...]:
+    """The CUDA release that torch is built for, such as (12, 9); (0, 0) without CUDA."""
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+
+
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -180,7 +186,7 @@ def _config(shared: int, cluster: int, overlaps: bool) -> Any:
 
 def architecture(device: torch.device) -> str:
     """The GPU's architecture as NVRTC names it, such as ``sm_90``."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     return f"sm_{major}{minor}"
 
 

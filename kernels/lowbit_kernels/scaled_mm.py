@@ -30,7 +30,6 @@ The dtype of the operands and the device choose the implementation:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -196,11 +195,9 @@ def _float8_by_cublas(
     return _scaled(sums[:, :n], a_scale, b_scale, bias, out_dtype)
 
 
-@functools.cache
 def _takes_rows_in_any_dtype(device: torch.device) -> bool:
     """Whether scales of rows may come with an output other than bfloat16: in cuBLAS 12.9 and later, on Hopper."""
-    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    return version >= (12, 9) and nvrtc.capability(device) == (9, 0)
+    return nvrtc.cuda_version() >= (12, 9) and nvrtc.capability(device) == (9, 0)
 
 
 def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:

@@ -39,6 +39,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, 
 from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
+from lowbit.tensor.trainable import GROUPED, MATMULS
 from lowbit.traced import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, Spec, Scheme])
@@ -440,10 +441,7 @@ def representation_of(spec: Spec) -> type[AffineTensor]:
 
 # ---- products of experts -----------------------------------------------------------------------------------------
 
-_OF_EXPERTS = {
-    *(torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm), torch.bmm, Tensor.bmm),
-    *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
-}
+_OF_EXPERTS = {*GROUPED, *MATMULS}
 
 
 def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ from lowbit.products import (
 )
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import held_locally
-from lowbit.tensor.low_bit_linear import low_bit_product
+from lowbit.tensor.low_bit_linear import low_bit_product, transposed
 from lowbit.tensor.ternary import (
     TernaryTensor,
     magnitude,
@@ -333,7 +333,7 @@ class _Linear(torch.autograd.Function):
             ternary, scale = weight.ternary(scale)
             tracer.record(note, "grad_input", "int8" if rows else grad.dtype)
             if rows:
-                turned = F.pad(ternary.t(), (0, -ternary.shape[0] % 16)).contiguous()
+                turned = transposed(ternary, ternary.shape[1])
                 both = scales, scale.view(1)
                 grad_x = kernels.scaled_mm.scaled_mm(
                     codes, turned, *both, out_dtype=_narrow(ctx.dtype)
