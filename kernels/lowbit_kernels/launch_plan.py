@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class Buffer(NamedTuple):
-    """A contiguous tensor to allocate; `zeroed` before the first launch."""
+    """A contiguous tensor to allocate. `fill`: the value of its elements before the first launch; None leaves them as
+    they are. Other values than 0 are for float32."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    zeroed: bool = False
+    fill: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -60,12 +61,27 @@ class Launch(NamedTuple):
     arguments: tuple[int | Address | Map, ...]
 
 
+class CublasProduct(NamedTuple):
+    """`torch._scaled_mm` of tensors with these numbers: out = a @ b.T, scaled, plus the bias, if that is not None.
+
+    a [M, K] and b [N, K] are contiguous float8. `by_row`: the scales are [M] and [N], else both [1].
+    """
+
+    a: int
+    b: int
+    a_scale: int
+    b_scale: int
+    bias: int | None
+    out: int
+    by_row: bool
+
+
 class Plan(NamedTuple):
     """The buffers of a call and its launches, in order."""
 
     results: tuple[Buffer, ...]
     scratch: tuple[Buffer, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | CublasProduct, ...]
 
 
 def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
@@ -73,18 +89,39 @@ def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
     first = operands[0]
     assert first is not None
     made = [_allocated(buffer, first.device) for buffer in (*plan.results, *plan.scratch)]
-    addresses = [0 if t is None else t.data_ptr() for t in (*operands, *made)]
+    tensors = *operands, *made
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
     with torch.cuda.device_of(first):
-        stream = torch.cuda.current_stream().cuda_stream
         for launch in plan.launches:
+            if isinstance(launch, CublasProduct):
+                _multiply(launch, tensors)
+                continue
+            stream = torch.cuda.current_stream().cuda_stream
             values = (_value(argument, addresses) for argument in launch.arguments)
             launch.kernel(stream, launch.grid, launch.threads, *values)
     return made[: len(plan.results)]
 
 
 def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
-    make = torch.zeros if buffer.zeroed else torch.empty
-    return make(buffer.shape, dtype=buffer.dtype, device=device)
+    options: dict[str, Any] = {"dtype": buffer.dtype, "device": device}
+    if buffer.fill is None:
+        return torch.empty(buffer.shape, **options)
+    return torch.full(buffer.shape, buffer.fill, **options)
+
+
+def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
+    a_shape, b_shape = ((-1, 1), (1, -1)) if one.by_row else ((), ())
+    out = tensors[one.out]
+    torch._scaled_mm(
+        tensors[one.a],
+        tensors[one.b].t(),
+        tensors[one.a_scale].view(a_shape),
+        tensors[one.b_scale].view(b_shape),
+        bias=None if one.bias is None else tensors[one.bias],
+        out_dtype=out.dtype,
+        use_fast_accum=True,
+        out=out,
+    )
 
 
 def _value(argument: int | Address | Map, addresses: Sequence[int]) -> int:

@@ -61,13 +61,16 @@ struct Functions {
     int (*string_length)(void *, size_t *);
     int (*delete_string)(void *);
     int (*call_op)(const char *, const char *, Value *, uint64_t);
+    int (*view)(Tensor, int64_t, const int64_t *, const int64_t *, int64_t, Tensor *);
     int (*torch_device)(int32_t *);
+    int (*scaled_mm)(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor *, Tensor *, int32_t *, int32_t);
     int (*current_stream)(int32_t, Stream *);
     int (*current_device)(int *);
     int (*retain_context)(void **, int);
     int (*set_context)(void *);
     int (*release_context)(int);
     int (*set_bytes)(uint64_t, unsigned char, size_t, Stream);
+    int (*set_words)(uint64_t, unsigned, size_t, Stream);
     int (*launch)(const LaunchConfig *, void *, void **, void **);
     int (*encode_map)(TensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *,
                       const uint32_t *, int, int, int, int);
@@ -87,7 +90,8 @@ void check(int error, const char *what) {
 struct Buffer {
     int32_t dtype;
     std::vector<int64_t> sizes, strides;
-    int64_t zeroed;  // bytes to set to zero
+    int64_t filled;  // bytes to fill with `word`
+    unsigned word;
 };
 
 struct Argument {
@@ -96,7 +100,14 @@ struct Argument {
     int64_t size, rows, columns, stride, box, width;
 };
 
+struct CublasProduct {
+    int64_t a, b, a_scale, b_scale, bias, out;  // numbers of tensors; a bias of -1 is none
+    bool by_row;
+};
+
 struct Launch {
+    bool is_product;
+    CublasProduct product;
     void *function;
     unsigned grid, threads, shared;
     bool overlaps;
@@ -126,7 +137,8 @@ struct Reader {
             const int64_t dim = number();
             buffer.sizes = numbers(dim);
             buffer.strides = numbers(dim);
-            buffer.zeroed = number();
+            buffer.filled = number();
+            buffer.word = (unsigned)number();
         }
         return found;
     }
@@ -149,6 +161,13 @@ struct Reader {
         found->scratch = buffers();
         found->launches.resize(number());
         for (Launch &launch : found->launches) {
+            launch.is_product = number() != 0;
+            if (launch.is_product) {
+                CublasProduct &one = launch.product;
+                one.a = number(), one.b = number(), one.a_scale = number(), one.b_scale = number();
+                one.bias = number(), one.out = number(), one.by_row = number() != 0;
+                continue;
+            }
             launch.function = (void *)number();
             launch.grid = (unsigned)number(), launch.threads = (unsigned)number(), launch.shared = (unsigned)number();
             launch.overlaps = number() != 0;
@@ -313,27 +332,63 @@ void launch(const Launch &one, const std::vector<void *> &addresses, Stream stre
     check(functions.launch(&config, one.function, pointers, nullptr), "cuLaunchKernelEx");
 }
 
+// A view of a contiguous tensor as a matrix with these strides (`dim` 2), or as a number (`dim` 0).
+struct View {
+    Tensor made = nullptr;
+    View(Tensor of, int64_t dim, int64_t rows, int64_t columns, int64_t down, int64_t across) {
+        const int64_t sizes[2] = {rows, columns}, strides[2] = {down, across};
+        check(functions.view(of, dim, sizes, strides, 0, &made), "aoti_torch__reinterpret_tensor");
+    }
+    View(const View &) = delete;
+    ~View() {
+        if (made != nullptr) functions.delete_tensor(made);
+    }
+};
+
+void multiply(const CublasProduct &one, const std::vector<Tensor> &tensors) {
+    int64_t *a, *b;
+    int32_t dtype;
+    Tensor bias = one.bias < 0 ? nullptr : tensors[one.bias];
+    check(functions.sizes(tensors[one.a], &a), "aoti_torch_get_sizes");
+    check(functions.sizes(tensors[one.b], &b), "aoti_torch_get_sizes");
+    check(functions.dtype(tensors[one.out], &dtype), "aoti_torch_get_dtype");
+    const int64_t m = a[0], n = b[0], k = a[1], dim = one.by_row ? 2 : 0;
+    const View turned(tensors[one.b], 2, k, n, 1, k);
+    const View a_scale(tensors[one.a_scale], dim, m, 1, 1, 1), b_scale(tensors[one.b_scale], dim, 1, n, n, 1);
+    check(functions.scaled_mm(tensors[one.out], tensors[one.a], turned.made, a_scale.made, b_scale.made,
+                              bias == nullptr ? nullptr : &bias, nullptr, &dtype, 1),
+          "aoti_torch_cuda__scaled_mm_out");
+}
+
 // Replaces the arguments by the results. Throws before that, for example where memory runs out.
 void carry_out(const Op &op, const Plan &plan, Value *stack, int32_t device) {
     Stream stream;
     check(functions.current_stream(device, &stream), "aoti_torch_get_current_cuda_stream");
     Tensors made;
     std::vector<void *> addresses;
+    std::vector<Tensor> tensors;
     for (size_t i = 0; i < op.arguments.size(); ++i) {
         const char kind = op.arguments[i];
         if (kind != 't' && kind != 'o') continue;
         void *address = nullptr;
-        if (const Tensor tensor = tensor_of(kind, stack[i])) functions.data_ptr(tensor, &address);
-        addresses.push_back(address);
+        const Tensor tensor = tensor_of(kind, stack[i]);
+        if (tensor != nullptr) functions.data_ptr(tensor, &address);
+        addresses.push_back(address), tensors.push_back(tensor);
     }
     for (const auto *buffers : {&plan.results, &plan.scratch}) {
         for (const Buffer &buffer : *buffers) {
-            addresses.push_back(made.allocate(buffer, device));
-            if (buffer.zeroed > 0)
-                check(functions.set_bytes((uint64_t)addresses.back(), 0, buffer.zeroed, stream), "cuMemsetD8Async");
+            addresses.push_back(made.allocate(buffer, device)), tensors.push_back(made.owned.back());
+            const uint64_t address = (uint64_t)addresses.back();
+            if (buffer.filled > 0 && buffer.word == 0)
+                check(functions.set_bytes(address, 0, buffer.filled, stream), "cuMemsetD8Async");
+            else if (buffer.filled > 0)
+                check(functions.set_words(address, buffer.word, buffer.filled / 4, stream), "cuMemsetD32Async");
         }
     }
-    for (const Launch &one : plan.launches) launch(one, addresses, stream);
+    for (const Launch &one : plan.launches) {
+        if (one.is_product) multiply(one.product, tensors);
+        else launch(one, addresses, stream);
+    }
     for (size_t i = 0; i < op.arguments.size(); ++i) {
         const char kind = op.arguments[i];
         if (const Tensor tensor = tensor_of(kind, stack[i])) functions.delete_tensor(tensor);

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from lowbit_kernels import host_compiler, launches, library
-from lowbit_kernels.launch_plan import Address, Buffer, Launch, Map, Plan
+from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Plan
 from lowbit_kernels.sources import program
 from lowbit_kernels.warned import warn_once
 
@@ -32,12 +33,12 @@ TORCH_FUNCTIONS = (
     *("aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_index"),
     *("aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"),
     *("torch_string_c_str", "torch_string_length", "torch_delete_string", "torch_call_dispatcher"),
-    "aoti_torch_get_current_device_index",
+    *("aoti_torch__reinterpret_tensor", "aoti_torch_get_current_device_index"),
 )
-TORCH_CUDA_FUNCTIONS = ("aoti_torch_get_current_cuda_stream",)
+TORCH_CUDA_FUNCTIONS = ("aoti_torch_cuda__scaled_mm_out", "aoti_torch_get_current_cuda_stream")
 DRIVER_FUNCTIONS = (
     *("cuCtxGetDevice", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"),
-    *("cuDevicePrimaryCtxRelease_v2", "cuMemsetD8Async", "cuLaunchKernelEx"),
+    *("cuDevicePrimaryCtxRelease_v2", "cuMemsetD8Async", "cuMemsetD32Async", "cuLaunchKernelEx"),
     "cuTensorMapEncodeTiled",
 )
 BUILT_FOR = ctypes.c_uint64(2 << 56 | 11 << 48)
@@ -231,11 +232,16 @@ def encoded(plan: Plan | None) -> list[int]:
 
 def _buffer(buffer: Buffer) -> list[int]:
     strides = library.contiguous_strides(buffer.shape)
-    zeroed = buffer.nbytes if buffer.zeroed else 0
-    return [_dtype(buffer.dtype), len(buffer.shape), *buffer.shape, *strides, zeroed]
+    filled = 0 if buffer.fill is None else buffer.nbytes
+    word = int.from_bytes(struct.pack("<f", buffer.fill or 0), "little")
+    return [_dtype(buffer.dtype), len(buffer.shape), *buffer.shape, *strides, filled, word]
 
 
-def _launch(launch: Launch) -> list[int]:
+def _launch(launch: Launch | CublasProduct) -> list[int]:
+    if isinstance(launch, CublasProduct):
+        bias = -1 if launch.bias is None else launch.bias
+        operands = launch.a, launch.b, launch.a_scale, launch.b_scale, bias, launch.out
+        return [1, *operands, int(launch.by_row)]
     kernel = launch.kernel
     maps = sum(isinstance(argument, Map) for argument in launch.arguments)
     if len(launch.arguments) > MOST_ARGUMENTS or maps > MOST_MAPS or kernel.cluster != 1:
@@ -243,7 +249,7 @@ def _launch(launch: Launch) -> list[int]:
             f"a launch with {len(launch.arguments)} arguments, {maps} tensor maps and clusters of {kernel.cluster}; "
             f"the launcher takes at most {MOST_ARGUMENTS} and {MOST_MAPS}, and clusters that the kernel itself declares"
         )
-    words = [kernel.handle, launch.grid, launch.threads, kernel.shared, int(kernel.overlaps)]
+    words = [0, kernel.handle, launch.grid, launch.threads, kernel.shared, int(kernel.overlaps)]
     words.append(len(launch.arguments))
     for argument in launch.arguments:
         if isinstance(argument, Address):

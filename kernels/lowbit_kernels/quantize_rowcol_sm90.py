@@ -93,7 +93,7 @@ def planned(
         Launch(_kernel(variant, name, x.device), tiles, THREADS, arguments)
         for name in ("absmax", "quantize")
     )
-    return Plan(results, (Buffer((m + k,), torch.int32, zeroed=True),), (absmax, codes))
+    return Plan(results, (Buffer((m + k,), torch.int32, fill=0),), (absmax, codes))
 
 
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:

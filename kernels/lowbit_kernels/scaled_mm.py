@@ -30,6 +30,7 @@ The dtype of the operands and the device choose the implementation:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels import int8_mm_triton, launcher, nvrtc, scaled_mm_sm90
+from lowbit_kernels import int8_mm_triton, launch_plan, launcher, nvrtc, scaled_mm_sm90
+from lowbit_kernels.launch_plan import Buffer, CublasProduct, Plan
 from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device
@@ -104,7 +106,7 @@ def _launch(
     _check(a, b, a_scale, b_scale, bias, out_dtype)
     name, multiply = _implementation(a, b)
     ran("scaled_mm", name)
-    if name not in ("int8 sm90", "float8 sm90"):
+    if name not in ("int8 sm90", "float8 sm90", "float8 cublas"):
         launcher.learn("scaled_mm", None)
         b_scale = a_scale.new_ones(1) if b_scale is None else b_scale
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
@@ -161,38 +163,56 @@ def _float8_by_cublas(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
-    b_scale: Tensor,
+    b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    given = a, b, a_scale, b_scale, bias
     # A single row is contiguous with any stride, but cuBLAS needs the stride of a full row.
     a, b = (
         x.contiguous().view(-1).view(x.shape) if len(x) == 1 else x.contiguous() for x in (a, b)
     )
-    n = b.shape[0]
+    m, n = a.shape[0], b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns
         b = F.pad(b.view(torch.uint8), (0, 0, 0, extra)).view(b.dtype)
     fused_bias = bias is None or (bias.dtype == out_dtype != torch.float32 and not extra)
-    by_row = a_scale.numel() > 1 or b_scale.numel() > 1
+    by_row = a_scale.numel() > 1 or (b_scale is not None and b_scale.numel() > 1)
     any_dtype = not by_row or out_dtype == torch.bfloat16 or _takes_rows_in_any_dtype(a.device)
     if fused_bias and not extra and any_dtype:
-        shapes = ((-1, 1), (1, -1)) if by_row else ((), ())
-        if by_row:
-            a_scale = a_scale.expand(a.shape[0]).contiguous()
-            b_scale = b_scale.expand(n).contiguous()
-        return torch._scaled_mm(
-            a,
-            b.t(),
-            a_scale.view(shapes[0]),
-            b_scale.view(shapes[1]),
-            bias=bias,
-            out_dtype=out_dtype,
-            use_fast_accum=True,
+        operands = (
+            *(a, b, _one_each(a_scale, m if by_row else 1)),
+            None if b_scale is None else _one_each(b_scale, n if by_row else 1),
+            None if bias is None else bias.contiguous(),
         )
+        found = _cublas_plan(m, n, by_row, b_scale is None, bias is not None, out_dtype)
+        as_given = all(x is y for x, y in zip(given, operands, strict=True))
+        if as_given:
+            launcher.take_over("scaled_mm", "tttood")
+        launcher.learn("scaled_mm", found if as_given else None)
+        return launch_plan.run(found, operands)[0]
+    launcher.learn("scaled_mm", None)
     # cuBLAS has no such epilogue: compute plain sums in float32, and scale them in a second pass.
     one = a_scale.new_ones(())
     sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
     return _scaled(sums[:, :n], a_scale, b_scale, bias, out_dtype)
+
+
+def _one_each(scale: Tensor, count: int) -> Tensor:
+    """A scale as a contiguous vector of `count`; itself where it is one."""
+    return (scale if scale.numel() == count else scale.expand(count)).contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _cublas_plan(
+    m: int, n: int, by_row: bool, no_b_scale: bool, has_bias: bool, out_dtype: torch.dtype
+) -> Plan:
+    """Operands: a, b, a_scale, b_scale and bias, as `CublasProduct` takes them. Without b's scales, those are ones."""
+    ones = (Buffer((n if by_row else 1,), torch.float32, fill=1),) if no_b_scale else ()
+    bias, out, made = 4, 5, 6
+    product = CublasProduct(
+        0, 1, 2, made if no_b_scale else 3, bias if has_bias else None, out, by_row
+    )
+    return Plan((Buffer((m, n), out_dtype),), ones, (product,))
 
 
 def _takes_rows_in_any_dtype(device: torch.device) -> bool:

@@ -40,6 +40,7 @@ from lowbit.products import (
 )
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import held_locally
+from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.low_bit_linear import low_bit_product, transposed
 from lowbit.tensor.ternary import (
     TernaryTensor,
@@ -155,6 +156,7 @@ class BitNetTensor(MasterWeightTensor):
 
     # ---- FSDP2 -----------------------------------------------------------------------------------------------
 
+    @pre_all_gather
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:

@@ -12,7 +12,7 @@ Codes travel as integers, never as bits of a floating dtype. FSDP2 copies the in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,36 @@ def _keep_until_read(tensors: Iterable[Tensor]) -> None:
             t.record_stream(torch.cuda.current_stream(t.device))
 
 
+class _BoundHook:
+    """A hook and its tensor. FSDP2 calls `inspect.signature` of it at each gather; for a bound method that takes longer
+    than the hook itself."""
+
+    __slots__ = ("__signature__", "hook", "tensor")
+
+    def __init__(self, hook: Callable[..., Any], tensor: Any, signature: inspect.Signature) -> None:
+        self.hook, self.tensor, self.__signature__ = hook, tensor, signature
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(self.tensor, *args)
+
+
+class pre_all_gather:
+    """Decorator of a method `fsdp_pre_all_gather`: makes it a `_BoundHook` of a tensor, and calls it without
+    `__torch_function__`, through which each attribute of the tensor would pass in Python."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        found = inspect.signature(hook)
+        self.signature = found.replace(parameters=list(found.parameters.values())[1:])
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        return self if tensor is None else _BoundHook(self, tensor, self.signature)
+
+    def __call__(self, tensor: Any, *args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.hook(tensor, *args)
+
+
 class FSDPHooks:
     """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
@@ -78,6 +108,7 @@ class FSDPHooks:
         """Whether each of `ranks` shards of a weight of `shape` has this form. All ranks decide alike."""
         return True
 
+    @pre_all_gather
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
@@ -120,7 +151,3 @@ class FSDPHooks:
             with torch.autograd._unsafe_preserve_version_counter(held):
                 held.copy_(t)
         return None
-
-
-# FSDP2 calls inspect.signature at each gather, which takes longer than the rest of the hook. This holds the answer.
-FSDPHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(FSDPHooks.fsdp_pre_all_gather)  # type: ignore[attr-defined]

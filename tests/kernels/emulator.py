@@ -180,7 +180,9 @@ def filled_memory() -> Iterator[None]:
 
     def filled(buffer, device):
         made = allocated(buffer, device)
-        return made if buffer.zeroed else made.view(torch.uint8).fill_(0xAA).view(buffer.dtype)
+        if buffer.fill is not None:
+            return made
+        return made.view(torch.uint8).fill_(0xAA).view(buffer.dtype)
 
     with mock.patch.object(launch_plan, "_allocated", filled):
         yield

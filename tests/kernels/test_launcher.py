@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowbit_kernels import host_compiler, launch_plan, launcher, launches
-from lowbit_kernels.launch_plan import Address, Buffer, Launch, Map, Plan
+from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Plan
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 
@@ -42,6 +42,7 @@ class Driver:
             (self.set_context, (pointer,)),
             (self.release_context, (ctypes.c_int,)),
             (self.set_bytes, (number, ctypes.c_ubyte, ctypes.c_size_t, pointer)),
+            (self.set_words, (number, ctypes.c_uint32, ctypes.c_size_t, pointer)),
             (self.launch, (ctypes.POINTER(Config), pointer, ctypes.POINTER(pointer), pointer)),
             (
                 self.encode_map,
@@ -55,8 +56,9 @@ class Driver:
         )
         self.kept = [ctypes.CFUNCTYPE(ctypes.c_int, *types)(method) for method, types in kinds]
 
-    def addresses(self) -> list[int]:
-        return [ctypes.cast(function, ctypes.c_void_p).value for function in self.kept]
+    def addresses(self, scaled_mm: int) -> list[int]:
+        first, *others = [ctypes.cast(function, ctypes.c_void_p).value for function in self.kept]
+        return [first, scaled_mm, *others]
 
     def current_stream(self, device, to):
         to[0] = 77
@@ -85,6 +87,10 @@ class Driver:
 
     def set_bytes(self, address, value, count, stream):
         ctypes.memset(address, value, count)
+        return 0
+
+    def set_words(self, address, value, count, stream):
+        (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
         return 0
 
     def launch(self, config, function, pointers, extra):
@@ -118,8 +124,18 @@ def plan_for(x: torch.Tensor, dtype: torch.dtype) -> Plan:
     arguments = (12345, Address(4), Address(2, 4), Map(0, 4, 6, 8, 8, 2, 32))
     return Plan(
         (Buffer((3, 2), torch.int32), Buffer((0, 0), dtype)),
-        (Buffer((2,), torch.int32, zeroed=True),),
+        (Buffer((2,), torch.int32, fill=0),),
         (Launch(KERNEL, 5, 64, arguments), Launch(KERNEL, 6, 32, arguments)),
+    )
+
+
+def product_of(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> Plan:
+    """x @ y.T of float8, scaled by 1, and the ones that it was scaled by."""
+    m, n = x.shape[0], y.shape[0]
+    return Plan(
+        (Buffer((m, n), dtype), Buffer((1,), torch.float32, fill=1)),
+        (),
+        (CublasProduct(0, 1, 3, 3, None, 2, by_row=False),),
     )
 
 
@@ -132,7 +148,9 @@ def op():
     names = launcher.TORCH_FUNCTIONS[:-1]  # the last asks for a GPU
     folder = Path(torch.__file__).parent / "lib"
     shim = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
-    library = launcher.loaded([*launcher.addresses_of(shim, names), *driver.addresses()], "cpu")
+    (scaled_mm,) = launcher.addresses_of(shim, ("aoti_torch_cpu__scaled_mm_out",))
+    functions = [*launcher.addresses_of(shim, names), *driver.addresses(scaled_mm)]
+    library = launcher.loaded(functions, "cpu")
 
     def in_python(x, name, flag, y, dtype):
         calls.append(name)
@@ -142,7 +160,8 @@ def op():
         if name == "nothing to plan":
             library.learn(0, (ctypes.c_int64 * 1)(*launcher.encoded(None)))
             return torch.empty(0), torch.empty(0)
-        words = launcher.encoded(plan_for(x, dtype))
+        plan = product_of(x, y, dtype) if name == "product" else plan_for(x, dtype)
+        words = launcher.encoded(plan)
         if name != "unplanned":
             library.learn(0, (ctypes.c_int64 * len(words))(*words))
         return torch.full((3, 2), -1, dtype=torch.int32), torch.empty(0, 0, dtype=dtype)
@@ -284,6 +303,19 @@ def test_python_runs_a_call_that_the_launcher_cannot_finish(op):
     assert (x._use_count(), y._use_count()) == before
 
 
+def test_a_product_by_torch(op):
+    """Also of a part of a larger tensor, whose memory begins later."""
+    x, y = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (40, 48))
+    parts = x[8:], y[16:]
+    for _ in range(2):
+        op.calls.clear()
+        out, ones = op.call(parts[0], "product", False, parts[1], torch.bfloat16)
+    assert op.calls == [] and ones.tolist() == [1.0]
+    expected = (parts[0].float() @ parts[1].float().T).to(torch.bfloat16)
+    torch.testing.assert_close(out, expected)
+    assert [t._use_count() for t in (*parts, out)] == [1, 1, 1]
+
+
 def test_operands_without_a_plan_are_remembered(op):
     x = torch.randn(3, 11)
     op.call(x, "nothing to plan", True, None, torch.int8)
@@ -352,7 +384,7 @@ def test_run_in_python_does_the_same(op):
     x = torch.randn(6, 8)
     plan = Plan(
         (Buffer((3, 2), torch.int32),),
-        (Buffer((4,), torch.int32, zeroed=True),),
+        (Buffer((4,), torch.int32, fill=0),),
         (Launch(kernel, 5, 64, (9, Address(0, 8), Address(1), Address(3))),),
     )
     with pytest.MonkeyPatch.context() as patch:
