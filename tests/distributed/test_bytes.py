@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lowbit.train_scheme import BLOCK
 from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, same_bits
 
@@ -112,11 +113,14 @@ def check_gathered(rank, world_size):
     """FSDP2 and HSDP gather a group whose tensors would all share one 16-bit dtype, twice into the same memory."""
     with copies_as_on_cuda():
         for case in WEIGHTS:
-            rows, as_sent = rows_of(case, True), filled(case, 2, 0)._wire()
+            stored = filled(case, 2, 0)
+            rows, as_sent = rows_of(case, True), stored._wire()
             if as_sent._row_attrs() == ("weight",):  # values travel, in their own dtype
                 continue
             for mesh in meshes():
                 for shift, count in ((0, rows), (1, rows), (0, rows + 1)):
+                    if not stored._wire_fits(torch.Size((count, COLUMNS)), world_size):
+                        count = -(-count // (BLOCK * world_size)) * BLOCK * world_size
                     whole = filled(case, count, shift, wire=True)
                     model = shard(Holder(whole.clone()), mesh)
                     for _ in range(2):
