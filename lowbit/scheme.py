@@ -146,7 +146,7 @@ class Spec:
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.granularity.block_size(shape)
 
-    def _pad(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """`x` padded with zeros to `padded_shape`. Zeros never change a range, which always includes zero."""
         padding = [n - m for n, m in zip(self.padded_shape(x.shape), x.shape, strict=True)]
         if not any(padding):
@@ -187,8 +187,13 @@ class Spec:
 
         codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension.
         """
-        x = self._pad(x)
-        scale, zero_point = self.choose_qparams(x, scale_dtype)
+        return self.quantize_by(x, *self.choose_qparams(self.pad(x), scale_dtype))
+
+    def quantize_by(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`quantize` with a scale and zero point that are given, shaped as `choose_qparams` gives them."""
+        x = self.pad(x)
         fmt = self.format
         block = self.block_size(x.shape)
         codes = quantize_affine(
@@ -204,7 +209,7 @@ class Spec:
         The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes; float8 for
         float8, which never clips at its own scale.
         """
-        x = self._pad(x)
+        x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype)
         fmt = self.format
         low, high = fmt.quant_min, fmt.quant_max
@@ -239,7 +244,7 @@ class Spec:
 
     def fake_quantize(self, x: Tensor, scale_dtype: torch.dtype = torch.float32) -> Tensor:
         """`dequantize(*quantize(x))` to the bit, in `x`'s shape and dtype, with straight-through gradients."""
-        padded = self._pad(x)
+        padded = self.pad(x)
         with torch.no_grad():
             scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
         fmt = self.format

@@ -5,11 +5,13 @@
     ...                                                   # train
     qat.convert_(model)                                   # int4 weights, equal to the last bit to those trained
 
-The straight-through estimator (arXiv 1308.3432) carries gradients through the rounding; scales are those of the
-present weight at every step. Source of the procedure: Jacob et al., arXiv 1712.05877.
+The straight-through estimator (arXiv 1308.3432) carries gradients through the rounding. Source of the procedure: Jacob
+et al., arXiv 1712.05877.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,23 +28,57 @@ from lowbit.convert import (
 from lowbit.tensor.base import check_weight
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import (
+    LearnedScalesTensor,
+    can_hold,
+    check_scales,
+    drop_scales,
+    give_scales,
+    scales_of,
+)
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 
 
-def prepare_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
+def prepare_(
+    model: nn.Module,
+    scheme: Schemes,
+    filter_fn: Filter | None = None,
+    *,
+    scales: Literal["present", "learned"] = "present",
+) -> Report:
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
-    Arguments, report and errors are those of `lowbit.quantize_`. The parameters are replaced (the new ones share the
-    old ones' memory): make the optimizer afterwards. The state dict stays that of the plain model. Each `nn.Linear`
-    becomes a subclass of it until `convert_`, so that tensor parallelism can split its weight.
+    Report and errors are those of `lowbit.quantize_`. The parameters are replaced (the new ones share the old ones'
+    memory): make the optimizer afterwards. Each `nn.Linear` becomes a subclass of it until `convert_`, so that tensor
+    parallelism can split its weight.
+
+    Args:
+        model, scheme, filter_fn: those of `lowbit.quantize_`.
+        scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
+            of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
+            `weight_zero` of each `nn.Linear` and `nn.Embedding` (`lowbit.learned_scales`). Weights of other modules
+            keep present scales, and the report says so.
     """
+    if scales not in ("present", "learned"):
+        raise ValueError(f"scales must be 'present' or 'learned', got {scales!r}")
     targets, report = find_targets(model, scheme, filter_fn)
     modules = _modules(targets)
-    report = replace_weights(
-        targets, report, lambda t: FakeQuantizedTensor(t.weight, t.scheme), trainable=True
-    )
+    learned = [t.owners for t in targets if scales == "learned" and _can_learn(t)]
+
+    def prepared(target: Target) -> Tensor:
+        kind = LearnedScalesTensor if target.owners in learned else FakeQuantizedTensor
+        return kind(target.weight, target.scheme)
+
+    report = replace_weights(targets, report, prepared, trainable=True)
     make_shardable(modules)
+    for owners in learned:
+        module, name, _ = owners[0]
+        give_scales(getattr(module, name), [owner.module for owner in owners])
     return report.count(model)
+
+
+def _can_learn(target: Target) -> bool:
+    return can_hold(owner.module for owner in target.owners)
 
 
 def _modules(targets: list[Target]) -> set[nn.Module]:
@@ -68,6 +104,8 @@ def convert_(model: nn.Module) -> Report:
             )
         if isinstance(weight, FakeQuantizedTensor):
             check_weight(weight.weight, fqn)
+            if isinstance(weight, LearnedScalesTensor):
+                check_scales(module, fqn)
             targets.append(Target(weight, weight.scheme, tuple(owners)))
     if not targets:
         raise ValueError(
@@ -76,10 +114,14 @@ def convert_(model: nn.Module) -> Report:
         )
     modules = _modules(targets)
     report = replace_weights(targets, Report(), _frozen, trainable=False)
+    for module in modules:
+        drop_scales(module)
     make_plain(modules)
     return report.count(model)
 
 
 def _frozen(target: Target) -> Tensor:
     assert isinstance(target.weight, FakeQuantizedTensor)
+    if isinstance(target.weight, LearnedScalesTensor):
+        return target.weight.frozen_by(*scales_of(target.owners[0].module))
     return target.weight.frozen()

@@ -102,9 +102,17 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return self
 
     @classmethod
-    def from_float(cls, weight: Tensor, scheme: Scheme | Spec) -> AffineTensor:
+    def from_float(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> AffineTensor:
         """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and
         for float8 in blocks).
+
+        qparams: the scale and the zero point to take, shaped and typed as `Spec.choose_qparams` gives them, instead of
+        those that it chooses.
 
         A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
         infinite weights.
@@ -114,10 +122,16 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         )
         check_weight(weight)
         kind = representation_of(spec)
-        scale_dtype = kind._scale_dtype(spec, weight.dtype)
+        scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
-        tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
-        return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+        if qparams is None:
+            tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
+            return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+        codes, scale, zero_point = spec.quantize_by(weight.detach(), *qparams)
+        tensors = {"codes": kind._store(codes, spec), "scale": scale, "zero_point": zero_point}
+        made = kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+        made.check_parts()
+        return made
 
     @classmethod
     def _encode_as(
@@ -149,7 +163,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return pack((codes - int(spec.format.quant_min)).view(torch.uint8), spec.format.bits)
 
     @classmethod
-    def _scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
         """The dtype of new scales, for a weight of `dtype`."""
         return torch.float32 if dtype is torch.float64 else dtype
 
@@ -567,7 +581,7 @@ def _requantize(weight: AffineTensor, values: Tensor) -> None:
     spec = weight.spec
     if weight.numel() == 0:
         return
-    x = spec._pad(values.contiguous())
+    x = spec.pad(values.contiguous())
     block = spec.block_size(x.shape)
     fmt = spec.format
     kept = quantize_affine(
@@ -595,7 +609,7 @@ def _squared_error(
     """Squared error of each block, without its padding."""
     spec = weight.spec
     found = spec.dequantize(codes, scale, zero_point, values.shape, torch.float32)
-    square = spec._pad((found - values).square())
+    square = spec.pad((found - values).square())
     for dim, size in enumerate(spec.block_size(values.shape)):
         square = square.unflatten(dim, (-1, size)).sum(dim + 1)
     return square

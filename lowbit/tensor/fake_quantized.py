@@ -91,11 +91,16 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
+        return cls.product(input, weight, weight.fake_quantized(), bias)
+
+    @staticmethod
+    def product(input: Tensor, weight: Any, quantized: Tensor, bias: Tensor | None) -> Tensor:
+        """input [..., K] times `quantized`, the values [N, K] of this weight, transposed, plus bias [N]."""
         x, bias = autocast_inputs(input, weight, bias)
         activation = weight.scheme.activation
         if activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
-        return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
+        return F.linear(x, quantized.to(x.dtype), bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:

@@ -27,6 +27,6 @@ class Float8Tensor(AffineTensor):
         return isinstance(spec.format, Float8)
 
     @classmethod
-    def _scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
         in_blocks = isinstance(spec.granularity, PerBlock)
-        return torch.float32 if in_blocks else super()._scale_dtype(spec, dtype)
+        return torch.float32 if in_blocks else super().scale_dtype(spec, dtype)
