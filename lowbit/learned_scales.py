@@ -3,7 +3,7 @@
     ŵ = dequantize(quantize(w))                     by `lowbit.affine`, with the trained scale s and zero z
 
     ∂ŵ/∂w = 1 where the code lies within the range, else 0
-    ∂ŵ/∂s = (ŵ − w)/s within the range, else (ŵ − z)/s, the code at the end of the range
+    ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
     ∂ŵ/∂z = 0 within the range, else 1
 
 s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
@@ -103,44 +103,68 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         return spec.dequantize(*found, weight.shape, weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
-        spec, fmt = ctx.spec, ctx.spec.format
-        scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
-        padded = spec.pad(weight)
-        block, limits = spec.block_size(padded.shape), (fmt.quant_min, fmt.quant_max)
-        codes = unclamped_codes(padded, block, scale, zero_point, fmt.dtype, *limits)
-        inside = within_range(codes, fmt.dtype, *limits)
-        codes = clamped(codes, fmt.dtype, *limits)
-        values = dequantize_affine(codes, block, scale, zero_point, *limits)
-        grad = spec.pad(grads[0].float())
-        zeros = None if zero_parameter is None else zero_parameter.float() * RATE
-        by_scale = _moved(values, padded.float(), inside, zeros, block)
-        grad_scale = _block_sums(grad * by_scale, block) / scale.float() * RATE
-        grad_zero = None
-        if zero_parameter is not None:
-            sums = _block_sums(torch.where(inside, 0.0, grad), block) * RATE
-            grad_zero = sums.to(zero_parameter.dtype)
-        grad_weight = torch.where(crop(inside, weight.shape), grads[0], 0.0)
-        return grad_weight, grad_scale.to(scale_parameter.dtype), grad_zero, None
+        spec = ctx.spec
+        codes, residual = codes_and_residual(
+            weight, spec, *qparams(spec, scale_parameter, zero_parameter)
+        )
+        found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
+        return *found, None
 
 
-def _moved(
-    values: Tensor, weight: Tensor, inside: Tensor, zeros: Tensor | None, block: Sequence[int]
-) -> Tensor:
-    """∂ŵ/∂s · s for each element."""
-    if zeros is None:
-        outside = values
-    else:
-        counts = [n // b for n, b in zip(values.shape, block, strict=True)]
-        spread = [size for n in counts for size in (n, 1)]
-        outside = (_in_blocks(values, block) - zeros.reshape(spread)).reshape(values.shape)
-    return torch.where(inside, values - weight, outside)
+def codes_and_residual(
+    weight: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes before the clamp and (ŵ − w)/s of each element of the padded weight, both float32; the latter counts within
+    the range only."""
+    x, fmt = spec.pad(weight), spec.format
+    block, limits = spec.block_size(x.shape), (fmt.quant_min, fmt.quant_max)
+    codes = unclamped_codes(x, block, scale, zero_point, fmt.dtype, *limits)
+    own = clamped(codes, fmt.dtype, *limits)
+    values = dequantize_affine(own, block, scale, zero_point, *limits)
+    return codes, _in_blocks(values - x.float(), block).div(_spread(scale)).view(x.shape)
+
+
+def gradients(
+    grad: Tensor,
+    codes: Tensor,
+    residual: Tensor,
+    spec: Spec,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the weight and of the parameters, from that of ŵ and the result of `codes_and_residual`."""
+    fmt, block = spec.format, spec.block_size(codes.shape)
+    low, high = fmt.quant_min, fmt.quant_max
+    inside = within_range(codes, fmt.dtype, low, high)
+    ends = codes.clamp(low, high) - _code_of_z(spec)
+    wide = spec.pad(grad.float())
+    sums = _block_sums(wide * torch.where(inside, residual, ends), block)
+    grad_scale = (sums * RATE).to(scale_parameter.dtype)
+    grad_zero = None
+    if zero_parameter is not None:
+        sums = _block_sums(torch.where(inside, 0.0, wide), block)
+        grad_zero = (sums * RATE).to(zero_parameter.dtype)
+    return torch.where(crop(inside, grad.shape), grad, 0.0), grad_scale, grad_zero
+
+
+def _code_of_z(spec: Spec) -> int:
+    """The code c with ŵ = (c − this) · s + z, for the mappings of z."""
+    fmt = spec.format
+    if isinstance(fmt, Float8) or spec.mapping == "asymmetric":
+        return 0
+    return (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
 
 
 def _in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
     """x as [n0, b0, n1, b1, …], with n blocks of size b along each dimension."""
     return x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])
+
+
+def _spread(scale: Tensor) -> Tensor:
+    """One number a block as [n0, 1, n1, 1, …]."""
+    return scale.float().reshape([s for n in scale.shape for s in (n, 1)])
 
 
 def _block_sums(x: Tensor, block: Sequence[int]) -> Tensor:

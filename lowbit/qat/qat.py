@@ -11,12 +11,14 @@ et al., arXiv 1712.05877.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.convert import (
+    Entry,
     Filter,
     Report,
     Schemes,
@@ -63,13 +65,15 @@ def prepare_(
         raise ValueError(f"scales must be 'present' or 'learned', got {scales!r}")
     targets, report = find_targets(model, scheme, filter_fn)
     modules = _modules(targets)
-    learned = [t.owners for t in targets if scales == "learned" and _can_learn(t)]
+    learned = [t.owners for t in targets if scales == "learned" and not _why_present(t)]
 
     def prepared(target: Target) -> Tensor:
         kind = LearnedScalesTensor if target.owners in learned else FakeQuantizedTensor
         return kind(target.weight, target.scheme)
 
+    notes = {} if scales == "present" else {t.owners[0].fqn: _why_present(t) for t in targets}
     report = replace_weights(targets, report, prepared, trainable=True)
+    report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_shardable(modules)
     for owners in learned:
         module, name, _ = owners[0]
@@ -77,8 +81,14 @@ def prepare_(
     return report.count(model)
 
 
-def _can_learn(target: Target) -> bool:
-    return can_hold(owner.module for owner in target.owners)
+def _why_present(target: Target) -> str | None:
+    """Why the scales of a weight cannot be learned; None if they are."""
+    others = [o.module for o in target.owners if not can_hold(o.module)]
+    return f"present scales, as {type(others[0]).__name__} multiplies by itself" if others else None
+
+
+def _with_note(entry: Entry, note: str | None) -> Entry:
+    return entry if note is None else replace(entry, note=f"{entry.note}; {note}")
 
 
 def _modules(targets: list[Target]) -> set[nn.Module]:

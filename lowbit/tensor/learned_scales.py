@@ -8,22 +8,34 @@ here the module multiplies: `give_scales` makes each `nn.Linear` a `Linear` and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.learned_scales import learned_fake_quantize, parameters_for, qparams
+from lowbit.learned_scales import (
+    codes_and_residual,
+    gradients,
+    learned_fake_quantize,
+    parameters_for,
+    qparams,
+)
+from lowbit.scheme import Int
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.row_chunks import count_nonfinite
-from lowbit.tensor.trainable import Values
+from lowbit.tensor.trainable import GatheredForm, Values
 
 SCALE, ZERO = "weight_scale", "weight_zero"
 """The names of the parameters beside `weight`."""
+RESIDUAL_STEPS = 254
+"""Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
 
 
 class LearnedScalesTensor(FakeQuantizedTensor):
@@ -74,6 +86,94 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     def _takes_meta_of(self, other: Tensor) -> bool:
         return False
 
+    # ---- FSDP2 -----------------------------------------------------------------------------------------------
+
+    @pre_all_gather
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Float32 weights travel as codes with their residuals and scales, 2 bytes an element; others as they are."""
+        scale, zero = scales_of(module)
+        scale, zero = local(scale), None if zero is None else local(zero)
+        sent: Any = self
+        if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
+            sent = self._in_codes(scale, zero)
+        elif mp_policy.param_dtype not in (None, scale.dtype):
+            raise NotImplementedError(
+                f"a weight of {self.weight.dtype} with learned scales of {self.scheme.weight}, gathered as "
+                f"{mp_policy.param_dtype}, which would round its scales, so that convert_ stores others; accepted: "
+                "autocast instead of the policy's param_dtype, or prepare_ with scales='present'"
+            )
+        return LowbitTensor.fsdp_pre_all_gather(
+            sent, mesh, outer_size, outer_stride, module, mp_policy
+        )
+
+    def _has_scales_of_rows(self) -> bool:
+        spec = self.scheme.weight
+        return isinstance(spec.format, Int) and not spec.shares_rows
+
+    def _in_codes(self, scale: Tensor, zero: Tensor | None) -> GatheredLearnedScales:
+        spec = self.scheme.weight
+        scale, zero_point = qparams(spec, scale, zero)
+        codes, residual = codes_and_residual(self.weight.detach(), spec, scale, zero_point)
+        low, high = int(spec.format.quant_min), int(spec.format.quant_max)
+        dtype = torch.int8 if low > -128 and high < 127 else torch.int16
+        tensors = {
+            "codes": codes.clamp(low - 1, high + 1).to(dtype),
+            "residual": (residual * RESIDUAL_STEPS).round().clamp(-127, 127).to(torch.int8),
+            "scale": scale,
+            "zero_point": zero_point,
+        }
+        return GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
+
+
+class _FromCodes(torch.autograd.Function):
+    """`learned_fake_quantize` of a GatheredLearnedScales."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        spec, fmt = weight.scheme.weight, weight.scheme.weight.format
+        codes = weight.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
+        return spec.dequantize(
+            codes, weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight, scale, zero = ctx.saved_tensors
+        residual = weight.residual.float() / RESIDUAL_STEPS
+        return gradients(
+            grads[0], weight.codes.float(), residual, weight.scheme.weight, scale, zero
+        )
+
+
+class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
+    """The form that FSDP2 gathers a LearnedScalesTensor to: its codes before the clamp, which give the same products
+    and gradients of the weight to the bit. The gradient of a scale takes (ŵ − w)/s to 1/254."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "residual", "scale", "zero_point")
+
+    codes: Tensor
+    residual: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The scales of the codes are exact. Those of the module may have been rounded for the forward pass."""
+        return _FromCodes.apply(self, scale, zero)
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        return LowbitTensor.fsdp_pre_all_gather(self, *args)
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        spec = self.scheme.weight
+        blocks, padded = spec.blocks(shape), spec.padded_shape(shape)
+        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self.inner_tensors().items()}
+        shapes["codes"] = (padded, self.codes.dtype)
+        shapes["residual"] = (padded, self.residual.dtype)
+        return shapes
+
 
 class Linear(sharded_linear.Linear):
     """nn.Linear whose weight is quantized by scales of its own."""
@@ -92,7 +192,7 @@ class Embedding(nn.Embedding):
         weight: Any = self.weight
         spec = weight.scheme.weight
         options = (self.padding_idx, None, self.norm_type, self.scale_grad_by_freq)
-        if spec.shares_rows:
+        if spec.shares_rows or isinstance(weight, GatheredLearnedScales):
             values = weight.quantized_by(*scales_of(self))
             return F.embedding(input, values.to(weight.dtype), *options)
         index = input.reshape(-1)
@@ -108,9 +208,9 @@ class Embedding(nn.Embedding):
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
 
 
-def can_hold(modules: Iterable[nn.Module]) -> bool:
-    """Whether these modules, all those that hold one weight, can multiply by it with learned scales."""
-    return all(type(module) in _KINDS for module in modules)
+def can_hold(module: nn.Module) -> bool:
+    """Whether this module can multiply by a weight with learned scales."""
+    return type(module) in _KINDS
 
 
 def give_scales(weight: LearnedScalesTensor, modules: Iterable[nn.Module]) -> None:

@@ -1,0 +1,123 @@
+"""QAT with learned scales under FSDP2: two processes train what one does, and the whole converts to it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import lowbit
+from lowbit import qat
+from lowbit.granularity import PerGroup, PerRow, PerTensor
+from lowbit.scheme import Int, Scheme, Spec
+from tests.distributed.launch import launch
+
+SPECS = [
+    Spec(Int(4), PerGroup(32)),
+    Spec(Int(3), PerGroup(32), "asymmetric"),
+    Spec(Int(2), PerGroup(32), "float_zero_point"),
+    Spec(Int(8), PerRow()),
+]
+
+
+class Model(nn.Module):
+    """Indices of 33 → 64 → rows → 33, an uneven number of rows; the head is tied to the embedding."""
+
+    def __init__(self, rows=47):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(33, 64)
+        self.first, self.second = nn.Linear(64, rows), nn.Linear(rows, 64)
+        self.head = nn.Linear(64, 33, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.second(nn.functional.silu(self.first(self.embedding(x)))))
+
+
+def prepared(spec, dtype=torch.float32):
+    def chosen(module, name):
+        return isinstance(module, nn.Linear | nn.Embedding)
+
+    model = Model().to(dtype)
+    qat.prepare_(model, Scheme(spec), chosen, scales="learned")
+    return model
+
+
+def shard(model, world_size, dtype=None):
+    mesh = init_device_mesh("cpu", (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    return model
+
+
+def tokens():
+    return torch.randint(33, (4, 5), generator=torch.Generator().manual_seed(1))
+
+
+def step(model):
+    model.zero_grad()
+    y = model(tokens())
+    y.float().square().mean().backward()
+    return y.detach()
+
+
+def whole(p):
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def relative(found, expected):
+    return (
+        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    ).item()
+
+
+def check_as_one_process(rank, world_size):
+    for spec in SPECS:
+        for dtype in (torch.float32, torch.bfloat16):
+            alone = prepared(spec, dtype)
+            model = shard(copy.deepcopy(alone), world_size)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (alone, model)]
+            for _ in range(3):
+                expected, found = step(alone), step(model)
+                where = (spec, dtype)
+                if dtype is torch.float32:
+                    assert relative(found, expected) < 1e-3, where
+                grads = {n: p.grad for n, p in alone.named_parameters()}
+                for name, p in model.named_parameters():
+                    bound = 2e-2 if dtype is torch.bfloat16 else 1e-2 if "_scale" in name else 1e-3
+                    assert relative(whole(p.grad), grads[name]) < bound, (*where, name)
+                for optimizer in optimizers:
+                    optimizer.step()
+                alone.load_state_dict({n: whole(p) for n, p in model.state_dict().items()})
+    return True
+
+
+def check_mixed_precision(rank, world_size):
+    """Float32 weights and bfloat16 products: the weights seen are those that the conversion stores."""
+    for spec in SPECS:
+        model = shard(prepared(spec), world_size, torch.bfloat16)
+        y = step(model)
+        alone = prepared(spec)
+        qat.convert_(alone)
+        lowbit.dequantize_(alone)  # in float32, as its scales are
+        assert torch.equal(y, alone.to(torch.bfloat16)(tokens())), spec
+        assert all(whole(p.grad).isfinite().all() for p in model.parameters())
+    model = shard(prepared(Spec(Int(4), PerTensor())), world_size, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="which would round its scales"):
+        step(model)
+    return True
+
+
+@pytest.mark.parametrize("check", [check_as_one_process, check_mixed_precision])
+def test_two_processes(check):
+    assert launch(check, 2) == [True, True]

@@ -1,0 +1,292 @@
+"""QAT with learned scales: what is trained is what is converted, and gradients are those of the formulas."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, qat
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
+from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero, parameters_for, qparams
+from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor import AffineTensor, FakeQuantizedTensor
+from lowbit.tensor.learned_scales import LearnedScalesTensor
+
+SPECS = {
+    "int4-g32": Spec(Int(4), PerGroup(32)),
+    "int4-row": Spec(Int(4), PerRow()),
+    "int4-tensor": Spec(Int(4), PerTensor()),
+    "int4-blocks": Spec(Int(4), PerBlock(8, 32)),
+    "int4-unsigned": Spec(Int(4, signed=False), PerGroup(32)),
+    "int4-no-clipping": Spec(Int(4), PerGroup(32), "symmetric_no_clipping_err"),
+    "int3-asymmetric": Spec(Int(3), PerGroup(32), "asymmetric"),
+    "int2-float-zero": Spec(Int(2), PerGroup(32), "float_zero_point"),
+    "int8-row": Spec(Int(8), PerRow()),
+    "int8-asymmetric": Spec(Int(8), PerRow(), "asymmetric"),
+    "int1-asymmetric": Spec(Int(1), PerGroup(32), "asymmetric"),
+    "float8-row": Spec(Float8(), PerRow()),
+    "e5m2-tensor": Spec(Float8(torch.float8_e5m2), PerTensor()),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CHOSEN = lambda module, name: isinstance(module, nn.Linear | nn.Embedding)  # noqa: E731
+
+
+@pytest.fixture(params=SPECS, ids=str)
+def spec(request):
+    return SPECS[request.param]
+
+
+def values(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def moved(parameters, seed):
+    """Parameters as training may leave them: other magnitudes, some negative, one zero."""
+    scale, zero = parameters
+    scale = scale * values(*scale.shape, seed=seed, dtype=scale.dtype)
+    scale.view(-1)[0] = 0
+    return scale, None if zero is None else zero + values(*zero.shape, seed=seed, dtype=zero.dtype)
+
+
+def model(tied=False):
+    torch.manual_seed(0)
+    found = nn.Sequential(
+        nn.Embedding(50, 64), nn.Linear(64, 97), nn.GELU(), nn.Linear(97, 64), nn.Linear(64, 50)
+    )
+    if tied:
+        found[4].weight = found[0].weight
+    return found
+
+
+def tokens(count=7):
+    return torch.randint(50, (3, count), generator=torch.Generator().manual_seed(1))
+
+
+def trained(scheme, tied=False, dtype=torch.float32, steps=4):
+    found = model(tied).to(dtype)
+    qat.prepare_(found, scheme, CHOSEN, scales="learned")
+    optimizer = torch.optim.AdamW(found.parameters(), lr=3e-3, eps=1e-3)
+    for _ in range(steps):
+        found(tokens()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found.eval()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_training_starts_at_the_present_scales(spec, dtype):
+    w = values(24, 96, dtype=dtype)
+    parameters = parameters_for(w, spec, dtype)
+    scale, zero_point = qparams(spec, *parameters)
+    expected = spec.choose_qparams(w, dtype)
+    assert torch.equal(scale, expected[0])
+    if zero_point is not None and not (spec.format.bits == 8 and dtype is not torch.float32):
+        assert torch.equal(zero_point, expected[1])
+        assert torch.equal(
+            learned_fake_quantize(w, *parameters, spec), spec.fake_quantize(w, dtype)
+        )
+
+
+@given(
+    seed=st.integers(0, 2**31), name=st.sampled_from(sorted(SPECS)), dtype=st.sampled_from(DTYPES)
+)
+def test_trained_values_equal_converted_ones(seed, name, dtype):
+    """For scales of any sign and size, to the bit."""
+    spec = SPECS[name]
+    w = values(8, 70, seed=seed, dtype=dtype)
+    if seed % 5 == 0:
+        w[3] = 0
+    parameters = moved(parameters_for(w, spec, dtype), seed)
+    weight = LearnedScalesTensor(w, Scheme(spec))
+    converted = weight.frozen_by(*parameters)
+    assert isinstance(converted, AffineTensor)
+    assert torch.equal(weight.quantized_by(*parameters), converted.dequantize())
+    assert learned_fake_quantize(w, *parameters, spec).isfinite().all()
+
+
+def reference_gradients(w, scale, zero, spec, grad):
+    """The formulas of `lowbit.learned_scales`, block by block, in float64."""
+    low, high = spec.format.quant_min, spec.format.quant_max
+    s = scale.double() * RATE
+    found = [torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(s), torch.zeros_like(s)]
+    block = spec.block_size(w.shape)
+    _, zero_points = qparams(spec, scale, zero)
+    for n in range(w.shape[0]):
+        for k in range(w.shape[1]):
+            at = (n // block[0], k // block[1])
+            x, size = w[n, k].double(), s[at]
+            middle = (int(low) + int(high) + 1) // 2
+            if spec.mapping == "float_zero_point":
+                start = float(zero_points[at]) - middle * size
+                code, base = torch.round((x - start) / size), middle
+                value = start + code.clamp(low, high) * size
+            else:
+                point = 0 if zero_points is None else int(zero_points[at])
+                code = torch.round(x / size) + point
+                value = (code.clamp(low, high) - point) * size
+                base = 0 if spec.mapping == "asymmetric" else point
+            if low <= code <= high:
+                found[0][n, k] = grad[n, k]
+                found[1][at] += grad[n, k] * (value - x) / size
+            else:
+                found[1][at] += grad[n, k] * (code.clamp(low, high) - base)
+                found[2][at] += grad[n, k]
+    return found[0], found[1] * RATE, found[2] * RATE
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if isinstance(SPECS[n].format, Int)])
+def test_gradients(name):
+    """Of weight, scale and zero point, within the range and outside of it."""
+    spec = SPECS[name]
+    w, grad = values(8, 64, seed=3).requires_grad_(), values(8, 64, seed=4)
+    scale, zero = parameters_for(w, spec, torch.float32)
+    scale, zero = (None if p is None else p * 0.6 for p in (scale, zero))
+    expected = reference_gradients(w.detach(), scale, zero, spec, grad.double())
+    for p in (scale, zero):
+        if p is not None:
+            p.requires_grad_()
+    assert (zero is not None) == learns_zero(spec)
+    learned_fake_quantize(w, scale, zero, spec).backward(grad)
+    assert 0 < (expected[0] == 0).sum() < w.numel(), "some clip, some do not"
+    for found, right in zip((w, scale, zero), expected, strict=True):
+        if found is not None:
+            assert (found.grad - right).norm() <= 1e-5 * right.norm().clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_model_converts_to_what_was_trained(spec, dtype):
+    prepared = trained(Scheme(spec), dtype=dtype)
+    if spec.shares_rows and spec.granularity != PerTensor():
+        assert type(prepared[0].weight) is nn.Parameter  # its rows are looked up singly
+    before = prepared(tokens())
+    names = [name for name, _ in prepared.named_parameters()]
+    assert "1.weight_scale" in names and ("1.weight_zero" in names) == learns_zero(spec)
+    qat.convert_(prepared)
+    assert type(prepared[1]) is nn.Linear and type(prepared[0]) is nn.Embedding
+    assert not any("_scale" in name for name, _ in prepared.named_parameters())
+    if dtype is torch.float32:
+        assert torch.equal(prepared(tokens()), before)
+    else:
+        torch.testing.assert_close(prepared(tokens()), before, rtol=2e-2, atol=2e-2)
+
+
+def test_scales_move_and_stay_exact():
+    """Training changes the scales, and by about an eighth of the learning rate a step."""
+    start = model()
+    qat.prepare_(start, IntxWeightOnly(4, 32), CHOSEN, scales="learned")
+    after = trained(IntxWeightOnly(4, 32), steps=1)
+    for name, p in after.named_parameters():
+        if name.endswith("_scale"):
+            change = (p - dict(start.named_parameters())[name]).abs().max() * RATE
+            assert 0 < change <= 3.1e-3 * RATE + 1e-5 * RATE * p.abs().max()
+
+
+def test_tied_weights_share_their_scales():
+    prepared = trained(IntxWeightOnly(4, 32), tied=True)
+    assert prepared[0].weight is prepared[4].weight
+    assert prepared[0].weight_scale is prepared[4].weight_scale
+    before = prepared(tokens())
+    report = qat.convert_(prepared)
+    assert prepared[0].weight is prepared[4].weight and "tied to 0.weight" in str(report)
+    assert torch.equal(prepared(tokens()), before)
+
+
+def test_a_lookup_quantizes_the_same_as_the_whole():
+    for name in ("int4-g32", "int3-asymmetric", "int4-row"):
+        layer = nn.Embedding(50, 96, padding_idx=3)
+        qat.prepare_(
+            layer_model := nn.Sequential(layer), Scheme(SPECS[name]), CHOSEN, scales="learned"
+        )
+        index = torch.tensor([[3, 7, 7], [49, 0, 3]])
+        own = layer(index)
+        whole = layer.weight.quantized_by(
+            *(layer._parameters.get(n) for n in ("weight_scale", "weight_zero"))
+        )
+        assert torch.equal(own, whole[index])
+        grad = values(*own.shape, seed=5)
+        names = [n for n, _ in layer_model.named_parameters()]
+        found = torch.autograd.grad(own, layer_model.parameters(), grad)
+        expected = torch.autograd.grad(whole[index], layer_model.parameters(), grad)
+        for n, a, b in zip(names, found, expected, strict=True):
+            b = b.clone()
+            b[3] = 0  # padding
+            torch.testing.assert_close(a, b, msg=n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled(dtype):
+    prepared = trained(Int8DynamicActivationInt4Weight(32), dtype=dtype)
+    compiled = torch.compile(prepared, fullgraph=True)
+    results = []
+    for run in (prepared, compiled):
+        prepared.zero_grad()
+        y = run(tokens())
+        y.float().square().mean().backward()
+        results.append((y, {n: p.grad for n, p in prepared.named_parameters()}))
+    (y, grads), (own, own_grads) = results
+    bound = (
+        1e-5 if dtype is torch.float32 else 4e-2
+    )  # int8 activations: a tie may fall to either side
+    assert (own - y).norm() <= bound * y.norm()
+    for name, grad in grads.items():
+        assert (own_grads[name] - grad).norm() <= 2 * bound * grad.norm().clamp(min=1e-6), name
+
+
+def test_copies_and_files():
+    prepared = trained(Scheme(SPECS["int3-asymmetric"]), tied=True)
+    y = prepared(tokens())
+    assert torch.equal(copy.deepcopy(prepared)(tokens()), y)
+    file = io.BytesIO()
+    torch.save(prepared, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(tokens()), y)
+    with torch.device("meta"):
+        empty = model(tied=True)
+    qat.prepare_(empty, Scheme(SPECS["int3-asymmetric"]), CHOSEN, scales="learned")
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(prepared.state_dict())
+    empty[4].weight, empty[4].weight_scale, empty[4].weight_zero = (
+        getattr(empty[0], n) for n in ("weight", "weight_scale", "weight_zero")
+    )
+    assert torch.equal(empty.eval()(tokens()), y)
+
+
+def test_modules_that_multiply_by_themselves_keep_present_scales():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight) * 2
+
+    found = nn.Sequential(Own(32, 32), nn.Linear(32, 32))
+    report = qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
+    assert type(found[0].weight) is FakeQuantizedTensor
+    assert type(found[1].weight) is LearnedScalesTensor
+    assert "0.weight" in str(report) and "present scales, as Own multiplies by itself" in str(
+        report
+    )
+    before = found(torch.ones(2, 32))
+    qat.convert_(found)
+    assert torch.equal(found(torch.ones(2, 32)), before)
+
+
+def test_errors():
+    found = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="scales must be 'present' or 'learned', got 'lerned'"):
+        qat.prepare_(found, IntxWeightOnly(4, 32), scales="lerned")
+    qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
+    with pytest.raises(ValueError, match="prepared for QAT already"):
+        qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
+    with pytest.raises(NotImplementedError, match="parameters of its module"):
+        nn.functional.linear(torch.ones(2, 32), found[0].weight)
+    with pytest.raises(NotImplementedError, match="parameters of its module"):
+        found[0].weight.dequantize()
+    with torch.no_grad():
+        found[0].weight_scale[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"0\.weight_scale has 1 NaN or infinite values of 32"):
+        qat.convert_(found)
+    assert type(found[0].weight) is LearnedScalesTensor  # as it was
