@@ -11,16 +11,19 @@ from lowbit.affine import (
     fake_quantize_affine,
     quantize_affine,
 )
+from lowbit.calibration import calibrate
 from lowbit.checkpoint import CheckpointError, load, load_metadata, save
 from lowbit.dequantize import dequantize_
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.inference import Report, quantize_, register_linear, unregister_linear
 from lowbit.presets import (
     Float8DynamicActivationFloat8Weight,
+    Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
+    Int8StaticActivationInt8Weight,
     Int8WeightOnly,
     IntxWeightOnly,
 )
@@ -62,6 +65,7 @@ __all__ = [
     "Float8BlockMixedPrecision",
     "Float8DynamicActivationFloat8Weight",
     "Float8MixedPrecision",
+    "Float8StaticActivationFloat8Weight",
     "Float8Tensor",
     "Float8WeightOnly",
     "Int",
@@ -69,6 +73,7 @@ __all__ = [
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
     "Int8MixedPrecision",
+    "Int8StaticActivationInt8Weight",
     "Int8Weight",
     "Int8WeightOnly",
     "Int8WeightTensor",
@@ -87,6 +92,7 @@ __all__ = [
     "Trace",
     "TracedProduct",
     "TrainingScheme",
+    "calibrate",
     "choose_qparams_affine",
     "dequantize_",
     "dequantize_affine",

@@ -45,6 +45,11 @@ class Target:
     owners: tuple[Owner, ...]
 
 
+def linear_of(target: Target) -> Owner:
+    """The first nn.Linear that holds the weight. Its input stands for those of all."""
+    return next(owner for owner in target.owners if isinstance(owner.module, nn.Linear))
+
+
 # ---- the report -----------------------------------------------------------------------------------------------
 
 

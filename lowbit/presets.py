@@ -9,7 +9,7 @@ more with more bits and smaller groups. A checkpoint carries its own mapping.
 from __future__ import annotations
 
 from lowbit.affine import Mapping
-from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerToken
+from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 
 _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
@@ -63,6 +63,12 @@ def Int8DynamicActivationInt8Weight() -> Scheme:
     return Scheme(weight=Int8WeightOnly().weight, activation=_DYNAMIC_INT8)
 
 
+def Int8StaticActivationInt8Weight() -> Scheme:
+    """int8 × int8 products: one scale a row of the weight, and one for all inputs, which `lowbit.calibrate` finds."""
+    activation = Spec(Int(8), PerTensor(), "symmetric_no_clipping_err", static=True)
+    return Scheme(weight=Int8WeightOnly().weight, activation=activation)
+
+
 def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping | None = None) -> Scheme:
     """4-bit weights in groups of `group_size`, activations in 8 bits with one scale a token.
 
@@ -93,3 +99,10 @@ def Float8DynamicActivationFloat8Weight(granularity: PerRow | PerBlock = _ROW) -
     elif not isinstance(granularity, PerRow):
         raise ValueError(f"granularity must be PerRow() or PerBlock(n, k), got {granularity!r}")
     return Scheme(weight=Spec(Float8(), granularity), activation=Spec(Float8(), activation))
+
+
+def Float8StaticActivationFloat8Weight() -> Scheme:
+    """float8 × float8 products (e4m3): one scale a row of the weight, and one for all inputs, which `lowbit.calibrate`
+    finds."""
+    activation = Spec(Float8(), PerTensor(), static=True)
+    return Scheme(weight=Float8WeightOnly().weight, activation=activation)

@@ -432,7 +432,7 @@ def weight_linear(
 ) -> Tensor:
     """A kernel unpacks the codes in registers. The activation is rounded before, if the scheme quantizes it."""
     if weight.activation is not None:
-        x = weight.activation.fake_quantize(x)
+        x = weight.rounded_input(x)
     tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
     return kernels.weight_linear.weight_linear(*tensors, group_size=_group_size(x, weight))
 
@@ -525,12 +525,81 @@ def block_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return unflattened(y, x)
 
 
-def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    if not _is_rowwise(weight, Int(8)):
+_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Formats of operands, as traces name them."""
+
+
+def _has_static_scale(weight: Weight) -> bool:
+    """One symmetric scale a row of the weight, and one for all inputs, whose integer zero point may be any."""
+    spec, activation = weight.spec, weight.activation
+    return (
+        activation is not None
+        and activation.static
+        and weight.stored_as in ("integers", "float8")
+        and not weight.transposed
+        and weight.zero_point is None
+        and isinstance(spec.granularity, PerRow)
+        and activation.mapping != "float_zero_point"
+    )
+
+
+def _has_static_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """On a GPU, for symmetric inputs. float8 as `scaled_mm` multiplies it, on a GPU that has the units."""
+    if not x.is_cuda or not _has_static_scale(weight) or weight.activation.has_zero_point:
         return False
     n, k = weight.shape
+    formats = weight.activation.format.dtype, weight.codes.dtype
+    fits = formats in kernels.scaled_mm.OPERANDS and x.dtype is not torch.float64
+    if k % 16 or 0 in (x.numel(), n) or not fits:
+        return False
+    if weight.codes.dtype is torch.int8:
+        return weight.spec.format == Int(8) and k <= kernels.dynamic_linear.MOST_K
+    return n % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def static_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """int8 by int8 or float8 by float8 on a GPU, by the kernel of the dynamic schemes. No pass over x finds a scale."""
+    codes, scale, _ = weight.quantized_input(x.reshape(-1, x.shape[-1]))
+    tracer.multiplies_in(_NAMES[codes.dtype])
+    y = kernels.scaled_mm.scaled_mm(
+        codes,
+        weight.codes,
+        scale.view(1),
+        weight.scale.float().flatten(),
+        bias=bias,
+        out_dtype=x.dtype,
+    )
+    return unflattened(y, x)
+
+
+def _can_static_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    if not _has_static_scale(weight) or weight.spec.format != Int(8):
+        return False
+    fmt = weight.activation.format
+    if not isinstance(fmt, Int) or not fmt.signed:
+        return False
+    terms = 2 if weight.activation.has_zero_point else 1  # sums of both must fit in int32
+    return _fits_int_mm(x, weight, kernels.dynamic_linear.MOST_K // terms)
+
+
+def int8_static_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """int8 by int8 in torch._int_mm. A zero point z takes z times the sum of a row of the weight from each product."""
+    codes, scale, zero_point = weight.quantized_input(x.reshape(-1, x.shape[-1]))
+    tracer.multiplies_in("int8")
+    sums = kernels.scaled_mm.int8_sums(codes, weight.codes)
+    if zero_point is not None:
+        sums = sums - zero_point.int() * weight.codes.sum(1, dtype=torch.int32)
+    return _scaled_sums(sums, scale, x, weight, bias)
+
+
+def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return _is_rowwise(weight, Int(8)) and _fits_int_mm(x, weight, kernels.dynamic_linear.MOST_K)
+
+
+def _fits_int_mm(x: Tensor, weight: Weight, most_k: int) -> bool:
+    n, k = weight.shape
     tokens = x.numel() // max(k, 1)
-    if k > kernels.dynamic_linear.MOST_K or 0 in (tokens, n, k):
+    if k > most_k or 0 in (tokens, n, k):
         return False
     if x.is_cuda:  # as torch._int_mm takes it
         return tokens > 16 and n % 8 == 0 and k % 8 == 0
@@ -541,9 +610,17 @@ def int8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tenso
     """int8 by int8 in torch._int_mm: exact int32 sums, then token scale times row scale in float32."""
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
     tracer.multiplies_in("int8")
-    product = kernels.scaled_mm.int8_sums(codes, weight.codes)
-    # Multiply by the weight's scale first: the token's may be huge, and the sum could overflow on the way.
-    y = product.float() * weight.scale.float().t() * token_scale
+    return _scaled_sums(
+        kernels.scaled_mm.int8_sums(codes, weight.codes), token_scale, x, weight, bias
+    )
+
+
+def _scaled_sums(
+    sums: Tensor, scale: Tensor, x: Tensor, weight: Weight, bias: Tensor | None
+) -> Tensor:
+    """The product of x from its int32 sums [M, N]; `scale`: of x, [M, 1] or [1, 1]."""
+    # Multiply by the weight's scale first: that of x may be huge, and the sum could overflow on the way.
+    y = sums.float() * weight.scale.float().t() * scale
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
@@ -607,7 +684,7 @@ def cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if values_t is None:  # no compiler, or something traces the operations
         return plain_linear(x, weight, bias)
     if weight.activation is not None:
-        x = weight.activation.fake_quantize(x)
+        x = weight.rounded_input(x)
     return x @ values_t if bias is None else F.linear(x, values_t.t(), bias)
 
 
@@ -621,7 +698,7 @@ def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     This is the reference of every other implementation. A QAT-prepared layer computes the same, to the bit.
     """
     if weight.activation is not None:
-        x = weight.activation.fake_quantize(x)
+        x = weight.rounded_input(x)
     with _PlainAttributes():
         return F.linear(x, weight.dequantize().to(x.dtype), bias)
 
@@ -700,6 +777,9 @@ BUILT_IN = (
     Row("block_linear", _has_block_kernel, block_linear),
     # int8 weights and activations elsewhere: torch._int_mm
     Row("int8_dynamic_linear", _can_int_mm, int8_dynamic_linear),
+    # the same two for static activations
+    Row("static_linear", _has_static_kernel, static_linear),
+    Row("int8_static_linear", _can_static_int_mm, int8_static_linear),
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", _is_ternary, ternary_linear),
     # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
@@ -97,6 +97,8 @@ class Spec:
         format: `Int(bits, signed)` or `Float8(dtype)`.
         granularity: which elements share a scale: `PerTensor`, `PerRow`, `PerGroup(g)`, `PerToken`, `PerBlock`.
         mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric" or "float_zero_point" (see `lowbit.affine`).
+        static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
+            inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
 
     Raises:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
@@ -105,6 +107,7 @@ class Spec:
     format: Int | Float8
     granularity: Granularity
     mapping: Mapping = "symmetric"
+    static: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Int | Float8):
@@ -125,6 +128,12 @@ class Spec:
         if self.format.bits == 1 and self.mapping.startswith("symmetric"):
             raise ValueError(
                 f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric'"
+            )
+        if not isinstance(self.static, bool):
+            raise TypeError(f"static must be True or False, got {self.static!r}")
+        if self.static and not isinstance(self.granularity, PerTensor):
+            raise ValueError(
+                f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
             )
 
     def same_values(self, other: Spec) -> bool:
@@ -157,7 +166,14 @@ class Spec:
         """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
 
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
+
+        Raises ValueError for a static spec, which takes no scale from the tensor itself.
         """
+        if self.static:
+            raise ValueError(
+                f"{self} is static: its scale belongs to the layer, not to the present input; call the module itself "
+                "(not F.linear with its weight), or take a dynamic activation (static=False)"
+            )
         fmt = self.format
         integer_zero_point = isinstance(fmt, Int) and self.mapping != "float_zero_point"
         scale, zero_point = choose_qparams_affine(
@@ -247,7 +263,11 @@ class Spec:
         padded = self.pad(x)
         with torch.no_grad():
             scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
-        fmt = self.format
+        return self.fake_quantize_by(x, scale, zero_point)
+
+    def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """`fake_quantize` with a scale and zero point that are given, one element a block."""
+        padded, fmt = self.pad(x), self.format
         block = self.block_size(padded.shape)
         values = fake_quantize_affine(
             padded, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
@@ -267,6 +287,8 @@ class Scheme:
             raise TypeError(f"weight must be a Spec, got {self.weight!r}")
         if isinstance(self.weight.granularity, PerToken):
             raise ValueError("PerToken() is for activations; a weight takes PerRow()")
+        if self.weight.static:
+            raise ValueError("static=True is for activations; a weight has scales of its own")
         if self.activation is None:
             return
         if not isinstance(self.activation, Spec):
@@ -284,7 +306,18 @@ class Scheme:
         rows = gran.shape[0] if isinstance(gran, PerBlock) and len(gran.shape) > 1 else 1
         if "embedding" in uses and rows > 1:
             return f"its rows would share scales in blocks of {rows}, and are looked up singly"
+        if self.is_static and "linear" not in uses:
+            return "no nn.Linear, whose input a static activation scale is calibrated for"
+        if self.is_static and not set(uses) <= {"linear", "embedding"}:
+            return (
+                "one weight of an nn.Linear and of another module, whose input no static scale fits"
+            )
         return None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the input of the product has a scale that `lowbit.calibrate` finds."""
+        return self.activation is not None and self.activation.static
 
     def check(self, weight: Tensor) -> None:
         """Raise ValueError for a weight that this scheme cannot take."""
@@ -296,6 +329,7 @@ class Scheme:
         note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
         if activation is not None:
             note += f"; activation {activation.format}, {activation.granularity}"
+            note += ", static" if activation.static else ""
         padded = spec.padded_shape(shape)
         if padded != tuple(shape):
             growth = math.prod(padded) / max(math.prod(shape), 1)
@@ -330,7 +364,8 @@ def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     if isinstance(fmt, Int):
         described = {"bits": fmt.bits, "signed": fmt.signed}
     granularity = [type(gran).__name__, *gran.sizes()]
-    return {"format": described, "granularity": granularity, "mapping": spec.mapping}
+    found = {"format": described, "granularity": granularity, "mapping": spec.mapping}
+    return {**found, "static": True} if spec.static else found  # as files of earlier versions
 
 
 def _spec_from_dict(data: dict[str, Any]) -> Spec:
@@ -343,4 +378,4 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
         )
     is_float8 = "float8" in fmt
     format = Float8(getattr(torch, fmt["float8"])) if is_float8 else Int(fmt["bits"], fmt["signed"])
-    return Spec(format, kinds[name](*sizes), data["mapping"])
+    return Spec(format, kinds[name](*sizes), data["mapping"], static=data.get("static", False))

@@ -148,7 +148,9 @@ def _spec_name(spec: Spec) -> str:
         if isinstance(fmt, Int)
         else dtype_name(fmt.dtype)
     )
-    if isinstance(granularity, PerGroup):
+    if spec.static:
+        name += "-static"
+    elif isinstance(granularity, PerGroup):
         name += f"-g{granularity.group_size}"
     elif isinstance(granularity, PerBlock):
         name += "-block" + "x".join(map(str, granularity.shape))

@@ -26,6 +26,8 @@ MATHS = {
     "code_range",
     "codebook",
     "granularity",
+    "learned_scales",
+    "observer",
     "packing",
     "presets",
     "rounding",
@@ -133,6 +135,7 @@ ALLOWED: dict[str, set[str]] = {
     "tensor": {"tensor", "products", "tracer", "traced", "maths", "kernels"},
     "replaced": {"tensor"},
     "convert": {"tensor", "maths", "replaced"},
+    "calibration": {"tensor", "convert", "maths"},
     "digests": set(),
     "container": {"digests"},
     "checkpoint": {"container", "tensor", "maths"},
@@ -153,6 +156,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "surface": {
         *("maths", "tensor", "products", "convert", "traced", "tracer", "checkpoint", "dequantize"),
+        "calibration",
         *FLOWS,
     },
     "recipes": {

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import warnings
 
-from torch import nn
+from torch import Tensor, nn
 
-from lowbit.convert import Filter, Report, Schemes, find_targets, replace_weights
+from lowbit.convert import (
+    Filter,
+    Report,
+    Schemes,
+    Target,
+    find_targets,
+    linear_of,
+    replace_weights,
+)
 from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.static_input import check_input, held_for, input_qparams, take_input
 
 
 def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
@@ -39,10 +48,13 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or infinite weight. The
-            model is then as it was.
+        ValueError: nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or infinite weight; a
+            static activation that `lowbit.calibrate` has not seen with this scheme. The model is then as it was.
     """
     targets, report = find_targets(model, scheme, filter_fn)
+    for target in targets:
+        _check_calibrated(target)
+    linears = {owner.module for target in targets for owner in target.owners}
     trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]
     if 0 < len(trained) < len(targets):
         warnings.warn(
@@ -50,7 +62,29 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    report = replace_weights(
-        targets, report, lambda t: AffineTensor.from_float(t.weight, t.scheme), trainable=False
-    )
+    report = replace_weights(targets, report, _quantized, trainable=False)
+    take_input(linears)
     return report.count(model)
+
+
+def _check_calibrated(target: Target) -> None:
+    """Raise ValueError for a static activation without a scale."""
+    spec = target.scheme.activation
+    if spec is None or not spec.static:
+        return
+    owner = linear_of(target)
+    if held_for(owner.module, spec) is None:
+        has_other = "input_spec" in owner.module.__dict__
+        why = "was calibrated for another scheme" if has_other else "has no static scale yet"
+        raise ValueError(
+            f"the input of {owner.fqn} {why}: run batches inside `with lowbit.calibrate(model, scheme):`, with the "
+            "scheme and filter of this call"
+        )
+    check_input(owner.module, owner.fqn)
+
+
+def _quantized(target: Target) -> Tensor:
+    spec = target.scheme.activation
+    is_static = spec is not None and spec.static
+    of_input = input_qparams(linear_of(target).module, spec) if is_static else None
+    return AffineTensor.from_float(target.weight, target.scheme, input_qparams=of_input)

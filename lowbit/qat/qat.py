@@ -25,6 +25,7 @@ from lowbit.convert import (
     Target,
     find_owners,
     find_targets,
+    linear_of,
     replace_weights,
 )
 from lowbit.tensor.base import check_weight
@@ -39,6 +40,7 @@ from lowbit.tensor.learned_scales import (
     scales_of,
 )
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
+from lowbit.tensor.static_input import check_input, input_qparams, plain_input, prepare_input
 
 
 def prepare_(
@@ -60,11 +62,18 @@ def prepare_(
             of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
             `weight_zero` of each `nn.Linear` and `nn.Embedding` (`lowbit.learned_scales`). Weights of other modules
             keep present scales, and the report says so.
+
+    A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.
+    With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its `nn.Linear`;
+    otherwise these are buffers, which stay.
     """
     if scales not in ("present", "learned"):
         raise ValueError(f"scales must be 'present' or 'learned', got {scales!r}")
     targets, report = find_targets(model, scheme, filter_fn)
+    for target in targets:
+        _check_static(target)
     modules = _modules(targets)
+    static = [(t.owners, t.scheme.activation) for t in targets if t.scheme.is_static]
     learned = [t.owners for t in targets if scales == "learned" and not _why_present(t)]
 
     def prepared(target: Target) -> Tensor:
@@ -78,6 +87,9 @@ def prepare_(
     for owners in learned:
         module, name, _ = owners[0]
         give_scales(getattr(module, name), [owner.module for owner in owners])
+    for owners, spec in static:
+        linears = [owner.module for owner in owners if isinstance(owner.module, nn.Linear)]
+        prepare_input(linears, spec, learned=owners in learned)
     return report.count(model)
 
 
@@ -85,6 +97,17 @@ def _why_present(target: Target) -> str | None:
     """Why the scales of a weight cannot be learned; None if they are."""
     others = [o.module for o in target.owners if not can_hold(o.module)]
     return f"present scales, as {type(others[0]).__name__} multiplies by itself" if others else None
+
+
+def _check_static(target: Target) -> None:
+    """Raise ValueError for a static activation of a module that rounds no input before its product."""
+    if target.scheme.is_static:
+        for module, _, fqn in target.owners:
+            if not can_hold(module):
+                raise ValueError(
+                    f"{fqn} belongs to a {type(module).__name__}, which multiplies by itself and cannot round its "
+                    "input by a static scale: leave it out by filter_fn or a pattern, or give it a dynamic activation"
+                )
 
 
 def _with_note(entry: Entry, note: str | None) -> Entry:
@@ -116,7 +139,11 @@ def convert_(model: nn.Module) -> Report:
             check_weight(weight.weight, fqn)
             if isinstance(weight, LearnedScalesTensor):
                 check_scales(module, fqn)
-            targets.append(Target(weight, weight.scheme, tuple(owners)))
+            target = Target(weight, weight.scheme, tuple(owners))
+            if weight.scheme.is_static:
+                linear = linear_of(target)
+                check_input(linear.module, linear.fqn)
+            targets.append(target)
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
@@ -124,6 +151,7 @@ def convert_(model: nn.Module) -> Report:
         )
     modules = _modules(targets)
     report = replace_weights(targets, Report(), _frozen, trainable=False)
+    plain_input(modules)
     for module in modules:
         drop_scales(module)
     make_plain(modules)
@@ -132,6 +160,8 @@ def convert_(model: nn.Module) -> Report:
 
 def _frozen(target: Target) -> Tensor:
     assert isinstance(target.weight, FakeQuantizedTensor)
+    is_static, spec = target.scheme.is_static, target.scheme.activation
+    of_input = input_qparams(linear_of(target).module, spec) if is_static else None
     if isinstance(target.weight, LearnedScalesTensor):
-        return target.weight.frozen_by(*scales_of(target.owners[0].module))
-    return target.weight.frozen()
+        return target.weight.frozen_by(*scales_of(target.owners[0].module), of_input)
+    return target.weight.frozen(of_input)

@@ -5,6 +5,8 @@ Storage, all row-major, sliceable along dimension 0 without unpacking:
 - `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code minus the format's smallest, packed as a little-endian
   bit stream along the last dimension (`lowbit.packing`); 4 bits: uint8 [..., K/2], even k in the low nibble.
 - `scale`, `zero_point`: one element a block, [..., K/group]. Signed symmetric codes have no zero point.
+- `input_scale` (float32), `input_zero_point`: one element, [1, 1]: those of the input of its product, where the spec of
+  the activation is static.
 
 K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
 
@@ -54,7 +56,10 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     flow through its linear to the input. `weight[i]` is a row, as plain values.
     """
 
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
+    tensor_attrs: ClassVar[tuple[str, ...]] = (
+        *("codes", "scale", "zero_point"),
+        *("input_scale", "input_zero_point"),
+    )
     meta_attrs: ClassVar[tuple[str, ...]] = ("spec", "activation", "transposed")
     way_out: ClassVar[str] = (
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
@@ -68,6 +73,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
+    input_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
     spec: Spec
     """How the weight is quantized."""
     activation: Spec | None
@@ -107,15 +114,16 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         weight: Tensor,
         scheme: Scheme | Spec,
         qparams: tuple[Tensor, Tensor | None] | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> AffineTensor:
         """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and
         for float8 in blocks).
 
         qparams: the scale and the zero point to take, shaped and typed as `Spec.choose_qparams` gives them, instead of
-        those that it chooses.
+        those that it chooses. input_qparams: those of the input, one element each, for a static activation.
 
         A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
-        infinite weights.
+        infinite weights, and for a static activation without `input_qparams`.
         """
         spec, activation = (
             (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
@@ -124,11 +132,13 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         kind = representation_of(spec)
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
+        of_input = _parts_of_input(activation, input_qparams, weight.ndim)
         if qparams is None:
-            tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
+            tensors = {**kind._encode_as(weight.detach(), spec, scale_dtype), **of_input}
             return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
         codes, scale, zero_point = spec.quantize_by(weight.detach(), *qparams)
         tensors = {"codes": kind._store(codes, spec), "scale": scale, "zero_point": zero_point}
+        tensors.update(of_input)
         made = kind.from_inner(tensors, meta, weight.shape, weight.dtype)
         made.check_parts()
         return made
@@ -232,7 +242,16 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             is_code = self.spec.mapping != "float_zero_point"
             dtype = self.spec.format.dtype if is_code else self.scale.dtype
             found["zero_point"] = (blocks, dtype)
+        if self.activation is not None and self.activation.static:
+            one = (1,) * len(shape)
+            found["input_scale"] = (one, torch.float32)
+            if self.activation.has_zero_point:
+                found["input_zero_point"] = (one, _zero_point_dtype(self.activation))
         return found
+
+    def _of_input(self) -> dict[str, Tensor]:
+        """The inner tensors that describe the input, by name. Slices share them, and a write keeps them."""
+        return {k: t for k, t in self.inner_tensors().items() if k.startswith("input_")}
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
@@ -244,7 +263,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             )
         if self.transposed:
             values = values.transpose(-2, -1)
-        return type(self)._encode_as(values, self.spec, self.scale.dtype)
+        return {**type(self)._encode_as(values, self.spec, self.scale.dtype), **self._of_input()}
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it."""
@@ -264,7 +283,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             raise self._unsupported(
                 f"sharding rows that share scales in blocks of {block} (accepted: shards of whole blocks)"
             )
-        return ("codes",) if block == 0 else tuple(self.inner_tensors())
+        names = self.inner_tensors().keys() - self._of_input().keys()
+        return ("codes",) if block == 0 else tuple(n for n in self.tensor_attrs if n in names)
 
     def _take(self, rows: Tensor) -> Self:
         if (block := self._blocks_along(0)) > 1:
@@ -291,7 +311,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         elif end == size:  # keep the padding that belongs to the last block
             end = self.spec.padded_shape(self.shape)[dim]
         codes = self.codes.narrow(dim, start * bits // 8, packed_size(end - start, bits))
-        tensors: dict[str, Tensor | None] = {"codes": codes}
+        tensors: dict[str, Tensor | None] = {"codes": codes, **self._of_input()}
         for name in ("scale", "zero_point"):
             t = getattr(self, name)
             if t is not None and block:
@@ -311,6 +331,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         if self.transposed:
             raise self._unsupported("cat of transposed tensors")
+        if not all(self._has_input_of(t) for t in tensors):
+            raise self._unsupported("cat of weights with different static scales of their inputs")
         block = self._blocks_along(dim)
         total = sum(t.shape[dim] for t in tensors)
         shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
@@ -326,20 +348,31 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             )
         joined = {
             name: torch.cat([getattr(t, name) for t in tensors], dim)
-            for name in self.inner_tensors()
+            for name in self.inner_tensors().keys() - self._of_input().keys()
         }
-        return self._with(joined, shape)
+        return self._with({**joined, **self._of_input()}, shape)
+
+    def _has_input_of(self, other: Self) -> bool:
+        """Whether both round their inputs by the same static scale, if they have one."""
+        return self.is_meta or all(
+            t.data_ptr() == (own := getattr(other, name)).data_ptr() or torch.equal(t, own)
+            for name, t in self._of_input().items()
+        )
 
     def _has_scales_of(self, other: Self) -> bool:
         """Whether both have equal scales and zero points. Parts of one tensor, gathered or moved one by one, have."""
-        names = self.inner_tensors().keys() - {"codes"}
+        names = self.inner_tensors().keys() - {"codes", *self._of_input()}
         pairs = [(getattr(self, name), getattr(other, name)) for name in names]
         return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
         """Copies a scale that all rows share: an FSDP2 rank without rows gets it from nowhere else."""
-        if self.transposed or self._blocks_along(0) or self.is_meta:
+        if self.is_meta:
             return super()._new(shape, dtype, device, make)
+        if self.transposed or self._blocks_along(0):
+            made = super()._new(shape, dtype, device, make)
+            of_input = {name: t.to(device, copy=True) for name, t in self._of_input().items()}
+            return made._with({**made.inner_tensors(), **of_input}) if of_input else made
         zeros = self._slice(0, 0, 0)._pad_rows(shape[0])
         return zeros._map(lambda t: t.to(device, copy=True), dtype=dtype)
 
@@ -430,7 +463,16 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """x [..., K] as this weight's products round it, for one that runs in high precision."""
-        return x if self.activation is None else self.activation.fake_quantize(x)
+        if self.activation is None:
+            return x
+        if self.input_scale is None:
+            return self.activation.fake_quantize(x)
+        return self.activation.fake_quantize_by(x, self.input_scale, self.input_zero_point)
+
+    def quantized_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes [M, K], scale and zero point of x [M, K], by the static scale of this weight's input."""
+        assert self.activation is not None and self.input_scale is not None
+        return self.activation.quantize_by(x, self.input_scale, self.input_zero_point)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -451,6 +493,30 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 def representation_of(spec: Spec) -> type[AffineTensor]:
     """The class that stores a weight of this spec."""
     return next((kind for kind in AffineTensor._kinds if kind.stores(spec)), AffineTensor)
+
+
+def _zero_point_dtype(spec: Spec) -> torch.dtype:
+    """The dtype of zero points beside float32 scales."""
+    return torch.float32 if spec.mapping == "float_zero_point" else spec.format.dtype
+
+
+def _parts_of_input(
+    activation: Spec | None, qparams: tuple[Tensor, Tensor | None] | None, rank: int
+) -> dict[str, Tensor | None]:
+    """The inner tensors of a weight of `rank` dimensions for a static activation; none for another."""
+    if activation is None or not activation.static:
+        return {}
+    if qparams is None:
+        raise ValueError(
+            f"{activation} is static, and no scale of the input is given: call lowbit.calibrate(model, scheme) first, "
+            "or give input_qparams"
+        )
+    scale, zero_point = qparams
+    one = (1,) * rank
+    found: dict[str, Tensor | None] = {"input_scale": scale.detach().float().clone().view(one)}
+    if zero_point is not None:
+        zero_point = zero_point.detach().to(_zero_point_dtype(activation), copy=True).view(one)
+    return {**found, "input_zero_point": zero_point}
 
 
 # ---- products of experts -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ inside the clamp range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,6 +27,9 @@ from lowbit.tensor.trainable import (
     Values,
 )
 from lowbit.traced import specs_name
+
+Qparams = tuple[Tensor, Tensor | None]
+"""A scale and a zero point."""
 
 
 class FakeQuantizedTensor(MasterWeightTensor):
@@ -84,9 +87,11 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def stored_format(self) -> str:
         return f"QAT {specs_name(self.scheme.weight, self.scheme.activation)}"
 
-    def frozen(self) -> LowbitTensor:
-        """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`."""
-        return AffineTensor.from_float(self.weight, self.scheme).to(self.dtype)  # type: ignore[return-value]
+    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
+        """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`. `input_qparams`: those of
+        the input, for a static activation."""
+        found = AffineTensor.from_float(self.weight, self.scheme, input_qparams=input_qparams)
+        return found.to(self.dtype)  # type: ignore[return-value]
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
@@ -94,11 +99,20 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return cls.product(input, weight, weight.fake_quantized(), bias)
 
     @staticmethod
-    def product(input: Tensor, weight: Any, quantized: Tensor, bias: Tensor | None) -> Tensor:
-        """input [..., K] times `quantized`, the values [N, K] of this weight, transposed, plus bias [N]."""
+    def product(
+        input: Tensor,
+        weight: Any,
+        quantized: Tensor,
+        bias: Tensor | None,
+        rounded: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """input [..., K] times `quantized`, the values [N, K] of this weight, transposed, plus bias [N]. `rounded`
+        rounds the input, where its scale is static."""
         x, bias = autocast_inputs(input, weight, bias)
         activation = weight.scheme.activation
-        if activation is not None and not weight.transposed:  # as for the converted weight
+        if rounded is not None:
+            x = rounded(x)
+        elif activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
         return F.linear(x, quantized.to(x.dtype), bias)
 
@@ -159,6 +173,11 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def check_placement(self, param: Any) -> None:
         """Refuse parts that cut through a block: each would have its own scale, which `convert_` would not
         reproduce."""
+        if self.scheme.is_static:
+            raise NotImplementedError(
+                f"tensor parallelism of a weight {tuple(param.shape)} prepared for QAT with a static activation, whose "
+                "scale is its module's; accepted: a dynamic activation, or FSDP2"
+            )
         spec = self.scheme.weight
         sizes = spec.block_size(spec.padded_shape(param.shape))
         for mesh_dim, placement in enumerate(param.placements):

@@ -27,7 +27,7 @@ from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import local
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.row_chunks import count_nonfinite
 from lowbit.tensor.trainable import GatheredForm, Values
@@ -47,10 +47,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         spec, weight = self.scheme.weight, Values.apply(self)
         return learned_fake_quantize(weight, scale, zero, spec)
 
-    def frozen_by(self, scale: Tensor, zero: Tensor | None) -> LowbitTensor:
-        """The weight for inference, in this tensor's dtype."""
-        spec = self.scheme.weight
-        found = AffineTensor.from_float(self.weight, self.scheme, qparams(spec, scale, zero))
+    def frozen_by(
+        self, scale: Tensor, zero: Tensor | None, input_qparams: Qparams | None = None
+    ) -> LowbitTensor:
+        """The weight for inference, in this tensor's dtype. `input_qparams`: as of `frozen`."""
+        own = qparams(self.scheme.weight, scale, zero)
+        found = AffineTensor.from_float(self.weight, self.scheme, own, input_qparams)
         return found.to(self.dtype)  # type: ignore[return-value]
 
     def starting_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -71,7 +73,7 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     def dequantize(self) -> Tensor:
         raise self._without_scales("dequantization")
 
-    def frozen(self) -> LowbitTensor:
+    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
         raise self._without_scales("conversion")
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -93,6 +95,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Float32 weights travel as codes with their residuals and scales, 2 bytes an element; others as they are."""
+        if self.scheme.is_static and mp_policy.param_dtype not in (None, torch.float32):
+            raise NotImplementedError(
+                f"a learned scale of the input, gathered as {mp_policy.param_dtype}, which would round it, so that "
+                "convert_ stores another; accepted: autocast instead of the policy's param_dtype, or prepare_ with "
+                "scales='present'"
+            )
         scale, zero = scales_of(module)
         scale, zero = local(scale), None if zero is None else local(zero)
         sent: Any = self

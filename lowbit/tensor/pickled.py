@@ -79,7 +79,9 @@ class Pickling:
         label = f"the pickled {type(self).__name__}"
         if not isinstance(state, dict):
             raise ValueError(f"{label} has the state {state!r}; expected its attributes by name")
-        state = {**_missing_in_earlier_files(type(self), state), **state}
+        # earlier versions had no static activations
+        added = dict.fromkeys({"input_scale", "input_zero_point"} & {*self.tensor_attrs})
+        state = {**added, **_missing_in_earlier_files(type(self), state), **state}
         missing = [n for n in (*self.tensor_attrs, *self.meta_attrs) if n not in state]
         if missing:
             raise ValueError(f"{label} has no {' and no '.join(missing)}; it has {[*state]}")

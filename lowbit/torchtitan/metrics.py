@@ -284,7 +284,9 @@ def rounding_of_products(weight: TrainableTensor) -> tuple[Rounding | None, Roun
     scheme = weight.scheme
     if isinstance(scheme, Scheme):
         activation = scheme.activation
-        return (None if activation is None else activation.fake_quantize), None
+        if activation is None or activation.static:  # a static scale is the module's
+            return None, None
+        return activation.fake_quantize, None
     if isinstance(weight, BitNetTensor):
         return weight.rounded_input, None
     if not isinstance(scheme, LowbitProducts):

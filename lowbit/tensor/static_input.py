@@ -1,0 +1,160 @@
+"""A linear whose input is rounded by a static scale, one for all inputs, in training.
+
+`lowbit.calibrate` finds the scale and the zero point. The module holds them as `input_scale` and `input_zero` beside
+its weight, as `lowbit.learned_scales` defines parameters: divided by `RATE`. They are parameters where scales are
+learned, and buffers where they are frozen. Before the calibration they are NaN. Conversion puts them into the weight
+(`AffineTensor.input_scale`), since a product in inference has the weight alone.
+
+Modules that share a weight share the scale of their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.learned_scales import learned_fake_quantize, learns_zero, parameters_for, qparams
+from lowbit.scheme import Spec
+from lowbit.tensor import learned_scales, sharded_linear
+from lowbit.tensor.dtensor import local
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+
+SCALE, ZERO, OBSERVER = "input_scale", "input_zero", "input_observer"
+"""The names in a module: two parameters or buffers, and the observer during a calibration."""
+_CALIBRATE = (
+    "run lowbit.calibrate(model) over some batches first, or load a state dict that has input_scale"
+)
+
+
+class Linear(sharded_linear.Linear):
+    """nn.Linear of a fake-quantized weight, with a static scale of its input."""
+
+    is_calibrated = False
+    """Whether eager code has found the scale to be a number. Not asked again, because the host would wait."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if learned_scales.SCALE in self._parameters:
+            quantized = weight.quantized_by(*learned_scales.scales_of(self))
+        else:
+            quantized = weight.fake_quantized()
+        return FakeQuantizedTensor.product(input, weight, quantized, self.bias, self.rounded)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed."""
+        observer: Any = self._modules.get(OBSERVER)
+        if observer is not None:
+            observer.observe(x)
+            return x
+        if not self.is_calibrated and not torch.compiler.is_compiling():
+            self._check()
+        weight: Any = self.weight
+        spec = weight.scheme.activation
+        scale, zero = (None if t is None else t.view([1] * x.ndim) for t in inputs_of(self))
+        if SCALE in self._parameters:
+            return learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
+        return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
+
+    def _check(self) -> None:
+        if not self.weight.is_meta:
+            check_input(self, f"a linear of {self.in_features} inputs")
+            self.is_calibrated = True
+
+
+def inputs_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """The scale and the zero point, each divided by RATE; None where the module has none."""
+    return getattr(module, SCALE, None), getattr(module, ZERO, None)
+
+
+def input_qparams(module: nn.Module, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of the input, as `lowbit.affine` takes them."""
+    scale, zero = inputs_of(module)
+    assert scale is not None
+    return qparams(spec, scale.float(), None if zero is None else zero.float())
+
+
+def check_input(module: nn.Module, name: str) -> None:
+    """Raise ValueError unless the module has a static scale that is a number. `name`: how the message names it."""
+    found = [t for t in inputs_of(module) if t is not None]
+    if not found or any(bool(t.isnan().any()) for t in found):
+        raise ValueError(f"the input of {name} has no static scale yet: {_CALIBRATE}")
+    if any(bool(t.isinf().any()) for t in found):
+        raise ValueError(
+            f"the static scale of the input of {name} is infinite: go back to a checkpoint before, and train on with a "
+            "lower learning rate"
+        )
+
+
+# ---- giving, writing and taking away ------------------------------------------------------------------------------
+
+
+def hold_input(
+    modules: Sequence[nn.Module], spec: Spec, found: tuple[Tensor, Tensor | None], learned: bool
+) -> None:
+    """Register a scale and a zero point, divided by RATE, which the modules share. `learned`: as parameters."""
+    take_input(modules)
+    for name, value in zip((SCALE, ZERO), found, strict=True):
+        own = nn.Parameter(value) if learned and value is not None else value
+        for module in modules:
+            if learned and value is not None:
+                module.register_parameter(name, own)  # type: ignore[arg-type]
+            else:
+                module.register_buffer(name, own)
+    for module in modules:
+        module.input_spec = spec  # type: ignore[assignment]
+
+
+def take_input(modules: Iterable[nn.Module]) -> None:
+    """Undo `hold_input`, where it was called."""
+    for module in modules:
+        for name in (SCALE, ZERO):
+            module._parameters.pop(name, None)
+            module._buffers.pop(name, None)
+        module.__dict__.pop("input_spec", None)
+
+
+def held_for(module: nn.Module, spec: Spec) -> tuple[Tensor, Tensor | None] | None:
+    """The scale and zero point, divided by RATE, that an earlier calibration for this spec left in a plain module."""
+    if module.__dict__.get("input_spec") != spec:
+        return None
+    scale, zero = inputs_of(module)
+    return None if scale is None else (scale.detach(), None if zero is None else zero.detach())
+
+
+def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> None:
+    """Make these linears with prepared weights a `Linear`, whose scale is that of an earlier calibration, or NaN."""
+    found = held_for(modules[0], spec)
+    if found is None:
+        device = modules[0].weight.device
+        unknown = torch.full((1,), torch.nan, device=device)  # type: ignore[arg-type]
+        found = unknown, unknown.clone() if learns_zero(spec) else None
+    hold_input(modules, spec, found, learned)
+    for module in modules:
+        module.__class__ = Linear
+
+
+def plain_input(modules: Iterable[nn.Module]) -> None:
+    """Undo `prepare_input`, where it was called; before `drop_scales` and `make_plain`, which undo what came earlier."""
+    for module in modules:
+        if type(module) is Linear:
+            take_input([module])
+            module.__dict__.pop("is_calibrated", None)
+            has_scales = learned_scales.SCALE in module._parameters
+            module.__class__ = learned_scales.Linear if has_scales else sharded_linear.Linear
+
+
+@torch.no_grad()
+def set_range(module: nn.Module, spec: Spec, values: Tensor) -> None:
+    """Write the scale and zero point of the range `values`, [low, high], into a module that has them, in place."""
+    dynamic = replace(spec, static=False)
+    found = parameters_for(values, dynamic, torch.float32)
+    for own, value in zip(inputs_of(module), found, strict=True):
+        if own is not None and value is not None:
+            part = local(own)
+            # FSDP2 gives the one element to the first rank
+            part.copy_(value[: part.numel()] if isinstance(own, DTensor) else value)
