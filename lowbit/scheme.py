@@ -267,6 +267,8 @@ class Spec:
 
     def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         """`fake_quantize` with a scale and zero point that are given, one element a block."""
+        if x.numel() == 0:  # no block, for which one scale would be too many
+            return x
         padded, fmt = self.pad(x), self.format
         block = self.block_size(padded.shape)
         values = fake_quantize_affine(

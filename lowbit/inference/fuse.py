@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.convert import find_owners, joined_name
+from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.state_dict import check_described, described, hand_out_names, is_ours, take_parts
 
@@ -307,6 +308,8 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
             return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
         if isinstance(w, LowbitTensor) and not _has_scales_of_rows(w):
             return f"rows of {name} share a scale ({_stored(w)})"
+        if isinstance(first, AffineTensor) and not first._has_input_of(w):  # type: ignore[arg-type]
+            return f"{name} has another static scale of its input than {names[0]}"
     return ""
 
 
@@ -315,7 +318,8 @@ def _has_scales_of_rows(weight: LowbitTensor) -> bool:
     own = getattr(weight, "spec", None)
     if own is not None and own.shares_rows:
         return False
-    return weight._row_attrs() == tuple(weight.inner_tensors())
+    of_input = weight._of_input() if isinstance(weight, AffineTensor) else {}
+    return weight._row_attrs() == tuple(n for n in weight.inner_tensors() if n not in of_input)
 
 
 def _facts(part: nn.Linear) -> list[tuple[str, Any]]:

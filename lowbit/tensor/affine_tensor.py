@@ -5,7 +5,7 @@ Storage, all row-major, sliceable along dimension 0 without unpacking:
 - `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code minus the format's smallest, packed as a little-endian
   bit stream along the last dimension (`lowbit.packing`); 4 bits: uint8 [..., K/2], even k in the low nibble.
 - `scale`, `zero_point`: one element a block, [..., K/group]. Signed symmetric codes have no zero point.
-- `input_scale` (float32), `input_zero_point`: one element, [1, 1]: those of the input of its product, where the spec of
+- `input_scale` (float32), `input_zero_point`: one element, [1, 1]. Those of the input of its product, where the spec of
   the activation is static.
 
 K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
@@ -132,7 +132,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         kind = representation_of(spec)
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
-        of_input = _parts_of_input(activation, input_qparams, weight.ndim)
+        of_input = _parts_of_input(activation, input_qparams)
         if qparams is None:
             tensors = {**kind._encode_as(weight.detach(), spec, scale_dtype), **of_input}
             return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
@@ -243,10 +243,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             dtype = self.spec.format.dtype if is_code else self.scale.dtype
             found["zero_point"] = (blocks, dtype)
         if self.activation is not None and self.activation.static:
-            one = (1,) * len(shape)
-            found["input_scale"] = (one, torch.float32)
+            found["input_scale"] = ((1, 1), torch.float32)
             if self.activation.has_zero_point:
-                found["input_zero_point"] = (one, _zero_point_dtype(self.activation))
+                found["input_zero_point"] = ((1, 1), _zero_point_dtype(self.activation))
         return found
 
     def _of_input(self) -> dict[str, Tensor]:
@@ -326,7 +325,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return None
         if any(self._blocks_along(dim) != 1 for dim in range(self.ndim - 1)):
             return None
-        return self._map(lambda t: t.view(*shape[:-1], t.shape[-1]), shape=shape)
+        own, kept = self.inner_tensors(), self._of_input()
+        viewed = {k: t.view(*shape[:-1], t.shape[-1]) for k, t in own.items() if k not in kept}
+        return self._with({**viewed, **kept}, shape)
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         if self.transposed:
@@ -501,9 +502,9 @@ def _zero_point_dtype(spec: Spec) -> torch.dtype:
 
 
 def _parts_of_input(
-    activation: Spec | None, qparams: tuple[Tensor, Tensor | None] | None, rank: int
+    activation: Spec | None, qparams: tuple[Tensor, Tensor | None] | None
 ) -> dict[str, Tensor | None]:
-    """The inner tensors of a weight of `rank` dimensions for a static activation; none for another."""
+    """The inner tensors for a static activation; none for another."""
     if activation is None or not activation.static:
         return {}
     if qparams is None:
@@ -512,10 +513,9 @@ def _parts_of_input(
             "or give input_qparams"
         )
     scale, zero_point = qparams
-    one = (1,) * rank
-    found: dict[str, Tensor | None] = {"input_scale": scale.detach().float().clone().view(one)}
+    found: dict[str, Tensor | None] = {"input_scale": scale.detach().float().clone().view(1, 1)}
     if zero_point is not None:
-        zero_point = zero_point.detach().to(_zero_point_dtype(activation), copy=True).view(one)
+        zero_point = zero_point.detach().to(_zero_point_dtype(activation), copy=True).view(1, 1)
     return {**found, "input_zero_point": zero_point}
 
 

@@ -414,6 +414,9 @@ def _along(
 ) -> Placement | None:
     """The placement of an inner tensor for a shard along `dim` > 0, from the lengths of every rank's inner tensor."""
 
+    if dim >= len(own.inner_shapes(shape)[name][0]):  # one for the whole tensor
+        return Replicate()
+
     def inner(length: int) -> int:
         return own.inner_shapes((*shape[:dim], length, *shape[dim + 1 :]))[name][0][dim]
 

@@ -56,6 +56,8 @@ class Linear(sharded_linear.Linear):
         weight: Any = self.weight
         spec = weight.scheme.activation
         scale, zero = (None if t is None else t.view([1] * x.ndim) for t in inputs_of(self))
+        if x.numel() == 0:  # nothing to round; gradients are zero, and not missing
+            return x + sum((t * 0).to(x.dtype) for t in (scale, zero) if t is not None)
         if SCALE in self._parameters:
             return learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
         return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
@@ -139,7 +141,7 @@ def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> No
 
 
 def plain_input(modules: Iterable[nn.Module]) -> None:
-    """Undo `prepare_input`, where it was called; before `drop_scales` and `make_plain`, which undo what came earlier."""
+    """Undo `prepare_input`, where it was called; before `drop_scales` and `make_plain`, of earlier steps."""
     for module in modules:
         if type(module) is Linear:
             take_input([module])

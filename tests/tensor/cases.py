@@ -79,7 +79,8 @@ class Case:
             return TernaryTensor(x)
         if self.is_trainable:
             return self.kind(x, self.how)
-        return AffineTensor.from_float(x, self.how)
+        of_input = STATIC if self.how.is_static else None
+        return AffineTensor.from_float(x, self.how, input_qparams=of_input)
 
     @property
     def is_weight(self) -> bool:
@@ -124,7 +125,8 @@ class Case:
         """How a linear quantizes its activation, or None."""
         if self.kind in (BitNetTensor, TernaryTensor):
             return Tokens
-        return getattr(self.how, "activation", None)
+        found = getattr(self.how, "activation", None)
+        return Static(found) if found is not None and found.static else found
 
     @property
     def is_transposable(self) -> bool:
@@ -144,12 +146,31 @@ class Tokens:
         return ((x.float() / scale).round() * scale).to(x.dtype)
 
 
+STATIC = (torch.tensor([0.04]), torch.tensor([-9], dtype=torch.int8))
+"""Scale and zero point of the inputs of cases with a static activation."""
+
+
+@dataclass(frozen=True)
+class Static:
+    """A static activation with the scale and the zero point of `STATIC`."""
+
+    spec: Spec
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return self.spec.fake_quantize_by(x, *STATIC)
+
+
 def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers, the same for the same shape and seed, with an offset that asymmetric mappings can see."""
     x = torch.randn(
         tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     return (x + 0.25).to(dtype)
+
+
+def _static(weight_only: Scheme) -> Scheme:
+    activation = Spec(Int(8), PerTensor(), "asymmetric", static=True)
+    return Scheme(weight_only.weight, activation)
 
 
 _WEIGHTS = {
@@ -167,10 +188,14 @@ _WEIGHTS = {
     "int4-block-8x16": (Scheme(Spec(Int(4), PerBlock(8, 16))), 8, 16),
     "int8dyn-int4-g32": (Int8DynamicActivationInt4Weight(32), 1, 32),
     "int8dyn-int8-row": (Int8DynamicActivationInt8Weight(), 1, 1),
+    "int8static-int4-g32": (_static(Int4WeightOnly(32)), 1, 32),
+    "int8static-int8-row": (_static(Int8WeightOnly()), 1, 1),
+    "int8static-uint4-tensor": (_static(Scheme(Spec(Int(4, False), PerTensor()))), 1, 2),
 }
 _FLOAT8 = {
     "e4m3-row": (Float8WeightOnly(), 1, 1),
     "e5m2-tensor": (Scheme(Spec(Float8(torch.float8_e5m2), PerTensor())), 1, 1),
+    "int8static-e4m3-row": (_static(Float8WeightOnly()), 1, 1),
     "e4m3dyn-e4m3-row": (Float8DynamicActivationFloat8Weight(), 1, 1),
     "e4m3dyn-e4m3-block-8x16": (Float8DynamicActivationFloat8Weight(PerBlock(8, 16)), 8, 16),
 }
