@@ -80,7 +80,7 @@ def calibrate(
     watched = []
     for names, modules, spec in found:
         device = getattr(modules[0].weight, "device", None)
-        observer = Observer(spec, method, percentile, device)  # type: ignore[arg-type]
+        observer = Observer(spec, method, percentile, device)
         observer.begin(modules[0].training)
         watched.append(_Watched(names, modules, spec, observer))
     hooks = [hook for each in watched for hook in _watch(each)]
