@@ -147,8 +147,8 @@ def plain_input(modules: Iterable[nn.Module]) -> None:
             take_input([module])
             module.__dict__.pop("is_calibrated", None)
             has_scales = learned_scales.SCALE in module._parameters
-            plain: type[nn.Module] = learned_scales.Linear if has_scales else sharded_linear.Linear
-            module.__class__ = plain
+            plain = learned_scales.Linear if has_scales else sharded_linear.Linear
+            module.__class__ = plain  # type: ignore[assignment]
 
 
 @torch.no_grad()
