@@ -14,7 +14,7 @@ import lowbit as lb
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.inference import fuse_linears_
 from lowbit.observer import BINS, Observer
-from lowbit.products import choose_linear
+from lowbit.products import choose_linear, static_linear
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit_kernels import launches
 from tests.schemes import relative_error
@@ -334,6 +334,21 @@ def test_compiled(name):
     compiled = torch.compile(found, fullgraph=True)
     x = values(6, 64)
     assert relative_error(compiled(x), found(x)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["int8xint8", "float8xfloat8", "e5m2xe4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_product_of_gpus(name, dtype):
+    """Its op runs on a CPU too."""
+    weight, bias = quantized(SCHEMES[name], dtype=dtype)[0].parameters()
+    for shape in [(3, 64), (2, 5, 64), (64,)]:
+        x = values(*shape, seed=7, dtype=dtype)
+        with launches.counted() as calls:
+            y = static_linear(x, weight, bias)
+        assert sum(n for (op, _), n in calls.items() if op == "scaled_mm") == 1
+        assert y.dtype is dtype and y.shape == (*shape[:-1], 40)
+        bound = 1e-6 if dtype is torch.float32 else 5e-3
+        assert relative_error(y, reference(x, weight, bias)) < bound
 
 
 @pytest.mark.gpu

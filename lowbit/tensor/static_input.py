@@ -55,7 +55,8 @@ class Linear(sharded_linear.Linear):
             self._check()
         weight: Any = self.weight
         spec = weight.scheme.activation
-        scale, zero = (None if t is None else t.view([1] * x.ndim) for t in inputs_of(self))
+        # model.to(bfloat16) rounds them too; in float32 they are what the converted weight stores
+        scale, zero = (None if t is None else t.float().view([1] * x.ndim) for t in inputs_of(self))
         if x.numel() == 0:  # nothing to round; gradients are zero, and not missing
             return x + sum((t * 0).to(x.dtype) for t in (scale, zero) if t is not None)
         if SCALE in self._parameters:

@@ -67,11 +67,17 @@ def training_scheme(line: str) -> TrainingScheme:
 
 
 def qat_scheme(line: str) -> Scheme:
-    """Raises ValueError for an unknown name, and for options that the scheme refuses."""
+    """Raises ValueError for an unknown name, for options that the scheme refuses, and for a static activation."""
     name, options = parsed(line, "scheme of QAT", "int4(group_size=32)")
     made = vars(presets).items()
     full = {n: f for n, f in made if isinstance(f, FunctionType) and not n.startswith("_")}
-    return _made(_found(name, "scheme of QAT", {**QAT, **full}), options, line)
+    scheme = _made(_found(name, "scheme of QAT", {**QAT, **full}), options, line)
+    if scheme.is_static:
+        raise ValueError(
+            f"{line}: torchtitan's trainer runs no calibration, which static activations need; accepted: dynamic ones, "
+            "such as int8_int8"
+        )
+    return scheme
 
 
 def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:

@@ -115,6 +115,7 @@ def test_lines():
         (names.training_scheme, "MixedPrecision", r"no training scheme 'MixedPrecision'"),
         (names.qat_scheme, "bitnet", r"no scheme of QAT 'bitnet'; accepted: int4, int8, float8"),
         (names.qat_scheme, "int4(group_size=0)", r"int4\(group_size=0\): "),
+        (names.qat_scheme, "Int8StaticActivationInt8Weight", "runs no calibration, which static"),
     ],
 )
 def test_lines_that_name_nothing(resolve, line, message):

@@ -467,6 +467,18 @@ def test_in_other_dtypes(scales, dtype):
     assert (y.float() - expected).norm() / expected.norm() < bound
 
 
+@over_scales
+@over_activations
+def test_a_model_that_is_cast_after_the_calibration(activation, scales):
+    """The cast rounds the scale. The converted weight stores the rounded one."""
+    found = calibrated(scheme_of(activation), scales).to(torch.bfloat16)[:1]
+    x = values(9, 64, dtype=torch.bfloat16)
+    expected = found(x)
+    qat.convert_(found)
+    assert found[0].weight.input_scale.dtype is torch.float32
+    assert torch.equal(plain_linear(x, found[0].weight, found[0].bias), expected)
+
+
 def test_under_autocast():
     found = calibrated(INT4, "learned")
     with torch.autocast("cpu", torch.bfloat16):
