@@ -6,7 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -118,6 +124,37 @@ def check_mixed_precision(rank, world_size):
     return True
 
 
-@pytest.mark.parametrize("check", [check_as_one_process, check_mixed_precision])
-def test_two_processes(check):
-    assert launch(check, 2) == [True, True]
+def check_checkpoints(rank, world_size, folder):
+    """The whole state dict loads into a model on one process, which converts; DCP's files load on other shards."""
+    for spec in SPECS:
+        model = shard(prepared(spec), world_size)
+        optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+        y = step(model)
+        whole_state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        path = f"{folder}/{spec.mapping}{spec.format.bits}"
+        dcp.save(get_model_state_dict(model), checkpoint_id=path)
+        if rank == 0:
+            alone = prepared(spec)
+            alone.load_state_dict(whole_state)
+            expected = alone(tokens())
+            assert relative(y, expected) < 1e-6, spec
+            qat.convert_(alone)
+            assert torch.equal(alone(tokens()), expected), spec
+        other = shard(prepared(spec), world_size)
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(other, state)
+        assert torch.equal(step(other), y), spec
+    return True
+
+
+CHECKS = [check_as_one_process, check_mixed_precision, check_checkpoints]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
+def test_two_processes(check, tmp_path):
+    arguments = (str(tmp_path),) if check is check_checkpoints else ()
+    assert launch(check, 2, *arguments) == [True, True]

@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -93,6 +93,7 @@ def test_training_starts_at_the_present_scales(spec, dtype):
         )
 
 
+@settings(max_examples=1000, deadline=None)
 @given(
     seed=st.integers(0, 2**31), name=st.sampled_from(sorted(SPECS)), dtype=st.sampled_from(DTYPES)
 )
