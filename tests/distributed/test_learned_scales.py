@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import lowbit
 from lowbit import qat
@@ -46,11 +51,11 @@ class Model(nn.Module):
         return self.head(self.second(nn.functional.silu(self.first(self.embedding(x)))))
 
 
-def prepared(spec, dtype=torch.float32):
+def prepared(spec, dtype=torch.float32, rows=47):
     def chosen(module, name):
         return isinstance(module, nn.Linear | nn.Embedding)
 
-    model = Model().to(dtype)
+    model = Model(rows).to(dtype)
     qat.prepare_(model, Scheme(spec), chosen, scales="learned")
     return model
 
@@ -151,7 +156,27 @@ def check_checkpoints(rank, world_size, folder):
     return True
 
 
-CHECKS = [check_as_one_process, check_mixed_precision, check_checkpoints]
+def check_tensor_parallel(rank, world_size):
+    """Columns, then rows; outputs and gradients are those of one process."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    for spec in SPECS:
+        alone = prepared(spec, rows=64)
+        model = copy.deepcopy(alone)
+        parallelize_module(model, mesh, plan)
+        assert model.first.weight.placements == (Shard(0),)
+        expected, found = step(alone), step(model)
+        assert relative(found, expected) < 1e-5, spec
+        grads = {n: p.grad for n, p in alone.named_parameters()}
+        for name, p in model.named_parameters():
+            assert relative(whole(p.grad), grads[name]) < 1e-4, (spec, name)
+    tensorwise = prepared(Spec(Int(4), PerTensor()), rows=64)
+    with pytest.raises(NotImplementedError, match="cut through blocks"):
+        parallelize_module(tensorwise, mesh, plan)
+    return True
+
+
+CHECKS = [check_as_one_process, check_mixed_precision, check_checkpoints, check_tensor_parallel]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
