@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.affine import (
+    VALUE_ZERO_POINT,
     Mapping,
     choose_qparams_affine,
     dequantize_affine,
@@ -96,7 +97,8 @@ class Spec:
     Args:
         format: `Int(bits, signed)` or `Float8(dtype)`.
         granularity: which elements share a scale: `PerTensor`, `PerRow`, `PerGroup(g)`, `PerToken`, `PerBlock`.
-        mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric" or "float_zero_point" (see `lowbit.affine`).
+        mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point" or "half_integer" (see
+            `lowbit.affine`).
 
     Raises:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
@@ -124,7 +126,8 @@ class Spec:
             )
         if self.format.bits == 1 and self.mapping.startswith("symmetric"):
             raise ValueError(
-                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric'"
+                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric' or "
+                "'half_integer'"
             )
 
     def same_values(self, other: Spec) -> bool:
@@ -159,7 +162,7 @@ class Spec:
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
         """
         fmt = self.format
-        integer_zero_point = isinstance(fmt, Int) and self.mapping != "float_zero_point"
+        integer_zero_point = isinstance(fmt, Int) and not self.zero_point_is_value
         scale, zero_point = choose_qparams_affine(
             x,
             self.mapping,
@@ -179,6 +182,11 @@ class Spec:
         if isinstance(self.format, Float8):
             return False
         return not (self.format.signed and self.mapping.startswith("symmetric"))
+
+    @property
+    def zero_point_is_value(self) -> bool:
+        """Whether zero points are values in the dtype of the scales, and not codes."""
+        return self.mapping in VALUE_ZERO_POINT
 
     def quantize(
         self, x: Tensor, scale_dtype: torch.dtype = torch.float32

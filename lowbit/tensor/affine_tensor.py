@@ -188,7 +188,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             type(self) is AffineTensor
             and spec.format in (Int(4), Int(8))
             and isinstance(spec.granularity, PerGroup | PerRow)
-            and spec.mapping != "float_zero_point"
+            and not spec.zero_point_is_value
             and self.dtype is not torch.float64
         )
 
@@ -215,8 +215,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             "scale": (blocks, self.scale.dtype),
         }
         if self.spec.has_zero_point:  # the spec decides, so a checkpoint without it does not fit
-            is_code = self.spec.mapping != "float_zero_point"
-            dtype = self.spec.format.dtype if is_code else self.scale.dtype
+            is_value = self.spec.zero_point_is_value
+            dtype = self.scale.dtype if is_value else self.spec.format.dtype
             found["zero_point"] = (blocks, dtype)
         return found
 
