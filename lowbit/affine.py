@@ -16,8 +16,9 @@ tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
     code = clamp(round((x − min) · (1/scale)) + quant_min, …),  min = zero_point − (mid − quant_min) · scale
     x̂ = (code − mid) · scale + zero_point
 
-The half-integer grid is the case zero_point = scale/2: x̂ = (code − mid + ½) · scale. Two bits give {−1.5, −.5, .5, 1.5}
-· scale, one bit {−.5, .5} · scale. The grid is symmetric around zero and does not hold zero (ParetoQ, arXiv 2502.02631).
+The half-integer grid is the case zero_point = scale/2: x̂ = (code − mid + ½) · scale. Two bits give
+{−1.5, −.5, .5, 1.5} · scale, one bit {−.5, .5} · scale. The grid is symmetric around zero and does not hold zero
+(ParetoQ, arXiv 2502.02631).
 
 A scale may be negative. The formulas are the same, and the codes run the other way. Signed codes have one code more
 below zero than above, and a negative scale puts it at the side of the positive values. `choose_qparams_affine` gives
@@ -141,7 +142,7 @@ _LIBRARY.define("cast(Tensor x, ScalarType dtype) -> Tensor")
 _LIBRARY.impl("cast", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
 
 
-def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)` as an opaque op, because torch.compile removes the rounding from `x.to(bfloat16).float()`."""
     return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
 
@@ -233,7 +234,7 @@ def choose_qparams_affine(
     zero_point: Tensor | None
     if mapping in ("symmetric", "symmetric_no_clipping_err", "half_integer"):
         scale = _symmetric_scale(mapping, min_neg, max_pos, low, high, mid)
-        scale = _round_to(scale.clamp(min=least), scale_dtype)
+        scale = round_to_dtype(scale.clamp(min=least), scale_dtype)
         zero_point = None
         if mapping == "half_integer":
             zero_point = half_step(scale, zero_point_dtype or scale_dtype)
@@ -241,14 +242,14 @@ def choose_qparams_affine(
             zero_point = torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
     else:
         scale = _span_scale(min_neg, max_pos, float(high - low))
-        scale = _round_to(scale.clamp(min=least), scale_dtype)
+        scale = round_to_dtype(scale.clamp(min=least), scale_dtype)
         if mapping == "asymmetric":
             steps = _nan_to(0.0, _divide(min_neg, scale).round_())
             zero_point = clamped(low - steps, torch.int32, low, high)
             zero_point = zero_point.to(zero_point_dtype or torch.int32)
         else:
             zero_point = _multiply_add(scale, mid - low, min_neg)
-            zero_point = _round_to(zero_point, zero_point_dtype or scale_dtype)
+            zero_point = round_to_dtype(zero_point, zero_point_dtype or scale_dtype)
     if not keepdim:
         kept = [n for n, b in zip(scale.shape, block_size, strict=True) if b == 1 or n > 1]
         scale = scale.reshape(kept)
@@ -258,7 +259,7 @@ def choose_qparams_affine(
 
 def half_step(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """scale/2 in `dtype`: the zero points of the half-integer grid."""
-    return _round_to(scale.float() * 0.5, dtype)
+    return round_to_dtype(scale.float() * 0.5, dtype)
 
 
 def _nan_to(value: float, x: Tensor) -> Tensor:
@@ -295,6 +296,19 @@ def _from_grid(
     if zero_point.dtype.is_floating_point:
         return _multiply_add(scale, codes - (low + high + 1) // 2, zero_point)
     return (codes - zero_point) * scale.float()
+
+
+def round_to_grid(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """Codes, as float32, and values of `x`, to the bits of `quantize_affine` and `dequantize_affine`.
+
+    `x` is float32; `scale` and `zero_point` broadcast to it. low..high has at most 16 bits.
+    """
+    codes = _to_grid(x, scale, zero_point, dtype, low, high).clamp_(low, high)
+    if dtype in FLOAT8_DTYPES:
+        codes = codes.to(dtype).float()
+    return codes, _from_grid(codes, scale, zero_point, low, high)
 
 
 def _params(

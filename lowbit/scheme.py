@@ -30,6 +30,7 @@ from lowbit.affine import (
 )
 from lowbit.code_range import FLOAT8_DTYPES
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
+from lowbit.search import search_qparams_affine
 
 
 @dataclass(frozen=True)
@@ -161,20 +162,63 @@ class Spec:
 
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
         """
-        fmt = self.format
-        integer_zero_point = isinstance(fmt, Int) and not self.zero_point_is_value
         scale, zero_point = choose_qparams_affine(
-            x,
-            self.mapping,
-            self.block_size(x.shape),
-            fmt.dtype,
-            fmt.quant_min,
-            fmt.quant_max,
+            *self._affine_arguments(x),
             scale_dtype=scale_dtype,
-            zero_point_dtype=fmt.dtype if integer_zero_point else None,
+            zero_point_dtype=self._zero_code_dtype,
             keepdim=True,
         )
         return scale, zero_point if self.has_zero_point else None
+
+    def search_qparams(
+        self, x: Tensor, scale_dtype: torch.dtype, importance: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`choose_qparams` with the smallest Σ importance · (x − x̂)² that `lowbit.search` finds.
+
+        The error is never above that of `choose_qparams`. Scales of symmetric integers may be negative.
+
+        Args:
+            x: real floating tensor, padded or not.
+            importance: broadcastable to x, finite, not negative; None for 1. The mean square of each input channel [K]
+                makes it the error of the layer's output, if channels are uncorrelated.
+
+        Raises:
+            ValueError: an importance that does not fit.
+        """
+        padded = self._pad(x)
+        if padded is not x and (importance is not None or self.zero_point_is_value):
+            importance = self._pad_importance(importance, x)
+        scale, zero_point = search_qparams_affine(
+            *self._affine_arguments(padded),
+            scale_dtype=scale_dtype,
+            zero_point_dtype=self._zero_code_dtype,
+            importance=importance,
+        )
+        return scale, zero_point if self.has_zero_point else None
+
+    def _pad_importance(self, importance: Tensor | None, x: Tensor) -> Tensor:
+        """The padding has no importance. Dimensions that are not padded stay broadcast."""
+        own = x.new_ones((), dtype=torch.float32) if importance is None else importance
+        if own.ndim > x.ndim:
+            return own  # refused by the search
+        own = own[(None,) * (x.ndim - own.ndim)]
+        padding: list[int] = []
+        for dim, size in reversed(list(enumerate(self.padded_shape(x.shape)))):
+            if size != x.shape[dim] and own.shape[dim] == 1:
+                own = own.expand(*own.shape[:dim], x.shape[dim], *own.shape[dim + 1 :])
+            padding += [0, size - x.shape[dim] if own.shape[dim] == x.shape[dim] else 0]
+        return F.pad(own, padding)
+
+    def _affine_arguments(self, x: Tensor) -> tuple[Any, ...]:
+        fmt = self.format
+        block = self.block_size(x.shape)
+        return (x, self.mapping, block, fmt.dtype, fmt.quant_min, fmt.quant_max)
+
+    @property
+    def _zero_code_dtype(self) -> torch.dtype | None:
+        """The dtype of zero points that are codes."""
+        is_code = isinstance(self.format, Int) and not self.zero_point_is_value
+        return self.format.dtype if is_code else None
 
     @property
     def has_zero_point(self) -> bool:
