@@ -28,7 +28,7 @@ from lowbit.affine import (
     quantize_affine,
     unclamped_codes,
 )
-from lowbit.code_range import FLOAT8_DTYPES
+from lowbit.code_range import FLOAT8_DTYPES, FLOATS
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
 from lowbit.search import search_qparams_affine
 
@@ -233,20 +233,57 @@ class Spec:
         return self.mapping in VALUE_ZERO_POINT
 
     def quantize(
-        self, x: Tensor, scale_dtype: torch.dtype = torch.float32
+        self,
+        x: Tensor,
+        scale_dtype: torch.dtype = torch.float32,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codes, scale, zero_point) of `x`.
 
-        codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension.
+        codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension. These
+        are `qparams` where given, and otherwise those of `choose_qparams`.
         """
         x = self._pad(x)
-        scale, zero_point = self.choose_qparams(x, scale_dtype)
+        scale, zero_point = self.choose_qparams(x, scale_dtype) if qparams is None else qparams
         fmt = self.format
         block = self.block_size(x.shape)
         codes = quantize_affine(
             x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
         )
         return codes, scale, zero_point
+
+    def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
+        """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
+
+        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative.
+        """
+        blocks = self.blocks(shape)
+        if scale.dtype not in FLOATS or tuple(scale.shape) != blocks:
+            raise ValueError(
+                f"the scale of a tensor {tuple(shape)} in {self} is floating, of shape {blocks}, got {scale.dtype} "
+                f"{tuple(scale.shape)}; reshape it"
+            )
+        if self.has_zero_point != (zero_point is not None):
+            takes = (
+                "takes a zero point" if self.has_zero_point else "takes no zero point: give None"
+            )
+            raise ValueError(f"{self} {takes}")
+        if zero_point is not None:
+            dtype = self._zero_code_dtype or scale.dtype
+            if zero_point.dtype is not dtype or tuple(zero_point.shape) != blocks:
+                raise ValueError(
+                    f"the zero point of a tensor {tuple(shape)} in {self} is {dtype} {blocks}, got {zero_point.dtype} "
+                    f"{tuple(zero_point.shape)}"
+                )
+        if scale.is_meta or torch.compiler.is_compiling():
+            return
+        bad = ~(scale.isfinite() & scale.float().reciprocal().isfinite())
+        if bool(bad.any()):
+            raise ValueError(
+                f"{int(bad.sum())} of {scale.numel()} scales cannot be used, such as {scale[bad][0].item()}: a scale, "
+                "negative or not, is finite, not zero, and has a finite reciprocal; `choose_qparams` and "
+                "`search_qparams` give such scales"
+            )
 
     def unclamped_codes(
         self, x: Tensor, scale_dtype: torch.dtype

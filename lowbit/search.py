@@ -9,23 +9,24 @@ where x̂ is `lowbit.affine`'s, in float32, with scale and zero point rounded to
 error). Each step keeps a result only in the blocks whose error it lowers:
 
 1. The choice of `choose_qparams_affine` (min-max). So the error is never above that of min-max.
-2. Ranges r · [min, max], with r from `SMALLEST_RATIO` to 1. "asymmetric" and "float_zero_point" move each end by a ratio
-   of its own. The symmetric mappings of integers also try −scale. A range −2^(b−1) … 2^(b−1) − 1 has one code more below
-   zero than above, and a negative scale puts it above, where the largest value may lie (llama.cpp's Q4_0 does the same
-   by d = max / −8).
-3. Least squares. With fixed codes c the best scale is Σ h x c / Σ h c². Where the zero point is free too, both come from
-   the weighted linear regression of x on c. The new scale gives new codes, and so on (Lloyd, IEEE Trans. Inf. Theory 28,
-   1982).
+2. Ranges r · [min, max], with r from `SMALLEST_RATIO` to 1. "asymmetric" and "float_zero_point" move each end by a
+   ratio of its own. The symmetric mappings of integers also try −scale. A range −2^(b−1) … 2^(b−1) − 1 has one code
+   more below zero than above, and a negative scale puts it above, where the largest value may lie (llama.cpp's Q4_0
+   does the same by d = max / −8).
+3. Least squares. With fixed codes c the best scale is Σ h x c / Σ h c². Where the zero point is free too, both come
+   from the weighted linear regression of x on c. The new scale gives new codes, and so on (Lloyd, IEEE Trans. Inf.
+   Theory 28, 1982).
 
 Blocks of equal values, such as zeros, and blocks with NaN or infinities keep the min-max choice. The search takes
-`CHUNK_ELEMENTS` at a time. Beside the input it needs about 20 MB on a CPU.
+`CHUNK_ELEMENTS` at a time. Beside the input it needs a few MB on a CPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from lowbit.affine import (
 )
 from lowbit.code_range import FLOAT8_DTYPES, quant_range
 
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""
 
 SMALLEST_RATIO = {1: 0.05, 2: 0.1, 3: 0.2, 4: 0.3, 5: 0.5, 6: 0.7, 7: 0.8, 8: 0.88}
@@ -54,7 +55,7 @@ END_RATIOS = 5
 ROUNDS = 3
 """Rounds of least squares."""
 
-_MARGIN = 1 - 2.0**-15  # an error has to fall by more than float32 sums are wrong by
+_MARGIN = 1 - 2.0**-13  # an error has to fall by more than float32 sums are wrong by
 
 
 class QParams(NamedTuple):
@@ -88,9 +89,32 @@ class _Format:
         return (self.low + self.high + 1) // 2
 
     @property
+    def has_zero_at_zero(self) -> bool:
+        """Whether every zero point is the code 0."""
+        return self.mapping.startswith("symmetric") and self.mid == 0
+
+    @property
     def may_be_negative(self) -> bool:
         """Whether a scale of the other sign gives other values."""
         return self.mapping.startswith("symmetric") and not self.is_float8
+
+    def min_max(self, x: Tensor, block_size: Sequence[int], *ends: Tensor) -> QParams:
+        """The choice of `choose_qparams_affine`, for x or for the smallest and largest value of each block."""
+        low, high = ends or (None, None)
+        found = choose_qparams_affine(
+            x,
+            self.mapping,
+            block_size,
+            self.dtype,
+            self.low,
+            self.high,
+            scale_dtype=self.scale_dtype,
+            zero_point_dtype=self.zero_point_dtype,
+            keepdim=True,
+            min_val=low,
+            max_val=high,
+        )
+        return QParams(*found)
 
     def stored(self, scale: Tensor) -> Tensor:
         """A float32 scale as it is stored: not too small to divide by."""
@@ -122,8 +146,9 @@ class _Format:
 # ---- blocks -----------------------------------------------------------------------------------------------------
 
 
-def _block_rows(t: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """`t` as [R, …], whose rows hold whole blocks, and the permutation that puts the sizes of a block last.
+def _block_rows(t: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int], int]:
+    """`t` as [R, …], whose rows hold whole blocks, the order of dimensions that puts the sizes of a block last, and how
+    many dimensions come before those.
 
     It is a view where the strides allow it.
     """
@@ -133,76 +158,84 @@ def _block_rows(t: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]
         lead += 1
     rows = math.prod(counts[:lead])
     if lead == t.ndim - 1:
-        return t.reshape(rows, counts[lead], block_size[lead]), [0, 1, 2]
+        return t.reshape(rows, counts[lead], block_size[lead]), [0, 1, 2], 2
     sizes = [rows * counts[lead], block_size[lead]]
     for count, block in zip(counts[lead + 1 :], block_size[lead + 1 :], strict=True):
         sizes += [count, block]
-    order = [0, *range(2, len(sizes), 2), *range(1, len(sizes), 2)]
-    return t.reshape(sizes), order
+    outer = [0, *range(2, len(sizes), 2)]
+    return t.reshape(sizes), [*outer, *range(1, len(sizes), 2)], len(outer)
 
 
 def _chunks(t: Tensor, block_size: Sequence[int], most: int) -> Iterator[Tensor]:
-    """Blocks [B, size of a block] in order, of about `most` elements at once, or of one row of `_block_rows`."""
-    rows, order = _block_rows(t, block_size)
-    per_row = rows[0].numel()
-    size = math.prod(block_size)
-    for part in rows.split(max(most // per_row, 1)):
-        yield part.permute(order).reshape(-1, size)
+    """Blocks [B, sizes of a block …] in order, of about `most` elements at once, or of one row of `_block_rows`."""
+    if t.ndim == 0:
+        t, block_size = t.reshape(1), (1,)
+    rows, order, outer = _block_rows(t, block_size)
+    for part in rows.split(max(most // rows[0].numel(), 1)):
+        yield part.permute(order).flatten(0, outer - 1)
 
 
 class _Blocks:
-    """Some blocks and their importance, and the error of parameters for them."""
+    """Some blocks [B, sizes of a block …] and their importance, and the error of parameters for them."""
 
     def __init__(self, x: Tensor, importance: Tensor | None, fmt: _Format, most: int) -> None:
         self.fmt = fmt
-        step = max(most // len(x), 1)  # columns at once, where even one block is too long
-        self.parts = [(p, None) for p in x.split(step, 1)]
-        if importance is not None:
-            self.parts = list(zip(x.split(step, 1), importance.split(step, 1), strict=True))
-        if len(self.parts) == 1:
-            self.parts = [(p.float(), None if h is None else h.float()) for p, h in self.parts]
-        self.least = torch.cat([p.amin(1, keepdim=True) for p, _ in self.parts], 1)
-        self.least = self.least.amin(1, keepdim=True).float()
-        self.most = torch.cat([p.amax(1, keepdim=True) for p, _ in self.parts], 1)
-        self.most = self.most.amax(1, keepdim=True).float()
-        ends = (self.least.clamp(max=0), self.most.clamp(min=0))
-        found = choose_qparams_affine(
-            x,
-            fmt.mapping,
-            (1, x.shape[1]),
-            fmt.dtype,
-            None if fmt.is_float8 else fmt.low,
-            None if fmt.is_float8 else fmt.high,
-            scale_dtype=fmt.scale_dtype,
-            zero_point_dtype=fmt.zero_point_dtype,
-            keepdim=True,
-            min_val=ends[0],
-            max_val=ends[1],
-        )
-        self.best = QParams(*found)
+        step = max(most // max(x[:, 0].numel(), 1), 1)  # even one block may be too long
+        self.pieces = x.split(step, 1)
+        self.weights = None if importance is None else importance.split(step, 1)
+        least, most_of_all = self._ends(counted=False)
+        self.best = fmt.min_max(least, (1, 1), least.clamp(max=0), most_of_all.clamp(min=0))
+        self.least, self.most = self._ends(counted=True)
         # Errors are relative to these, so that no square overflows or underflows.
         self.unit = self.best.scale.float().reciprocal()
         self.heaviest: Tensor | None = None
         if importance is not None:
-            heaviest = [h.float().amax(1, keepdim=True) for _, h in self.parts if h is not None]
-            self.heaviest = torch.cat(heaviest, 1).amax(1, keepdim=True)
+            heaviest = [h.amax(1, keepdim=True) for _, h in self._parts() if h is not None]
+            self.heaviest = torch.cat(heaviest, 1).amax(1, keepdim=True).float()
+        self.whole = list(self._loaded()) if len(self.pieces) == 1 else None
         self.error = self._error(self.best)
         self.error[self.least == self.most] = -1  # blocks of equal values keep what they have
 
-    def _each(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        for x, h in self.parts:
-            if h is not None:
-                h = h.float() / self.heaviest
-            yield x.float(), h
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """x and importance [B, n] of each part; flattening may copy, so no two parts are held at once."""
+        for i, piece in enumerate(self.pieces):
+            h = None if self.weights is None else self.weights[i].flatten(1)
+            yield piece.flatten(1), h
+
+    def _ends(self, counted: bool) -> tuple[Tensor, Tensor]:
+        """The smallest and largest value of each block; `counted`: among those with an importance above 0."""
+        found = []
+        for x, h in self._parts():
+            left_out = None if h is None or not counted else h == 0
+            low = x if left_out is None else x.masked_fill(left_out, torch.inf)
+            high = x if left_out is None else x.masked_fill(left_out, -torch.inf)
+            found.append((low.amin(1, keepdim=True), high.amax(1, keepdim=True)))
+        lows, highs = zip(*found, strict=True)
+        low, high = torch.cat(lows, 1), torch.cat(highs, 1)
+        return low.amin(1, keepdim=True).float(), high.amax(1, keepdim=True).float()
+
+    def _loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """x, and √h times the unit, of each part in float32."""
+        for x, h in self._parts():
+            if h is None or self.heaviest is None:
+                yield x.float(), self.unit
+            else:
+                yield x.float(), (h.float() / self.heaviest).sqrt_().mul_(self.unit)
+
+    def _each(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return self._loaded() if self.whole is None else self.whole
+
+    def _rounded(self, x: Tensor, of: QParams) -> tuple[Tensor, Tensor]:
+        zero = None if self.fmt.has_zero_at_zero else of.zero_point
+        return round_to_grid(x, of.scale, zero, self.fmt.dtype, self.fmt.low, self.fmt.high)
 
     def _error(self, of: QParams) -> Tensor:
-        fmt, total = self.fmt, 0.0
-        for x, h in self._each():
-            _, values = round_to_grid(x, *of, fmt.dtype, fmt.low, fmt.high)
-            square = values.sub_(x).mul_(self.unit).square_()
-            square = square if h is None else square.mul_(h)
-            total = total + square.sum(1, keepdim=True).double()
-        assert isinstance(total, Tensor)
+        """float64 [B, 1], in squares of the unit."""
+        total = torch.zeros_like(self.unit, dtype=torch.float64)
+        for x, weight in self._each():
+            _, values = self._rounded(x, of)
+            difference = values.sub_(x).mul_(weight)
+            total += torch.linalg.vector_norm(difference, dim=1, keepdim=True).double().square_()
         return total
 
     def offer(self, candidate: QParams) -> None:
@@ -216,20 +249,21 @@ class _Blocks:
     def moments(self) -> tuple[Tensor, ...]:
         """Σh, Σhc, Σhc², Σhx, Σhcx in float64, where c are the best codes minus the zero point, or minus the middle
         code where the zero point is a value."""
-        fmt, sums = self.fmt, [0.0] * 5
-        for x, h in self._each():
-            codes, _ = round_to_grid(x, *self.best, fmt.dtype, fmt.low, fmt.high)
+        fmt = self.fmt
+        sums = [torch.zeros_like(self.unit, dtype=torch.float64) for _ in range(5)]
+        for x, weight in self._each():
+            codes, _ = self._rounded(x, self.best)
             zero = self.best.zero_point
             if fmt.mapping in VALUE_ZERO_POINT:
                 codes -= fmt.mid - (0.5 if fmt.mapping == "half_integer" else 0)
             elif zero is not None:
                 codes -= zero
-            weights = torch.ones_like(x) if h is None else h
             x = x * self.unit  # in steps, so that no product overflows
-            own, both = weights * codes, weights * x
-            found = (weights, own, own * codes, both, both * codes)
-            sums = [s + f.sum(1, keepdim=True).double() for s, f in zip(sums, found, strict=True)]
-        return tuple(sums)  # type: ignore[arg-type]
+            h = (weight / self.unit).square_().expand_as(x)
+            own, both = h * codes, h * x
+            for total, part in zip(sums, (h, own, own * codes, both, both * codes), strict=True):
+                total += part.sum(1, keepdim=True)
+        return tuple(sums)
 
 
 # ---- candidates -------------------------------------------------------------------------------------------------
@@ -286,7 +320,9 @@ def _fit(blocks: _Blocks) -> None:
         offset = (x - free * c) / h
         moved = fmt.stored((free / blocks.unit).float())
         offset = (offset / blocks.unit).float()
-        if fmt.mapping == "asymmetric":  # c counts from the zero point, which becomes the code of −offset
+        if (
+            fmt.mapping == "asymmetric"
+        ):  # c counts from the zero point, which becomes the code of −offset
             zero = best.zero_point
             assert zero is not None
             offset = offset + moved.float() * (fmt.mid - zero.float())
@@ -361,26 +397,16 @@ def search_qparams_affine(
         raise ValueError(
             f"the search takes ranges of up to 8 bits, got {low}..{high}; use choose_qparams_affine"
         )
-    options = {"scale_dtype": scale_dtype, "zero_point_dtype": zero_point_dtype, "keepdim": True}
+    like = fmt.min_max(input.to("meta"), block_size)  # checks the arguments, and gives the shapes
     if input.is_meta or input.numel() == 0:
-        return choose_qparams_affine(
-            input, mapping, block_size, target_dtype, quant_min, quant_max, **options
-        )
-    # checks the arguments, and gives the shape
-    shapes = choose_qparams_affine(
-        input.to("meta"), mapping, block_size, target_dtype, quant_min, quant_max, **options
-    )
+        return fmt.min_max(input, block_size)
     most = CHUNK_ELEMENTS.get(input.device.type, CHUNK_ELEMENTS["cuda"])
-    xs = _chunks(input, block_size, most)
-    hs: Iterator[Tensor | None] = (None for _ in iter(int, 1))
+    weights: Iterable[Tensor | None] = repeat(None)
     if importance is not None:
         expanded = _check_importance(importance.to(input.device), input.shape)
-        hs = _chunks(expanded, block_size, most)
-    found = [_searched(_Blocks(x, h, fmt, most)) for x, h in zip(xs, hs, strict=False)]
-    joined = [
-        None if like is None else torch.cat(parts).reshape(like.shape)  # type: ignore[arg-type]
-        for parts, like in zip(zip(*found, strict=True), shapes, strict=True)
-    ]
-    scale, zero_point = joined
-    assert scale is not None
-    return scale, zero_point
+        weights = _chunks(expanded, block_size, most)
+    chunks = zip(_chunks(input, block_size, most), weights, strict=False)
+    found = [_searched(_Blocks(x, h, fmt, most)) for x, h in chunks]
+    scale = torch.cat([f.scale for f in found]).reshape(like.scale.shape)
+    zero_points = [f.zero_point for f in found if f.zero_point is not None]
+    return scale, torch.cat(zero_points).reshape(scale.shape) if zero_points else None

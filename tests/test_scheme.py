@@ -60,7 +60,11 @@ def test_impossible_float8_dtypes(dtype: object) -> None:
         (lambda: lb.Spec(lb.Int(4), ROW, "sym"), ValueError, r"'sym'; accepted: symmetric, "),
         (lambda: lb.Spec(lb.Int(4), ROW, None), ValueError, r"unknown mapping None"),
         (lambda: lb.Spec(lb.Float8(), ROW, "asymmetric"), ValueError, r"no zero point.*asymm"),
-        (lambda: lb.Spec(lb.Int(1), ROW), ValueError, r"one bit.*use 'asymmetric' or 'half_integer'"),
+        (
+            lambda: lb.Spec(lb.Int(1), ROW),
+            ValueError,
+            r"one bit.*use 'asymmetric' or 'half_integer'",
+        ),
         (
             lambda: lb.Spec(lb.Int(1, signed=False), ROW, "symmetric_no_clipping_err"),
             ValueError,

@@ -102,32 +102,68 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return self
 
     @classmethod
-    def from_float(cls, weight: Tensor, scheme: Scheme | Spec) -> AffineTensor:
-        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and
-        for float8 in blocks).
+    def from_float(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> AffineTensor:
+        """Quantize `weight` [..., N, K], rounding to nearest. A Float8 format gives a `Float8Tensor`.
 
-        A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
-        infinite weights.
+        Args:
+            qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
+                their dtypes stay. A scale may be negative. None chooses them by the mapping, in `weight`'s dtype
+                (float32 for float64, and for float8 in blocks).
+
+        Raises:
+            ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
+                or dtype; scales that are zero or not finite.
         """
         spec, activation = (
             (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
         )
         check_weight(weight)
+        if qparams is not None:
+            spec.check_qparams(weight.shape, *qparams)
         kind = representation_of(spec)
         scale_dtype = kind._scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
-        tensors = kind._encode_as(weight.detach(), spec, scale_dtype)
+        tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams)
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
 
     @classmethod
+    def searched(
+        cls, weight: Tensor, scheme: Scheme | Spec, importance: Tensor | None = None
+    ) -> AffineTensor:
+        """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
+
+        Arguments are those of both. Raises ValueError as they do.
+        """
+        spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        check_weight(weight)
+        scale_dtype = representation_of(spec)._scale_dtype(spec, weight.dtype)
+        qparams = spec.search_qparams(weight.detach(), scale_dtype, importance)
+        return cls.from_float(weight, scheme, qparams)
+
+    @classmethod
     def _encode_as(
-        cls, weight: Tensor, spec: Spec, scale_dtype: torch.dtype
+        cls,
+        weight: Tensor,
+        spec: Spec,
+        scale_dtype: torch.dtype,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> dict[str, Tensor | None]:
-        def encode(part: Tensor) -> dict[str, Tensor | None]:
-            codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype)
+        def encode(
+            part: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
+        ) -> dict[str, Tensor | None]:
+            own = None if scale is None else (scale.contiguous(), zero_point)
+            codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype, own)
             return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
 
-        return encode(weight) if spec.shares_rows else encode_in_chunks(weight, encode)
+        given = qparams or ()
+        if spec.shares_rows:
+            return encode(weight, *given)
+        return encode_in_chunks(weight, encode, *given)
 
     # ---- storage of the codes, overridden by other representations ------------------------------------------
 
