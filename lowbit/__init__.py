@@ -18,6 +18,8 @@ from lowbit.inference import Report, quantize_, register_linear, unregister_line
 from lowbit.presets import (
     Float8DynamicActivationFloat8Weight,
     Float8WeightOnly,
+    Int1WeightOnly,
+    Int2WeightOnly,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
@@ -65,6 +67,8 @@ __all__ = [
     "Float8Tensor",
     "Float8WeightOnly",
     "Int",
+    "Int1WeightOnly",
+    "Int2WeightOnly",
     "Int4WeightOnly",
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",

@@ -1,16 +1,24 @@
-"""quantize_: round a model's weights to nearest, in place."""
+"""quantize_: round a model's weights to nearest, in place, with min-max or searched scales."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Literal, get_args
 
 from torch import nn
 
 from lowbit.convert import Filter, Report, Schemes, find_targets, replace_weights
 from lowbit.tensor.affine_tensor import AffineTensor
 
+Scales = Literal["minmax", "searched"]
 
-def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
+
+def quantize_(
+    model: nn.Module,
+    scheme: Schemes,
+    filter_fn: Filter | None = None,
+    scales: Scales = "minmax",
+) -> Report:
     """Quantize the weights of `model` in place, and report what was converted and what was left alone.
 
         report = quantize_(model, Int4WeightOnly(group_size=128))
@@ -30,6 +38,9 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
 
             A further parameter of an `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern
             or the filter names it.
+        scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
+            "searched": with the smallest squared error, which `lowbit.search` finds; it takes some 40 times as long,
+            and the model is stored and runs the same.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
@@ -39,9 +50,12 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or infinite weight. The
-            model is then as it was.
+        ValueError: unknown `scales`; nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or
+            infinite weight. The model is then as it was.
     """
+    if scales not in get_args(Scales):
+        raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
+    make = AffineTensor.searched if scales == "searched" else AffineTensor.from_float
     targets, report = find_targets(model, scheme, filter_fn)
     trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]
     if 0 < len(trained) < len(targets):
@@ -50,7 +64,5 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    report = replace_weights(
-        targets, report, lambda t: AffineTensor.from_float(t.weight, t.scheme), trainable=False
-    )
+    report = replace_weights(targets, report, lambda t: make(t.weight, t.scheme), trainable=False)
     return report.count(model)
