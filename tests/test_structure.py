@@ -26,10 +26,12 @@ MATHS = {
     "code_range",
     "codebook",
     "granularity",
+    "learned_scales",
     "packing",
     "presets",
     "rounding",
     "scheme",
+    "search",
     "train_scheme",
 }
 FLOWS = {"optim", "train", "qat", "inference"}
