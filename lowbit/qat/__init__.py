@@ -2,5 +2,7 @@
 
 from lowbit.convert import Report
 from lowbit.qat.qat import convert_, prepare_
+from lowbit.qat.switch import disable_, enable_, high_precision
+from lowbit.qat.undo import undo_
 
-__all__ = ["Report", "convert_", "prepare_"]
+__all__ = ["Report", "convert_", "disable_", "enable_", "high_precision", "prepare_", "undo_"]
