@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.convert import Report, Target, find_owners, replace_weights
+from lowbit.convert import Report, Target, check_module, find_owners, replace_weights
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.regather import reshard
 from lowbit.tensor.sharded_linear import make_plain
 
 
@@ -21,6 +22,8 @@ def undo_(model: nn.Module) -> Report:
         TypeError: `model` is no module.
         ValueError: nothing is prepared, or the model is sharded. It is then as it was.
     """
+    check_module(model)
+    reshard(model)  # so that no gathered weight passes for one that is not sharded
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
