@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -348,7 +349,7 @@ def test_compiled_model() -> None:
     torch._dynamo.reset()
     model = language()
     expected = qat.Distillation(copy.deepcopy(model))(TOKENS)
-    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counted = CompileCounterWithBackend("aot_eager")
     distill = qat.Distillation(torch.compile(model, backend=counted, fullgraph=True))
     losses = [distill(TOKENS) for _ in range(3)]
     sum(losses).backward()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -155,7 +156,7 @@ def test_compiled(name: str, scheme: lb.Scheme, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     expected = found_by(plain, x, torch.compile(plain, fullgraph=True))
     torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counted = CompileCounterWithBackend("inductor")
     run = torch.compile(prepared, fullgraph=True, backend=counted)
     on = found_by(prepared, x, run)
     assert not same(on, expected)
