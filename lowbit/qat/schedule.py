@@ -17,14 +17,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lowbit.convert import find_owners
 from lowbit.qat.switch import change, prepared_weights
 from lowbit.scheme import Int, Scheme
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.regather import forget_gathered, reshard
+from lowbit.tensor.regather import reshard
 
 SCALES = ("_scale", "_zero")
 """What the names of learned scales and zero points add to the name of their weight, in the same module."""
@@ -116,8 +115,7 @@ class Schedule:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the steps of another schedule. Call it before the model loads its state dict, which names the
-        schemes of that step.
+        """Continue after the steps of another schedule.
 
         Raises ValueError for anything but what `state_dict` gives.
         """
@@ -188,14 +186,8 @@ def _scales(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _freeze(model: nn.Module, frozen: bool) -> None:
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        reshard(model)
-    changed = set()
+    reshard(model)  # an optimizer holds the shards; FSDP2 passes on whether they need a gradient
     for param in _scales(model).values():
-        if param.requires_grad == frozen:
-            param.requires_grad_(not frozen)
-            changed.add(id(held_locally(param)))
+        param.requires_grad_(not frozen)
         if frozen:
             param.grad = None  # an optimizer would use it again
-    if changed:
-        forget_gathered(model, changed)  # FSDP2 keeps whether the whole parameter needs a gradient

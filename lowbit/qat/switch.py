@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from lowbit.convert import find_owners
+from lowbit.convert import check_module, find_owners
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Off
 from lowbit.tensor.regather import forget_gathered, reshard
@@ -32,12 +32,10 @@ def prepared_weights(model: nn.Module) -> dict[str, FakeQuantizedTensor]:
 
     Reshards FSDP2 modules. Raises TypeError for anything but a module, ValueError where none is prepared.
     """
-    owners = find_owners(model)  # checks that it is a module
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        reshard(model)
-        owners = find_owners(model)
+    check_module(model)
+    reshard(model)
     found = {}
-    for (module, name, fqn), *_ in owners.values():
+    for (module, name, fqn), *_ in find_owners(model).values():
         weight = held_locally(module._parameters[name])
         if isinstance(weight, FakeQuantizedTensor):
             found[fqn] = weight

@@ -150,6 +150,79 @@ def check_compiled(rank, world_size):
     return True
 
 
+class Scaled(nn.Linear):
+    """A linear with a parameter named as a learned scale is."""
+
+    def __init__(self):
+        super().__init__(64, 64)
+        self.weight_scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return super().forward(x) * self.weight_scale
+
+
+def trained(model, ranks, settings, steps=7):
+    """Train with a schedule on the data of these ranks, and say in which steps the learned scale moved."""
+    schedule = qat.Schedule(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    moved = []
+    for n in range(steps):
+        before = whole_of(getattr(model.first, "weight_scale", model.first.bias)).clone()
+        for rank in ranks:
+            (model(values(4, 64, seed=10 * n + rank)).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        schedule.step()
+        after = whole_of(getattr(model.first, "weight_scale", model.first.bias))
+        moved.append(not torch.equal(before, after))
+    return moved
+
+
+def check_a_schedule(rank, world_size):
+    """Stages whose codes travel in other widths, and scales that freeze, give the weights of one process."""
+    for settings in (
+        {"start": 1, "bits": {2: 8, 3: 6, 4: 4}},
+        {"start": 1, "freeze_scales": 4},
+    ):
+        whole = Model(64)
+        if "freeze_scales" in settings:
+            torch.manual_seed(0)  # the same on all ranks
+            whole.first = Scaled()
+        qat.prepare_(whole, INT4)
+        model = shard(copy.deepcopy(whole))
+        moved = trained(model, [rank], settings)
+        assert moved == trained(whole, range(world_size), settings)
+        assert moved == [n < settings.get("freeze_scales", 7) for n in range(7)]
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            error = relative(whole_of(p), whole_of(q))
+            assert error < 1e-5, (settings, error)
+    return True
+
+
+def whole_of(p):
+    p = p.full_tensor() if hasattr(p, "full_tensor") else p
+    return p.master() if isinstance(p, lowbit.FakeQuantizedTensor) else p.detach()
+
+
+def check_distillation(rank, world_size):
+    """Loss and gradients are those of one process."""
+    whole = Model(64)
+    qat.prepare_(whole, INT4)
+    model = shard(copy.deepcopy(whole))
+    distill = qat.Distillation(model)
+    for _ in range(2):
+        model.zero_grad()
+        loss = distill(values(4, 64, seed=rank))
+        loss.backward()
+    alone = qat.Distillation(whole)
+    losses = [alone(values(4, 64, seed=r)) for r in range(world_size)]
+    sum(losses).div(world_size).backward()
+    assert relative(loss.detach(), losses[rank].detach()) < 1e-6
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert relative(p.grad.full_tensor(), q.grad) < 1e-5
+    return True
+
+
 def check_refused(rank, world_size):
     _, prepared = models(64)
     with pytest.raises(ValueError, match=r"first.weight is sharded: gather the state dict"):
@@ -162,6 +235,8 @@ CHECKS = [
     check_what_travels,
     check_a_teacher_between_micro_batches,
     check_compiled,
+    check_a_schedule,
+    check_distillation,
     check_refused,
 ]
 
