@@ -108,7 +108,7 @@ class Schedule:
         """What holds after this many steps."""
         reached = [count for step, count in self.bits.items() if step <= steps]
         frozen = self.freeze_scales is not None and steps >= self.freeze_scales
-        return Stage(steps >= self.start, (reached or [None])[-1], frozen)
+        return Stage(steps >= self.start, reached[-1] if reached else None, frozen)
 
     def state_dict(self) -> dict[str, Any]:
         """{"steps": int}. The settings are those of the constructor."""
@@ -132,7 +132,7 @@ class Schedule:
 
         schedule = self
 
-        class ScheduleCallback(TrainerCallback):  # type: ignore[misc]
+        class ScheduleCallback(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 schedule.load_state_dict({"steps": state.global_step})
 
@@ -165,11 +165,10 @@ def _bits(scheme: Scheme) -> int | None:
 
 def _with_bits(scheme: Scheme, bits: int | None) -> Scheme:
     """The scheme with `bits` for the weight, where it has fewer."""
-    own = _bits(scheme)
-    if own is None or bits is None or bits <= own:
+    own = scheme.weight.format
+    if not isinstance(own, Int) or bits is None or bits <= own.bits:
         return scheme
-    wider = replace(scheme.weight.format, bits=bits)  # type: ignore[type-var]
-    return replace(scheme, weight=replace(scheme.weight, format=wider))
+    return replace(scheme, weight=replace(scheme.weight, format=replace(own, bits=bits)))
 
 
 def _scales(model: nn.Module) -> dict[str, nn.Parameter]:

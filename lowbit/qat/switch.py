@@ -100,32 +100,32 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     """
     weights = prepared_weights(model)
     states = {fqn: weight.off for fqn, weight in weights.items()}
-    disable_(model)
+    change(model, weights, lambda fqn, w: w.switch(False, False))
     hook = None
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        recomputed_off = _BackwardOff(model)
-        hook = model.register_forward_hook(recomputed_off)
+        hook = model.register_forward_hook(_BackwardOff(weights))
     try:
         yield
     finally:
         if hook is not None:
             hook.remove()
-        _restore(model, states)
+        reshard(model)
+        change(model, weights, _as_in(states))
 
 
-def _restore(model: nn.Module, states: dict[str, Off]) -> None:
+def _as_in(states: dict[str, Off]) -> Callable[[str, FakeQuantizedTensor], None]:
     def assign(fqn: str, weight: FakeQuantizedTensor) -> None:
-        weight.off = states.get(fqn, weight.off)
+        weight.off = states[fqn]
 
-    change(model, prepared_weights(model), assign)
+    return assign
 
 
 class _BackwardOff:
     """A forward hook of a model whose fake quantization is off. It switches it off again in the backward pass of the
     outputs, for what activation checkpointing computes there again, and afterwards back."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, weights: dict[str, FakeQuantizedTensor]) -> None:
+        self.weights = weights
         self.running = False
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -140,12 +140,14 @@ class _BackwardOff:
     def _begin(self, grad: Tensor) -> None:
         if self.running:
             return
-        states = {fqn: weight.off for fqn, weight in prepared_weights(self.model).items()}
+        states = {fqn: weight.off for fqn, weight in self.weights.items()}
 
         def end() -> None:
             self.running = False
-            _restore(self.model, states)
+            for fqn, weight in self.weights.items():
+                weight.off = states[fqn]
 
         self.running = True
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        disable_(self.model)
+        for weight in self.weights.values():
+            weight.switch(False, False)

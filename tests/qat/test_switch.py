@@ -302,6 +302,17 @@ def test_a_switch_between_forward_and_backward_is_no_silent_error() -> None:
         y.sum().backward()
 
 
+def test_a_trace_names_the_state() -> None:
+    _, prepared, x = made("tied", WEIGHT)
+    assert {p.why for p in lb.trace(prepared, x).products if p.layer == "up"} == {
+        "rounded values, multiplied in high precision"
+    }
+    qat.disable_(prepared)
+    assert {p.why for p in lb.trace(prepared, x).products if p.layer == "up"} == {
+        "fake quantization is switched off"
+    }
+
+
 def test_refused() -> None:
     for call in (qat.enable_, qat.disable_, lambda m: qat.high_precision(m).__enter__()):
         with pytest.raises(ValueError, match=r"has no prepared weights.*prepare_"):
