@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import lowbit
 from lowbit import qat
 from lowbit.tensor.fake_quantized import GatheredWeight
+from tests.distributed import test_train_tensor_parallel as tensor_parallel
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.train.problems import linear, relative, values
@@ -223,6 +225,50 @@ def check_distillation(rank, world_size):
     return True
 
 
+def check_tensor_parallel(rank, world_size):
+    """Off, the split model gives what the plain model split alike gives; also sharded by FSDP2 along another mesh."""
+    plain = tensor_parallel.Block()
+    prepared = copy.deepcopy(plain)
+    qat.prepare_(prepared, lowbit.Int8DynamicActivationInt4Weight(group_size=16))
+    x = values(2, 10, 64)
+    expected = tensor_parallel.outcome(copy.deepcopy(plain), x)
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data", "tensor"))
+    for sharded in (False, True):
+        model = copy.deepcopy(prepared)
+        parallelize_module(model, mesh["tensor"], tensor_parallel.PLAN)
+        if sharded:
+            fully_shard(model, mesh=mesh["data"])
+            model.set_force_sum_reduction_for_comms(True)
+        on = tensor_parallel.outcome(model, x)
+        with qat.high_precision(model):
+            off = tensor_parallel.outcome(model, x)
+        again = tensor_parallel.outcome(model, x)
+        for name, value in expected.items():
+            assert relative(off[name], value) < 1e-5, (sharded, name)
+            assert relative(on[name], value) > 1e-3, (sharded, name)
+            assert torch.equal(again[name], on[name]), (sharded, name)
+    return True
+
+
+def check_data_parallel(rank, world_size):
+    """DistributedDataParallel sums the gradients of distillation; its teacher runs inside of the wrapper too."""
+    whole = Model(64)
+    qat.prepare_(whole, INT4)
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(whole))
+    distill, alone = qat.Distillation(replica), qat.Distillation(whole)
+    for n in range(2):
+        replica.zero_grad()
+        whole.zero_grad()
+        loss = distill(values(4, 64, seed=10 * n + rank))
+        loss.backward()
+        losses = [alone(values(4, 64, seed=10 * n + r)) for r in range(world_size)]
+        sum(losses).div(world_size).backward()
+        assert torch.equal(loss, losses[rank])
+        for p, q in zip(replica.parameters(), whole.parameters(), strict=True):
+            assert relative(p.grad, q.grad) < 1e-5
+    return True
+
+
 def check_refused(rank, world_size):
     _, prepared = models(64)
     with pytest.raises(ValueError, match=r"first.weight is sharded: gather the state dict"):
@@ -237,6 +283,8 @@ CHECKS = [
     check_compiled,
     check_a_schedule,
     check_distillation,
+    check_tensor_parallel,
+    check_data_parallel,
     check_refused,
 ]
 

@@ -282,27 +282,45 @@ def test_padded_tokens_do_not_count() -> None:
     assert torch.equal(both, qat.Distillation(model)(input_ids=TOKENS, labels=labels))
 
 
-def test_the_teacher_leaves_no_trace() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_teacher_leaves_no_trace(device: str) -> None:
     """The student's dropout, the batch norm's statistics and the modes are those of training without a teacher."""
-    model = language(dropout=0.5)
+    model, tokens = language(dropout=0.5).to(device), TOKENS.to(device)
     model.block[1].eval()
     alone = copy.deepcopy(model)
     modes = [m.training for m in model.modules()]
     torch.manual_seed(3)
-    student = alone(TOKENS).logits
-    state = torch.get_rng_state()
+    student = alone(tokens).logits
+    state = random_state(device)
     torch.manual_seed(3)
     seen: list[Tensor] = []
     handle = model.register_forward_hook(lambda m, args, out: seen.append(out.logits))
-    loss = qat.Distillation(model)(TOKENS)
+    loss = qat.Distillation(model)(tokens)
     handle.remove()
     teacher, found = seen
     assert torch.equal(found, student) and not teacher.requires_grad
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(random_state(device), state)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(model.norm.running_mean, alone.norm.running_mean)
     loss.backward()
     assert model.head.weight.grad.any() and model.head.weight.off is None
+
+
+def random_state(device: str) -> Tensor:
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_against_float64_on_a_gpu(share: float) -> None:
+    student, teacher = (values(300, 32001, seed=s).cuda().bfloat16() for s in (0, 1))
+    labels = torch.arange(300, device="cuda") * 101 % 32001
+    labels[::7] = -100
+    loss = distillation_loss(student.requires_grad_(), teacher, labels, kl_weight=share)
+    loss.backward()
+    expected, grad = exact(student, teacher, labels, 1.0, share)
+    assert abs(loss - expected) < 1e-5 * expected
+    assert relative_error(student.grad, grad) < 4e-3
 
 
 def test_gradients_are_those_of_logits_given_by_hand() -> None:

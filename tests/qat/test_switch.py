@@ -57,7 +57,7 @@ class Grouped(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, offsets_of((5, 0, 30, 13)))
+        return self.experts(x, offsets_of((5, 0, 30, 13)).to(x.device))
 
 
 def anything(module: nn.Module, name: str) -> bool:
@@ -169,6 +169,27 @@ def test_compiled(name: str, scheme: lb.Scheme, dtype: torch.dtype) -> None:
         assert same(found_by(prepared, x, run), expected)
         qat.enable_(prepared)
     assert counted.frame_count == 2
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["tied", "attention", "grouped"])
+def test_off_is_the_plain_model_on_a_gpu(name: str, compiled: bool, dtype: torch.dtype) -> None:
+    if (name, compiled, dtype) == ("grouped", True, torch.float32):
+        dtype = torch.bfloat16  # torch's own product compiles in bfloat16 only
+    plain, prepared, x = made(name, WEIGHT, dtype)
+    if name == "tied":
+        plain.drop.p = prepared.drop.p = 0.0
+        plain.embedding.padding_idx = prepared.embedding.padding_idx = None
+    plain, prepared, x = plain.cuda(), prepared.cuda(), x.cuda()
+    qat.disable_(prepared)
+    found = []
+    for model in (plain, prepared):
+        torch._dynamo.reset()
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        found.append(found_by(model, x, run))
+    assert same(found[1], found[0])
 
 
 def test_weights_and_activations_apart() -> None:
