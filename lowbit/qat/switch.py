@@ -101,14 +101,12 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     weights = prepared_weights(model)
     states = {fqn: weight.off for fqn, weight in weights.items()}
     change(model, weights, lambda fqn, w: w.switch(False, False))
-    hook = None
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        hook = model.register_forward_hook(_BackwardOff(weights))
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    hook = model.register_forward_hook(_BackwardOff(weights, sharded))
     try:
         yield
     finally:
-        if hook is not None:
-            hook.remove()
+        hook.remove()
         reshard(model)
         change(model, weights, _as_in(states))
 
@@ -122,10 +120,11 @@ def _as_in(states: dict[str, Off]) -> Callable[[str, FakeQuantizedTensor], None]
 
 class _BackwardOff:
     """A forward hook of a model whose fake quantization is off. It switches it off again in the backward pass of the
-    outputs, for what activation checkpointing computes there again, and afterwards back."""
+    outputs, for what activation checkpointing computes there again, and afterwards back. Under FSDP2, which has dropped
+    the gathered weights of that state, it raises RuntimeError."""
 
-    def __init__(self, weights: dict[str, FakeQuantizedTensor]) -> None:
-        self.weights = weights
+    def __init__(self, weights: dict[str, FakeQuantizedTensor], sharded: bool) -> None:
+        self.weights, self.sharded = weights, sharded
         self.running = False
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -138,8 +137,13 @@ class _BackwardOff:
                 leaf.register_hook(self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        if self.running:
+        if self.running or all(weight.off == "all" for weight in self.weights.values()):
             return
+        if self.sharded:
+            raise RuntimeError(
+                "the backward pass of a forward pass inside of lowbit.qat.high_precision, which has ended: under FSDP2 "
+                "call backward inside of it"
+            )
         states = {fqn: weight.off for fqn, weight in self.weights.items()}
 
         def end() -> None:

@@ -273,6 +273,10 @@ def check_refused(rank, world_size):
     _, prepared = models(64)
     with pytest.raises(ValueError, match=r"first.weight is sharded: gather the state dict"):
         qat.undo_(prepared)
+    with qat.high_precision(prepared):
+        y = prepared(values(4, 64, seed=rank))
+    with pytest.raises(RuntimeError, match="under FSDP2 call backward inside of it"):
+        y.sum().backward()
     return True
 
 
