@@ -25,7 +25,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     |--------------------------------------------|-----------------------------------------------------------------|
     | quantized, ternary, `Int8Weight`           | the dequantized codes                                           |
     | prepared for QAT, `BitNet`                 | the trained weights as products round them; without rounding    |
-    |                                            | `lowbit.train.restore_`, and `weight.master()`, give them       |
+    |                                            | `lowbit.qat.undo_` and `lowbit.train.restore_` give them        |
     | mixed precision                            | the trained weights themselves, in the same memory              |
 
     Each weight keeps its dtype, device, `requires_grad` and gradient. A quantized weight is frozen and becomes a plain

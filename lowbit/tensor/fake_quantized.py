@@ -3,12 +3,16 @@
 `F.linear` and `F.embedding` round the weight, and the activation where the scheme has one, to the values that the
 converted model will store, through the same `Spec` that converts it. Gradients pass straight through to the weight
 inside the clamp range.
+
+`off` switches the rounding off, that of the weight, of activations, or both (`lowbit.qat.enable_`). With both off,
+torch's own functions get the high-precision weight, so that results equal those of the plain model to the bit. `off` is
+metadata of the tensor: torch.compile guards it, and copies of the tensor have it. A state dict does not hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +20,7 @@ from torch.nn import functional as F
 
 from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
-from lowbit.scheme import Float8, Scheme, crop
+from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.trainable import (
@@ -27,6 +31,9 @@ from lowbit.tensor.trainable import (
     Values,
 )
 from lowbit.traced import specs_name
+
+Off = Literal["weights", "activations", "all", None]
+"""Which rounding of a weight's products is switched off."""
 
 
 class FakeQuantizedTensor(MasterWeightTensor):
@@ -43,20 +50,62 @@ class FakeQuantizedTensor(MasterWeightTensor):
         **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
         **dict.fromkeys(GROUPED, "grouped_mm"),
     }
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off")
 
     scheme: Scheme
+    off: Off
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {"transposed": False}
+        return {"transposed": False, "off": None}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {**super().meta_from_json(data), "transposed": False}
+        return {**super().meta_from_json(data), "transposed": False, "off": None}
+
+    def check_meta(self) -> None:
+        super().check_meta()
+        if self.off not in get_args(Off):
+            raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
+
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whether or not both are switched off."""
+        return super()._is_stored_like(
+            other._with(off=self.off) if type(other) is type(self) else other
+        )
+
+    def switch(self, weights: bool, activations: bool) -> None:
+        """Switch the rounding of the weight and of activations on or off, in place."""
+        if self.scheme.activation is None:
+            activations = weights  # one state, not two that torch.compile would tell apart
+        states: dict[tuple[bool, bool], Off] = {
+            (True, True): None,
+            (False, True): "weights",
+            (True, False): "activations",
+            (False, False): "all",
+        }
+        self.off = states[weights, activations]
+
+    @property
+    def rounds_weight(self) -> bool:
+        """Whether products see the weight rounded."""
+        return self.off not in ("weights", "all")
+
+    @property
+    def input_spec(self) -> Spec | None:
+        """How products round their input; None where they do not."""
+        return self.scheme.activation if self.off not in ("activations", "all") else None
+
+    def operand(self) -> Tensor:
+        """The weight as its products see it now: plain, differentiable, of this tensor's dtype where not rounded."""
+        return self.fake_quantized() if self.rounds_weight else self.high_precision()
+
+    def high_precision(self) -> Tensor:
+        """The weight without rounding: plain, differentiable, of this tensor's dtype."""
+        return Values.apply(self).to(self.dtype)
 
     def fake_quantized(self) -> Tensor:
-        """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
+        """The rounded weight: plain, differentiable, equal to the converted weight's values."""
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
@@ -91,23 +140,23 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.fake_quantized(), bias)
+        return cls.product(input, weight, weight.operand(), bias)
 
     @staticmethod
-    def product(input: Tensor, weight: Any, quantized: Tensor, bias: Tensor | None) -> Tensor:
-        """input [..., K] times `quantized`, the values [N, K] of this weight, transposed, plus bias [N]."""
+    def product(input: Tensor, weight: Any, values: Tensor, bias: Tensor | None) -> Tensor:
+        """input [..., K] times `values`, what products see of this weight [N, K], transposed, plus bias [N]."""
         x, bias = autocast_inputs(input, weight, bias)
-        activation = weight.scheme.activation
+        activation = weight.input_spec
         if activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
-        return F.linear(x, quantized.to(x.dtype), bias)
+        return F.linear(x, values.to(x.dtype), bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-        activation = weight.scheme.activation
+        activation = weight.input_spec
         if activation is not None and weight.transposed:  # stored as [E, N, K], as linears are
             x = activation.fake_quantize(x)
-        return torch._grouped_mm(x, weight.fake_quantized().to(x.dtype), offs=offs)
+        return torch._grouped_mm(x, weight.operand().to(x.dtype), offs=offs)
 
     def values(self) -> Tensor:
         weight = super().values()
@@ -143,18 +192,28 @@ class FakeQuantizedTensor(MasterWeightTensor):
         (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
         """
         spec = self.scheme.weight
-        if spec.shares_rows:
-            return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
+        if spec.shares_rows or not self.rounds_weight:
+            return F.embedding(indices, self.operand().to(self.dtype), *args, **kwargs)
         rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
         return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
-        if self.scheme.activation is not None:
+        if self.input_spec is not None:
             raise NotImplementedError(
                 f"{self!r} in nn.MultiheadAttention, whose inputs cannot be quantized in training: leave its out_proj "
                 "out by filter_fn or a pattern, e.g. {'*.out_proj': None, '*': scheme}, or choose a weight-only scheme"
             )
-        return self.fake_quantized().to(self.dtype)
+        return self.operand().to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.products:
+            kwargs = kwargs or {}
+            own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
+            if own and all(weight.off == "all" for weight in own):
+                named = {name: _plain(x) for name, x in kwargs.items()}
+                return func(*(_plain(x) for x in args), **named)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def check_placement(self, param: Any) -> None:
         """Refuse parts that cut through a block: each would have its own scale, which `convert_` would not
@@ -177,15 +236,19 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def _wire(self) -> LowbitTensor:
         """Under FSDP2 codes and scales of float32 weights travel, 1 byte an element.
 
-        A weight of two bytes an element travels itself. Finding its codes takes many operations before the gather, and
-        takes longer than the byte that they would save.
+        A weight that products see in high precision travels itself. So does a weight of two bytes an element: finding
+        its codes takes many operations before the gather, and takes longer than the byte that they would save.
         """
         spec = self.scheme.weight
-        if spec.shares_rows or self.weight.dtype.itemsize <= 2:
+        if not self.rounds_weight or spec.shares_rows or self.weight.dtype.itemsize <= 2:
             return self
         codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
+
+
+def _plain(x: Any) -> Any:
+    return x.high_precision() if isinstance(x, FakeQuantizedTensor) else x
 
 
 class _FromCodes(torch.autograd.Function):

@@ -48,6 +48,10 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         spec, weight = self.scheme.weight, Values.apply(self)
         return learned_fake_quantize(weight, scale, zero, spec)
 
+    def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """`quantized_by`, or the high-precision weight while its rounding is off."""
+        return self.quantized_by(scale, zero) if self.rounds_weight else self.high_precision()
+
     def frozen_by(self, scale: Tensor, zero: Tensor | None) -> LowbitTensor:
         """The weight for inference, in this tensor's dtype."""
         spec = self.scheme.weight
@@ -97,7 +101,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         scale, zero = scales_of(module)
         scale, zero = local(scale), None if zero is None else local(zero)
         sent: Any = self
-        if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
+        if not self.rounds_weight:
+            pass
+        elif self.weight.dtype is torch.float32 and self._has_scales_of_rows():
             sent = self._in_codes(scale, zero)
         elif mp_policy.param_dtype not in (None, scale.dtype):
             raise NotImplementedError(
@@ -183,8 +189,10 @@ class Linear(sharded_linear.Linear):
         weight: Any = self.weight
         if isinstance(weight, DTensor):
             return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
+        if weight.off == "all":
+            return F.linear(input, weight.high_precision(), self.bias)
         return FakeQuantizedTensor.product(
-            input, weight, weight.quantized_by(*scales_of(self)), self.bias
+            input, weight, weight.seen_by(*scales_of(self)), self.bias
         )
 
     def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
@@ -204,7 +212,7 @@ class Linear(sharded_linear.Linear):
                 scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
             return scale.redistribute(placements=own).to_local(grad_placements=grads)
 
-        values = weight.quantized_by(*map(part, scales_of(self)))
+        values = weight.seen_by(*map(part, scales_of(self)))
         return FakeQuantizedTensor.product(x, weight, values, None)
 
 
@@ -220,8 +228,9 @@ class Embedding(nn.Embedding):
             )
         spec = weight.scheme.weight
         options = (self.padding_idx, None, self.norm_type, self.scale_grad_by_freq)
-        if spec.shares_rows or isinstance(weight, GatheredLearnedScales):
-            values = weight.quantized_by(*scales_of(self))
+        whole = spec.shares_rows or isinstance(weight, GatheredLearnedScales)
+        if whole or not weight.rounds_weight:
+            values = weight.seen_by(*scales_of(self))
             return F.embedding(input, values.to(weight.dtype), *options)
         index = input.reshape(-1)
         rows, scale, zero = (

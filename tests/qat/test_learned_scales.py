@@ -293,3 +293,50 @@ def test_errors():
     with pytest.raises(ValueError, match=r"0\.weight_scale has 1 NaN or infinite values of 32"):
         qat.convert_(found)
     assert type(found[0].weight) is LearnedScalesTensor  # as it was
+
+
+def test_switched_off_it_is_the_plain_model():
+    plain = model(tied=True)
+    prepared = copy.deepcopy(plain)
+    qat.prepare_(prepared, Int8DynamicActivationInt4Weight(32), CHOSEN, scales="learned")
+    rounded = prepared(tokens())
+    with qat.high_precision(prepared):
+        y = prepared(tokens())
+        y.square().mean().backward()
+    expected = plain(tokens())
+    expected.square().mean().backward()
+    assert torch.equal(y, expected)
+    for name, p in plain.named_parameters():
+        assert torch.equal(prepared.get_parameter(name).grad, p.grad), name
+    qat.enable_(prepared, weights=False)
+    assert not torch.equal(prepared(tokens()), rounded)
+    qat.enable_(prepared)
+    assert torch.equal(prepared(tokens()), rounded)
+
+
+def test_undone_it_is_plain_again():
+    prepared = trained(IntxWeightOnly(4, 32), tied=True)
+    weights = {n: p.weight for n, p in prepared.named_parameters() if n.endswith(".weight")}
+    qat.undo_(prepared)
+    assert type(prepared[1]) is nn.Linear and type(prepared[0]) is nn.Embedding
+    assert prepared[0].weight is prepared[4].weight
+    names = {n for n, _ in prepared.named_parameters()}
+    assert names == {n for n, _ in model(tied=True).named_parameters()}
+    for name, expected in weights.items():
+        assert torch.equal(prepared.get_parameter(name), expected), name
+
+
+def test_frozen_scales_stay():
+    prepared = model()
+    qat.prepare_(prepared, Scheme(SPECS["int3-asymmetric"]), CHOSEN, scales="learned")
+    schedule = qat.Schedule(prepared, freeze_scales=2)
+    optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(4):
+        prepared(tokens()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        seen.append((prepared[1].weight_scale.clone(), prepared[1].weight_zero.clone()))
+    assert not torch.equal(seen[0][0], seen[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[3], strict=True))
