@@ -11,6 +11,8 @@ present weight at every step. Source of the procedure: Jacob et al., arXiv 1712.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,26 +25,56 @@ from lowbit.convert import (
     find_targets,
     replace_weights,
 )
+from lowbit.qat import lora
+from lowbit.tensor.adapted import AdaptedTensor, Adapters
 from lowbit.tensor.base import check_weight
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 
 
-def prepare_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
+def prepare_(
+    model: nn.Module,
+    scheme: Schemes,
+    filter_fn: Filter | None = None,
+    adapters: Literal["merge", "keep"] = "merge",
+) -> Report:
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
     Arguments, report and errors are those of `lowbit.quantize_`. The parameters are replaced (the new ones share the
     old ones' memory): make the optimizer afterwards. The state dict stays that of the plain model. Each `nn.Linear`
     becomes a subclass of it until `convert_`, so that tensor parallelism can split its weight.
+
+    Args:
+        adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
+            "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
+            in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
+
+    Raises also:
+        NotImplementedError: adapters that cannot be merged, by name (`lowbit.qat.lora`). The model is then as it was.
     """
-    targets, report = find_targets(model, scheme, filter_fn)
+    if adapters not in ("merge", "keep"):
+        raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
+    inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
+    targets, report = find_targets(model, scheme, lora.without_adapters(filter_fn, inside))
+    layers = lora.layers_of(model, targets) if adapters == "merge" else {}
+    lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
     modules = _modules(targets)
-    report = replace_weights(
-        targets, report, lambda t: FakeQuantizedTensor(t.weight, t.scheme), trainable=True
-    )
+
+    def prepared(target: Target) -> Tensor:
+        kind = AdaptedTensor if id(target.weight) in layers else FakeQuantizedTensor
+        return kind(target.weight, target.scheme)
+
+    report = replace_weights(targets, report, prepared, trainable=True)
     make_shardable(modules)
+    lora.merge_in_products(layers.values())
     return report.count(model)
+
+
+_ADAPTER_NOTES = {
+    "merge": "of an adapter, which is added to the weight before it is rounded",
+    "keep": "of an adapter, which stays beside the rounded weight",
+}
 
 
 def _modules(targets: list[Target]) -> set[nn.Module]:
@@ -52,12 +84,15 @@ def _modules(targets: list[Target]) -> set[nn.Module]:
 def convert_(model: nn.Module) -> Report:
     """Quantize the weights of a prepared model for good, each by the scheme it was prepared with, in place.
 
-    Dequantized, they equal the fake-quantized ones to the bit.
+    Dequantized, they equal the fake-quantized ones to the bit. Where adapters were merged in training, the base layer
+    takes the place of its LoRA layer.
 
     Raises:
-        ValueError: the model was never prepared, or a trained weight has NaN or infinite values. The model is then
-        as it was.
+        ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
+        adapters are disabled. The model is then as it was.
     """
+    layers = lora.merging_layers(model)
+    merged: dict[int, Adapters] = {}
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
@@ -68,18 +103,27 @@ def convert_(model: nn.Module) -> Report:
             )
         if isinstance(weight, FakeQuantizedTensor):
             check_weight(weight.weight, fqn)
-            targets.append(Target(weight, weight.scheme, tuple(owners)))
+            target = Target(weight, weight.scheme, tuple(owners))
+            if id(weight) in layers:
+                around, layer = layers[id(weight)]
+                merged[id(weight)] = lora.final_adapters(layer, around)
+                target = lora.unwrapped(target, around)
+            targets.append(target)
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
+
+    def frozen(target: Target) -> Tensor:
+        weight = target.weight
+        assert isinstance(weight, FakeQuantizedTensor)
+        if id(weight) in merged:
+            return lora.quantized(target, merged[id(weight)])
+        return weight.frozen()
+
     modules = _modules(targets)
-    report = replace_weights(targets, Report(), _frozen, trainable=False)
+    report = replace_weights(targets, Report(), frozen, trainable=False)
     make_plain(modules)
+    lora.unwrap(model, {layer for _, layer in layers.values()})
     return report.count(model)
-
-
-def _frozen(target: Target) -> Tensor:
-    assert isinstance(target.weight, FakeQuantizedTensor)
-    return target.weight.frozen()

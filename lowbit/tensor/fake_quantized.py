@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, crop
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.trainable import (
     GROUPED,
@@ -60,7 +60,12 @@ class FakeQuantizedTensor(MasterWeightTensor):
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(Values.apply(self), self.weight.dtype)
+        return self.rounded(Values.apply(self))
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
+        spec = self.scheme.weight
+        return spec.fake_quantize(values, representation_of(spec)._scale_dtype(spec, values.dtype))
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -68,9 +73,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
-            self.dtype
-        )
+        return self.rounded(self.weight.detach()).to(self.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
@@ -91,11 +94,16 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
+        return cls.product(input, weight, weight.fake_quantized(), bias)
+
+    @staticmethod
+    def product(input: Tensor, weight: Any, quantized: Tensor, bias: Tensor | None) -> Tensor:
+        """input [..., K] times `quantized`, the values [N, K] of this weight, transposed, plus bias [N]."""
         x, bias = autocast_inputs(input, weight, bias)
         activation = weight.scheme.activation
         if activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
-        return F.linear(x, weight.fake_quantized().to(x.dtype), bias)
+        return F.linear(x, quantized.to(x.dtype), bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
@@ -133,15 +141,17 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return weight._look_up(input, *args, **kwargs)
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Quantizes only the rows that are looked up, where scales belong to single rows.
+        return self.rows_of(Values.apply(self), indices, *args, **kwargs)
 
-        (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
+    def rows_of(self, values: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The rows at `indices` of plain `values` [V, D], rounded as this weight is.
+
+        Quantizes only the rows that are looked up, where scales belong to single rows. (Inductor 2.13 for CPU
+        miscompiles the other order, a gather of rows that were padded to a whole group.)
         """
-        spec = self.scheme.weight
-        if spec.shares_rows:
-            return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
-        rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
-        return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
+        if self.scheme.weight.shares_rows:
+            return F.embedding(indices, self.rounded(values).to(self.dtype), *args, **kwargs)
+        return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.scheme.activation is not None:
