@@ -22,9 +22,8 @@ class Case:
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """w, a, b, scales."""
-        made = {"device": device, "dtype": self.factors}
-        a = [torch.randn(r, self.k, **made) for r in self.ranks]
-        b = [torch.randn(self.n, r, **made) for r in self.ranks]
+        a = [torch.randn(r, self.k, device=device).to(self.factors) for r in self.ranks]
+        b = [torch.randn(self.n, r, device=device).to(self.factors) for r in self.ranks]
         scales = [0.5 ** (i + 1) for i in range(len(self.ranks))]
         return torch.randn(self.n, self.k, device=device).to(self.dtype), a, b, scales
 

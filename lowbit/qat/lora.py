@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -193,10 +192,15 @@ class _Merging:
         return _restored, (self.plain,), self.__dict__
 
 
-@cache
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+"""The class of PEFT → its subclass."""
+
+
 def _merging(kind: type[nn.Module]) -> type[nn.Module]:
-    namespace = {"plain": kind, "__module__": __name__, "__doc__": _Merging.__doc__}
-    return type(kind.__name__, (_Merging, kind), namespace)
+    if kind not in _MADE:
+        namespace = {"plain": kind, "__module__": __name__, "__doc__": _Merging.__doc__}
+        _MADE[kind] = type(kind.__name__, (_Merging, kind), namespace)
+    return _MADE[kind]
 
 
 def _restored(kind: type[nn.Module]) -> nn.Module:
