@@ -6,7 +6,7 @@ a subclass of its class, whose forward multiplies once, by the rounded merged we
 parameters, its state dict and all its other methods are those of PEFT.
 
 With `disable_adapter()` the product is that of the rounded base weight. After `merge_adapter()`, W holds the adapters.
-Where the base weight is not prepared any more (`lowbit.dequantize_`), the forward is PEFT's.
+Where the base weight is not prepared any more, the forward is PEFT's.
 """
 
 from __future__ import annotations

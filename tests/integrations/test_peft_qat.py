@@ -296,6 +296,22 @@ def test_other_samples_other_adapters() -> None:
         model(input_ids=TOKENS, adapter_names=["default", "__base__"])
 
 
+def test_compiled() -> None:
+    """The whole model in one graph; every merged weight to the bit."""
+    torch._dynamo.reset()
+    model = prepared()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    losses = [m(input_ids=TOKENS, labels=TOKENS).loss for m in (model, compiled)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(*losses)
+    grads = [dict(m.named_parameters()) for m in (model, compiled._orig_mod)]
+    for name, p in grads[0].items():
+        if p.grad is not None:
+            assert relative_error(grads[1][name].grad, p.grad) < 1e-4, name
+    torch._dynamo.reset()
+
+
 # ---- trainers ------------------------------------------------------------------------------------------------------
 
 

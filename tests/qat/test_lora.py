@@ -360,11 +360,23 @@ def test_disabled_adapters_leave_the_rounded_base() -> None:
     assert isinstance(model.up, LoraLayer) and isinstance(base.weight, AdaptedTensor)
 
 
-def test_dequantized_layers_are_pefts_again() -> None:
+def test_dequantized_after_conversion() -> None:
+    """Before it, the values of the base weight alone would not be those of its products."""
     model = net()
-    lb.dequantize_(model)
     x = torch.randn(3, 64)
-    layer = model.up
+    expected = model(x)
+    with pytest.raises(ValueError, match=r"up.base_layer.weight .*adapters merged.*qat.convert_"):
+        lb.dequantize_(model)
+    assert torch.equal(model(x), expected)
+    qat.convert_(model)
+    lb.dequantize_(model)
+    assert torch.equal(model(x), expected) and type(model.up.weight) is nn.Parameter
+
+
+def test_a_layer_whose_base_is_plain_again_is_pefts() -> None:
+    model = net()
+    layer, x = model.up, torch.randn(3, 64)
+    layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.master())
     down, up = layer.lora_A["default"], layer.lora_B["default"]
     assert torch.equal(layer(x), layer.base_layer(x) + up(down(x)) * 0.5)
 
