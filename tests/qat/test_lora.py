@@ -276,16 +276,31 @@ def test_compiled(backend: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_weights_are_the_converted_ones() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_weights_are_the_converted_ones(device: str) -> None:
     """In bfloat16, where a compiler keeps more bits between the operations that it fuses."""
     torch._dynamo.reset()
-    model = nn.Sequential(LoraLayer(nn.Linear(256, 192, bias=False, dtype=torch.bfloat16)))
+    base = nn.Linear(256, 192, bias=False, dtype=torch.bfloat16)
+    model = nn.Sequential(LoraLayer(base)).to(device)
     qat.prepare_(model, INT4)
     compiled = torch.compile(model, fullgraph=True)
-    found = compiled(torch.eye(256, dtype=torch.bfloat16)).t()
+    found = compiled(torch.eye(256, dtype=torch.bfloat16, device=device)).t()
     qat.convert_(model)
     assert torch.equal(found, model[0].weight.dequantize())
     torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    model = net(INT4, dtype).cuda()
+    model(torch.randn(16, 64, device="cuda").to(dtype)).square().sum().backward()
+    assert all(p.grad.any() for n, p in model.named_parameters() if "lora" in n)
+    seen = {n: getattr(model, n) for n in ("up", "down")}
+    rounded = {n: INT4.weight.fake_quantize(merged(m), dtype) for n, m in seen.items()}
+    qat.convert_(model)
+    for n, expected in rounded.items():
+        assert torch.equal(getattr(model, n).weight.dequantize(), expected), n
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
