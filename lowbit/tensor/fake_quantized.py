@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.trainable import (
     GROUPED,
@@ -109,7 +109,12 @@ class FakeQuantizedTensor(MasterWeightTensor):
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(Values.apply(self), self.weight.dtype)
+        return self.rounded(Values.apply(self))
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
+        spec = self.scheme.weight
+        return spec.fake_quantize(values, representation_of(spec).scale_dtype(spec, values.dtype))
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -117,9 +122,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
-            self.dtype
-        )
+        return self.rounded(self.weight.detach()).to(self.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
@@ -187,15 +190,19 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return weight._look_up(input, *args, **kwargs)
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Quantizes only the rows that are looked up, where scales belong to single rows.
+        if not self.rounds_weight:
+            return F.embedding(indices, self.high_precision(), *args, **kwargs)
+        return self.rows_of(Values.apply(self), indices, *args, **kwargs)
 
-        (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
+    def rows_of(self, values: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The rows at `indices` of plain `values` [V, D], rounded as this weight is.
+
+        Quantizes only the rows that are looked up, where scales belong to single rows. (Inductor 2.13 for CPU
+        miscompiles the other order, a gather of rows that were padded to a whole group.)
         """
-        spec = self.scheme.weight
-        if spec.shares_rows or not self.rounds_weight:
-            return F.embedding(indices, self.operand().to(self.dtype), *args, **kwargs)
-        rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
-        return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
+        if self.scheme.weight.shares_rows:
+            return F.embedding(indices, self.rounded(values).to(self.dtype), *args, **kwargs)
+        return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:
