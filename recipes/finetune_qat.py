@@ -65,12 +65,13 @@ class Config:
     """Steps of each fine-tuning."""
     batch_size: int = 8
     context: int = 128
-    lr: float = 3e-4
+    lr: float = 1e-3
     """Learning rate of weights; it rises over the first 5% of the steps and falls to zero."""
     lora_lr: float = 2e-3
     """Learning rate of adapters."""
-    rank: int = 16
-    lora_alpha: int = 16
+    rank: int = 64
+    """Adapters of a higher rank win more back: the change that rounding asks of a weight has no low rank."""
+    lora_alpha: int = 64
     weight_decay: float = 0.0
     heldout_tokens: int = 100_000
     pretrain_steps: int = 1000
