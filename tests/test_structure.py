@@ -30,6 +30,7 @@ MATHS = {
     "presets",
     "rounding",
     "scheme",
+    "search",
     "train_scheme",
 }
 FLOWS = {"optim", "train", "qat", "inference"}
