@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, crop
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.trainable import (
     GROUPED,
@@ -55,12 +55,18 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
         return {**super().meta_from_json(data), "transposed": False}
 
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        """Of the converted weight's scales: float32 for float8 in blocks, whatever the dtype of the weight."""
+        spec = self.scheme.weight
+        return representation_of(spec)._scale_dtype(spec, self.weight.dtype)
+
     def fake_quantized(self) -> Tensor:
         """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(Values.apply(self), self.weight.dtype)
+        return self.scheme.weight.fake_quantize(Values.apply(self), self._scale_dtype)
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -68,7 +74,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
+        return self.scheme.weight.fake_quantize(self.weight.detach(), self._scale_dtype).to(
             self.dtype
         )
 
@@ -141,7 +147,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
         if spec.shares_rows:
             return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
         rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
-        return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
+        return spec.fake_quantize(rows, self._scale_dtype).to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.scheme.activation is not None:
