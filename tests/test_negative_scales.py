@@ -209,6 +209,18 @@ def test_fsdp_parts_travel_with_their_scales() -> None:
     assert torch.equal(gathered.dequantize(), values.float())
 
 
+@pytest.mark.parametrize("name", ["4bit", "8bit", "float8"])
+def test_codebook_tensors(name: str) -> None:
+    """They choose positive scales. One that is negative is read as it is, and a write replaces it."""
+    values = torch.randn(8, 512)
+    state = lb.CodebookTensor.from_float(values, name, signed=True)
+    read = state.dequantize()
+    state.scale.neg_()
+    assert torch.equal(state.dequantize(), -read)
+    state.copy_(values)
+    assert torch.equal(state.dequantize(), read) and (state.scale > 0).all()
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------
 
 

@@ -228,6 +228,21 @@ def test_float64_meta_and_empty() -> None:
     assert torch.equal(scalar, chosen)  # one value is a block of equal values
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("granularity", [lb.PerGroup(32), lb.PerRow(), lb.PerTensor()], ids=str)
+def test_a_gpu_finds_as_good_scales(granularity, mapping) -> None:
+    x, importance = torch.randn(64, 256), torch.rand(256)
+    spec = lb.Spec(lb.Int(4), granularity, mapping)
+    found = spec.search_qparams(x.cuda(), torch.bfloat16, importance.cuda())
+    on_cpu = tuple(None if t is None else t.cpu() for t in found)
+    ours = block_errors(x, spec, on_cpu, importance)
+    chosen = spec.choose_qparams(x, torch.bfloat16)
+    assert (ours <= block_errors(x, spec, chosen, importance)).all()
+    on_cpu = spec.search_qparams(x, torch.bfloat16, importance)
+    assert ours.sum() <= 1.001 * block_errors(x, spec, on_cpu, importance).sum()
+
+
 def test_a_transposed_weight_needs_no_copy_first() -> None:
     x = torch.randn(32, 24)
     for granularity in (lb.PerGroup(8), lb.PerTensor(), lb.PerBlock(8, 8)):

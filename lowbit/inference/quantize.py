@@ -39,7 +39,7 @@ def quantize_(
             A further parameter of an `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern
             or the filter names it.
         scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
-            "searched": with the smallest squared error, which `lowbit.search` finds; it takes some 40 times as long,
+            "searched": with the smallest squared error, which `lowbit.search` finds; it takes about 15 times as long,
             and the model is stored and runs the same.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share

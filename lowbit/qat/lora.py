@@ -216,6 +216,13 @@ def merge_in_products(layers: Iterable[nn.Module]) -> None:
         layer.__class__ = _merging(type(layer))
 
 
+def multiply_as_before(layers: Iterable[nn.Module]) -> None:
+    """Undo `merge_in_products` for those of these modules for which it was called."""
+    for layer in layers:
+        if isinstance(layer, _Merging):
+            layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
 # ---- conversion ------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.convert import Report, Target, check_module, find_owners, replace_weights
+from lowbit.qat.lora import multiply_as_before
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import drop_scales
@@ -45,6 +46,7 @@ def undo_(model: nn.Module) -> Report:
     report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
     for module in modules:
         drop_scales(module)
+    multiply_as_before(model.modules())
     make_plain(modules)
     return report.count(model)
 

@@ -249,7 +249,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
         spec = self.scheme.weight
         if not self.rounds_weight or spec.shares_rows or self.weight.dtype.itemsize <= 2:
             return self
-        codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
+        weight = self.weight.detach()
+        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        codes, scale, zero_point = spec.unclamped_codes(weight, dtype)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
 

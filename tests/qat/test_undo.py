@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit import qat
+from lowbit import IntxWeightOnly, qat
 from tests.inference.test_report import BOTH, Model
+from tests.qat.lora_layers import LoraLayer
 
 INT4 = lb.Int4WeightOnly(8)
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 19]])
@@ -68,3 +69,13 @@ def test_of_quantized_weights() -> None:
         qat.undo_(model)
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         qat.undo_(model.head.weight)
+
+
+def test_layers_of_adapters_are_theirs_again() -> None:
+    model = nn.Sequential(LoraLayer(nn.Linear(32, 8)))
+    x, kind = torch.randn(3, 32), type(model[0])
+    expected = model(x)
+    qat.prepare_(model, IntxWeightOnly(4, 32))
+    assert type(model[0]) is not kind
+    qat.undo_(model)
+    assert type(model[0]) is kind and torch.equal(model(x), expected)
