@@ -16,6 +16,14 @@ tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
     code = clamp(round((x − min) · (1/scale)) + quant_min, …),  min = zero_point − (mid − quant_min) · scale
     x̂ = (code − mid) · scale + zero_point
 
+The half-integer grid is the case zero_point = scale/2: x̂ = (code − mid + ½) · scale. Two bits give
+{−1.5, −.5, .5, 1.5} · scale, one bit {−.5, .5} · scale. The grid is symmetric around zero and does not hold zero
+(ParetoQ, arXiv 2502.02631).
+
+A scale may be negative. The formulas are the same, and the codes run the other way. Signed codes have one code more
+below zero than above, and a negative scale puts it at the side of the positive values. `choose_qparams_affine` gives
+positive scales; `lowbit.search` gives both.
+
 Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
 observers, to which this module is bit-exact except for exact ties, NaN, and the ends of int32, where those wrap
 (tests/test_affine_against_torch.py).
@@ -37,7 +45,11 @@ from lowbit.code_range import (
     within_range,
 )
 
-Mapping = Literal["symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point"]
+Mapping = Literal[
+    "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point", "half_integer"
+]
+VALUE_ZERO_POINT: tuple[Mapping, ...] = ("float_zero_point", "half_integer")
+"""The mappings whose zero points are values in the input's domain, in a floating dtype."""
 
 
 def _check_input(input: Tensor) -> None:
@@ -83,7 +95,7 @@ def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
     return param.reshape([s for n in counts for s in (n, 1)])
 
 
-def _smallest_scale(scale_dtype: torch.dtype) -> float:
+def smallest_scale(scale_dtype: torch.dtype) -> float:
     """The smallest scale that `scale_dtype` represents and whose reciprocal is finite in float32."""
     if scale_dtype is torch.float16:
         return 2.0**-24
@@ -130,7 +142,7 @@ _LIBRARY.define("cast(Tensor x, ScalarType dtype) -> Tensor")
 _LIBRARY.impl("cast", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
 
 
-def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)` as an opaque op, because torch.compile removes the rounding from `x.to(bfloat16).float()`."""
     return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
 
@@ -138,13 +150,21 @@ def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _symmetric_scale(
     mapping: Mapping, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
 ) -> Tensor:
-    if mapping == "symmetric":
+    if mapping != "symmetric_no_clipping_err":
         return _divide(torch.maximum(-min_neg, max_pos), float(high - low) / 2)
     if high == mid:
         raise ValueError(
             f"symmetric_no_clipping_err has no positive code in {low}..{high}; use asymmetric"
         )
     return torch.maximum(_divide(min_neg, float(low - mid)), _divide(max_pos, float(high - mid)))
+
+
+def _span_scale(min_neg: Tensor, max_pos: Tensor, levels: float) -> Tensor:
+    """(max − min)/levels. Where max − min overflows float32, it divides before it subtracts."""
+    span = max_pos - min_neg
+    return torch.where(
+        span.isinf(), _divide(max_pos, levels) - _divide(min_neg, levels), _divide(span, levels)
+    )
 
 
 def choose_qparams_affine(
@@ -170,6 +190,8 @@ def choose_qparams_affine(
     - "symmetric_no_clipping_err": scale = max(−min/(mid − quant_min), max/(quant_max − mid)), zero_point = mid.
     - "asymmetric": scale = (max − min)/(quant_max − quant_min), zero_point = clamp(quant_min − round(min/scale)).
     - "float_zero_point": the same scale, zero_point = min + scale · (mid − quant_min), floating.
+    - "half_integer": the scale of "symmetric", zero_point = scale/2, floating. Neither end clips. The half is exact,
+      but for float16 scales below 2^−13, whose half is rounded to a subnormal number.
 
     Args:
         input: real floating tensor of any shape. With `min_val` and `max_val` only its shape is used.
@@ -178,8 +200,8 @@ def choose_qparams_affine(
         eps: the smallest scale allowed. Scales are never below the smallest number of `scale_dtype` whose reciprocal is
             finite, so all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
-        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point". It must hold every zero point that the
-            mapping may choose: an integer dtype for codes, a floating one for "float_zero_point".
+        zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point" and "half_integer". It must hold every
+            zero point that the mapping may choose: an integer dtype for codes, a floating one for these two.
         keepdim: keep a dimension that one block covers, as size 1 (shape: blocks along each dimension).
             Otherwise it is dropped: () per tensor, (N,) per row, (N, K/g) per group.
         min_val, max_val: observed range, one element a block, instead of `input`'s own.
@@ -202,40 +224,42 @@ def choose_qparams_affine(
     low, high = quant_range(target_dtype, quant_min, quant_max)
     mid = 0 if is_float8 else (low + high + 1) // 2
     if zero_point_dtype is not None and not is_float8:
-        codes = None if mapping == "float_zero_point" else (mid, mid)
+        codes = None if mapping in VALUE_ZERO_POINT else (mid, mid)
         check_zero_point_dtype(
             zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
         )
-    least = max(_smallest_scale(scale_dtype), eps or 0.0)
+    least = max(smallest_scale(scale_dtype), eps or 0.0)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
 
     zero_point: Tensor | None
-    if mapping in ("symmetric", "symmetric_no_clipping_err"):
+    if mapping in ("symmetric", "symmetric_no_clipping_err", "half_integer"):
         scale = _symmetric_scale(mapping, min_neg, max_pos, low, high, mid)
-        scale = _round_to(scale.clamp(min=least), scale_dtype)
+        scale = round_to_dtype(scale.clamp(min=least), scale_dtype)
         zero_point = None
-        if not is_float8:
+        if mapping == "half_integer":
+            zero_point = half_step(scale, zero_point_dtype or scale_dtype)
+        elif not is_float8:
             zero_point = torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
     else:
-        span = max_pos - min_neg
-        levels = float(high - low)
-        # where max − min overflows float32, divide before subtracting
-        scale = torch.where(
-            span.isinf(), _divide(max_pos, levels) - _divide(min_neg, levels), _divide(span, levels)
-        )
-        scale = _round_to(scale.clamp(min=least), scale_dtype)
+        scale = _span_scale(min_neg, max_pos, float(high - low))
+        scale = round_to_dtype(scale.clamp(min=least), scale_dtype)
         if mapping == "asymmetric":
             steps = _nan_to(0.0, _divide(min_neg, scale).round_())
             zero_point = clamped(low - steps, torch.int32, low, high)
             zero_point = zero_point.to(zero_point_dtype or torch.int32)
         else:
             zero_point = _multiply_add(scale, mid - low, min_neg)
-            zero_point = _round_to(zero_point, zero_point_dtype or scale_dtype)
+            zero_point = round_to_dtype(zero_point, zero_point_dtype or scale_dtype)
     if not keepdim:
         kept = [n for n, b in zip(scale.shape, block_size, strict=True) if b == 1 or n > 1]
         scale = scale.reshape(kept)
         zero_point = None if zero_point is None else zero_point.reshape(kept)
     return scale, zero_point
+
+
+def half_step(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale/2 in `dtype`: the zero points of the half-integer grid."""
+    return round_to_dtype(scale.float() * 0.5, dtype)
 
 
 def _nan_to(value: float, x: Tensor) -> Tensor:
@@ -272,6 +296,19 @@ def _from_grid(
     if zero_point.dtype.is_floating_point:
         return _multiply_add(scale, codes - (low + high + 1) // 2, zero_point)
     return (codes - zero_point) * scale.float()
+
+
+def round_to_grid(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """Codes, as float32, and values of `x`, to the bits of `quantize_affine` and `dequantize_affine`.
+
+    `x` is float32; `scale` and `zero_point` broadcast to it. low..high has at most 16 bits.
+    """
+    codes = _to_grid(x, scale, zero_point, dtype, low, high).clamp_(low, high)
+    if dtype in FLOAT8_DTYPES:
+        codes = codes.to(dtype).float()
+    return codes, _from_grid(codes, scale, zero_point, low, high)
 
 
 def _params(

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
+from lowbit.qat.lora import merging_layers
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import local
 from lowbit.train.prepare import replace_prepared
@@ -25,7 +26,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     |--------------------------------------------|-----------------------------------------------------------------|
     | quantized, ternary, `Int8Weight`           | the dequantized codes                                           |
     | prepared for QAT, `BitNet`                 | the trained weights as products round them; without rounding    |
-    |                                            | `lowbit.train.restore_`, and `weight.master()`, give them       |
+    |                                            | `lowbit.qat.undo_` and `lowbit.train.restore_` give them        |
     | mixed precision                            | the trained weights themselves, in the same memory              |
 
     Each weight keeps its dtype, device, `requires_grad` and gradient. A quantized weight is frozen and becomes a plain
@@ -43,7 +44,8 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     Raises:
         TypeError: `model` is no module, or `filter_fn` no function.
         ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is sharded;
-            a filter with fused linears. The model is then as it was.
+            a filter with fused linears; a weight that products see with LoRA adapters merged. The model is then as it
+            was.
     """
     check_module(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -77,8 +79,9 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
 
 def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[Target]:
-    """The chosen low-bit weights; `left` gets the others. Raises ValueError for a sharded one."""
-    targets = []
+    """The chosen low-bit weights; `left` gets the others. Raises ValueError for a sharded one, and for one that a LoRA
+    layer merges with its adapters."""
+    targets, merging = [], merging_layers(model)
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = getattr(module, name)
@@ -93,6 +96,11 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
                 Entry(n, shape, False, "not selected by the filter") for _, _, n in owners
             ]
             continue
+        if id(weight) in merging:
+            raise ValueError(
+                f"{fqn} is prepared for QAT with its adapters merged, so its products see other values: call "
+                "lowbit.qat.convert_(model) first, which merges them for good"
+            )
         if isinstance(weight, DTensor):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and dequantize that"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.affine import dequantize_affine, unclamped_codes
+from lowbit.affine import dequantize_affine, half_step, unclamped_codes
 from lowbit.code_range import clamped, within_range
 from lowbit.scheme import Float8, Spec, crop
 
@@ -44,17 +44,22 @@ def parameters_for(
 ) -> tuple[Tensor, Tensor | None]:
     """The values that training starts from, for scales and zero points of `weight`, each [blocks along each
     dimension]."""
-    padded = spec.pad(weight.detach())
     if weight.is_meta:
         scale = torch.empty(spec.blocks(weight.shape), dtype=scale_dtype, device="meta")
         return scale, torch.empty_like(scale) if learns_zero(spec) else None
-    scale, zero_point = spec.choose_qparams(padded, scale_dtype)
+    return as_parameters(spec, *spec.search_qparams(weight.detach(), scale_dtype))
+
+
+def as_parameters(
+    spec: Spec, scale: Tensor, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The parameters from which `qparams` computes this scale and zero point."""
     if not learns_zero(spec):
         return scale / RATE, None
     assert zero_point is not None
     if not zero_point.is_floating_point():
         zero_point = -zero_point.float() * scale.float()
-    return scale / RATE, (zero_point / RATE).to(scale_dtype)
+    return scale / RATE, (zero_point / RATE).to(scale.dtype)
 
 
 def qparams(
@@ -71,6 +76,8 @@ def qparams(
     fmt = spec.format
     if isinstance(fmt, Float8) or not spec.has_zero_point:
         return scale, None
+    if spec.mapping == "half_integer":
+        return scale, half_step(scale, scale.dtype)
     if zero_parameter is None:  # codes of an unsigned symmetric format
         middle = (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
         return scale, torch.full_like(scale, middle, dtype=fmt.dtype)
@@ -87,7 +94,7 @@ def learned_fake_quantize(
 ) -> Tensor:
     """ŵ in `weight`'s shape and dtype, differentiable in the weight and in the parameters.
 
-    Equal to the last bit to `spec.dequantize` of `spec.quantize_by(weight, *qparams(…))`.
+    Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`.
     """
     return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec)
 
@@ -99,7 +106,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
         ctx.spec = spec
-        found = spec.quantize_by(weight, *qparams(spec, scale, zero))
+        found = spec.quantize(weight, qparams=qparams(spec, scale, zero))
         return spec.dequantize(*found, weight.shape, weight.dtype)
 
     @staticmethod
@@ -149,12 +156,13 @@ def gradients(
     return torch.where(crop(inside, grad.shape), grad, 0.0), grad_scale, grad_zero
 
 
-def _code_of_z(spec: Spec) -> int:
-    """The code c with ŵ = (c − this) · s + z, for the mappings of z."""
+def _code_of_z(spec: Spec) -> float:
+    """The code, also between two, whose value is z."""
     fmt = spec.format
     if isinstance(fmt, Float8) or spec.mapping == "asymmetric":
         return 0
-    return (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
+    middle = (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
+    return middle - 0.5 if spec.mapping == "half_integer" else middle
 
 
 def _in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:

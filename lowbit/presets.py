@@ -50,6 +50,20 @@ def Int4WeightOnly(group_size: int = 128, mapping: Mapping | None = None) -> Sch
     return IntxWeightOnly(4, group_size, mapping)
 
 
+def Int2WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
+    """2-bit weights {−1.5, −.5, .5, 1.5} · scale, with one scale a group of `group_size` inputs, or a row (None).
+
+    The default grid is symmetric and has no zero, which suits training: QAT to 2 bits wins back more of the loss on it
+    than on {−2, −1, 0, 1} · scale (ParetoQ, arXiv 2502.02631).
+    """
+    return IntxWeightOnly(2, group_size, mapping)
+
+
+def Int1WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
+    """1-bit weights {−.5, .5} · scale, with one scale a group of `group_size` inputs, or a row (None)."""
+    return IntxWeightOnly(1, group_size, mapping)
+
+
 def Int8WeightOnly(group_size: int | None = None) -> Scheme:
     """8-bit weights with one scale a row, or a group of `group_size` inputs."""
     return IntxWeightOnly(8, group_size)

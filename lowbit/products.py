@@ -418,7 +418,7 @@ def _has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     if weight.stored_as != "integers" or weight.transposed:
         return False
     spec = weight.spec
-    if spec.format not in (Int(4), Int(8)) or spec.mapping == "float_zero_point":
+    if spec.format not in (Int(4), Int(8)) or spec.zero_point_is_value:
         return False
     if spec.format.bits == 8 and weight.activation is not None:
         return False  # int8 by int8 is faster
@@ -539,7 +539,7 @@ def _has_static_scale(weight: Weight) -> bool:
         and not weight.transposed
         and weight.zero_point is None
         and isinstance(spec.granularity, PerRow)
-        and activation.mapping != "float_zero_point"
+        and not activation.zero_point_is_value
     )
 
 

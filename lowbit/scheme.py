@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.affine import (
+    VALUE_ZERO_POINT,
     Mapping,
     choose_qparams_affine,
     dequantize_affine,
@@ -27,8 +28,9 @@ from lowbit.affine import (
     quantize_affine,
     unclamped_codes,
 )
-from lowbit.code_range import FLOAT8_DTYPES
+from lowbit.code_range import FLOAT8_DTYPES, FLOATS
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
+from lowbit.search import search_qparams_affine
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Spec:
     Args:
         format: `Int(bits, signed)` or `Float8(dtype)`.
         granularity: which elements share a scale: `PerTensor`, `PerRow`, `PerGroup(g)`, `PerToken`, `PerBlock`.
-        mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric" or "float_zero_point" (see `lowbit.affine`).
+        mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point" or "half_integer" (see
+            `lowbit.affine`).
         static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
 
@@ -127,7 +130,8 @@ class Spec:
             )
         if self.format.bits == 1 and self.mapping.startswith("symmetric"):
             raise ValueError(
-                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric'"
+                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric' or "
+                "'half_integer'"
             )
         if not isinstance(self.static, bool):
             raise TypeError(f"static must be True or False, got {self.static!r}")
@@ -174,20 +178,63 @@ class Spec:
                 f"{self} is static: its scale belongs to the layer, not to the present input; call the module itself "
                 "(not F.linear with its weight), or take a dynamic activation (static=False)"
             )
-        fmt = self.format
-        integer_zero_point = isinstance(fmt, Int) and self.mapping != "float_zero_point"
         scale, zero_point = choose_qparams_affine(
-            x,
-            self.mapping,
-            self.block_size(x.shape),
-            fmt.dtype,
-            fmt.quant_min,
-            fmt.quant_max,
+            *self._affine_arguments(x),
             scale_dtype=scale_dtype,
-            zero_point_dtype=fmt.dtype if integer_zero_point else None,
+            zero_point_dtype=self._zero_code_dtype,
             keepdim=True,
         )
         return scale, zero_point if self.has_zero_point else None
+
+    def search_qparams(
+        self, x: Tensor, scale_dtype: torch.dtype, importance: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`choose_qparams` with the smallest Σ importance · (x − x̂)² that `lowbit.search` finds.
+
+        The error is never above that of `choose_qparams`. Scales of symmetric integers may be negative.
+
+        Args:
+            x: real floating tensor, padded or not.
+            importance: broadcastable to x, finite, not negative; None for 1. The mean square of each input channel [K]
+                makes it the error of the layer's output, if channels are uncorrelated.
+
+        Raises:
+            ValueError: an importance that does not fit.
+        """
+        padded = self.pad(x)
+        if padded is not x and (importance is not None or self.zero_point_is_value):
+            importance = self._pad_importance(importance, x)
+        scale, zero_point = search_qparams_affine(
+            *self._affine_arguments(padded),
+            scale_dtype=scale_dtype,
+            zero_point_dtype=self._zero_code_dtype,
+            importance=importance,
+        )
+        return scale, zero_point if self.has_zero_point else None
+
+    def _pad_importance(self, importance: Tensor | None, x: Tensor) -> Tensor:
+        """The padding has no importance. Dimensions that are not padded stay broadcast."""
+        own = x.new_ones((), dtype=torch.float32) if importance is None else importance
+        if own.ndim > x.ndim:
+            return own  # refused by the search
+        own = own[(None,) * (x.ndim - own.ndim)]
+        padding: list[int] = []
+        for dim, size in reversed(list(enumerate(self.padded_shape(x.shape)))):
+            if size != x.shape[dim] and own.shape[dim] == 1:
+                own = own.expand(*own.shape[:dim], x.shape[dim], *own.shape[dim + 1 :])
+            padding += [0, size - x.shape[dim] if own.shape[dim] == x.shape[dim] else 0]
+        return F.pad(own, padding)
+
+    def _affine_arguments(self, x: Tensor) -> tuple[Any, ...]:
+        fmt = self.format
+        block = self.block_size(x.shape)
+        return (x, self.mapping, block, fmt.dtype, fmt.quant_min, fmt.quant_max)
+
+    @property
+    def _zero_code_dtype(self) -> torch.dtype | None:
+        """The dtype of zero points that are codes."""
+        is_code = isinstance(self.format, Int) and not self.zero_point_is_value
+        return self.format.dtype if is_code else None
 
     @property
     def has_zero_point(self) -> bool:
@@ -196,26 +243,63 @@ class Spec:
             return False
         return not (self.format.signed and self.mapping.startswith("symmetric"))
 
+    @property
+    def zero_point_is_value(self) -> bool:
+        """Whether zero points are values in the dtype of the scales, and not codes."""
+        return self.mapping in VALUE_ZERO_POINT
+
     def quantize(
-        self, x: Tensor, scale_dtype: torch.dtype = torch.float32
+        self,
+        x: Tensor,
+        scale_dtype: torch.dtype = torch.float32,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codes, scale, zero_point) of `x`.
 
-        codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension.
+        codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension. These
+        are `qparams` where given, and otherwise those of `choose_qparams`.
         """
-        return self.quantize_by(x, *self.choose_qparams(self.pad(x), scale_dtype))
-
-    def quantize_by(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`quantize` with a scale and zero point that are given, shaped as `choose_qparams` gives them."""
         x = self.pad(x)
+        scale, zero_point = self.choose_qparams(x, scale_dtype) if qparams is None else qparams
         fmt = self.format
         block = self.block_size(x.shape)
         codes = quantize_affine(
             x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
         )
         return codes, scale, zero_point
+
+    def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
+        """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
+
+        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative.
+        """
+        blocks = self.blocks(shape)
+        if scale.dtype not in FLOATS or tuple(scale.shape) != blocks:
+            raise ValueError(
+                f"the scale of a tensor {tuple(shape)} in {self} is floating, of shape {blocks}, got {scale.dtype} "
+                f"{tuple(scale.shape)}; reshape it"
+            )
+        if self.has_zero_point != (zero_point is not None):
+            takes = (
+                "takes a zero point" if self.has_zero_point else "takes no zero point: give None"
+            )
+            raise ValueError(f"{self} {takes}")
+        if zero_point is not None:
+            dtype = self._zero_code_dtype or scale.dtype
+            if zero_point.dtype is not dtype or tuple(zero_point.shape) != blocks:
+                raise ValueError(
+                    f"the zero point of a tensor {tuple(shape)} in {self} is {dtype} {blocks}, got {zero_point.dtype} "
+                    f"{tuple(zero_point.shape)}"
+                )
+        if scale.is_meta or torch.compiler.is_compiling():
+            return
+        bad = ~(scale.isfinite() & scale.float().reciprocal().isfinite())
+        if bool(bad.any()):
+            raise ValueError(
+                f"{int(bad.sum())} of {scale.numel()} scales cannot be used, such as {scale[bad][0].item()}: a scale, "
+                "negative or not, is finite, not zero, and has a finite reciprocal; `choose_qparams` and "
+                "`search_qparams` give such scales"
+            )
 
     def unclamped_codes(
         self, x: Tensor, scale_dtype: torch.dtype

@@ -45,6 +45,7 @@ BY_SCHEME = "its scheme keeps this product in high precision"
 DEQUANTIZED = "the weight is dequantized"
 WEIGHT_ONLY = "its scheme quantizes the weight only"
 ROUNDED = "rounded values, multiplied in high precision"
+SWITCHED_OFF = "fake quantization is switched off"
 OPERAND_OPS = (
     *("dequantize", "quantize_blocks", "quantize_experts", "quantize_grouped", "quantize_rowcol"),
     *("quantize_tokens", "round_rows", "transpose_codes"),
@@ -379,6 +380,8 @@ class _Products(TorchFunctionMode):
         if not is_plain:
             is_qat = isinstance(getattr(local, "scheme", None), Scheme)
             made.why = ROUNDED if is_qat else DEQUANTIZED
+            if getattr(local, "off", None) == "all":
+                made.why = SWITCHED_OFF
         elif made.layer in self.watch.left_alone:
             made.why = f"left alone: {self.watch.left_alone[made.layer]}"
         return [made]

@@ -210,27 +210,43 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
     if saved is not None and not resumed:
         model.load_state_dict(saved["model"])
     if phase.bits is not None:
-        lowbit.qat.prepare_(model, scheme(config, phase.bits))
+        lowbit.qat.prepare_(model, scheme(config, phase.bits), scales="learned")
     if saved is not None and resumed:
         model.load_state_dict(saved["model"])
+    weights, scales = qat_parameters(model)
     optimizer = lowbit.optim.AdamW4bit(
-        parameter_groups(list(model.parameters())),
+        parameter_groups(weights),
         lr=config.lr,
         betas=(0.9, config.beta2),
         weight_decay=config.weight_decay,
     )
-    scheduler = LambdaLR(optimizer, learning_rate_factor(config))
+    if saved is not None and not resumed:
+        optimizer.load_state_dict(saved["optimizer"])
+    if scales:  # the trunk has no state for them
+        group = {"params": scales, "weight_decay": 0.0, "lr": config.lr, "initial_lr": config.lr}
+        optimizer.add_param_group(group)
+    last = -1 if saved is None or resumed else phase.start - 1
+    scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
     training = Training(phase, model, optimizer, scheduler, phase.start, fresh=not resumed)
     if saved is None:
         return training
-    optimizer.load_state_dict(saved["optimizer"])
-    scheduler.load_state_dict(saved["scheduler"])
+    if resumed:
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
     torch.set_rng_state(saved["random"]["cpu"])
     if run.device.type == "cuda" and "cuda" in saved["random"]:
         torch.cuda.set_rng_state(saved["random"]["cuda"])
     if resumed:
         training.step, training.seconds = saved["step"], saved["seconds"]
     return training
+
+
+def qat_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that every phase has, and the scales that QAT trains beside the weights."""
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for name, parameter in model.named_parameters():
+        found[name.endswith("weight_scale")].append(parameter)
+    return found
 
 
 def train_phase(run: Run, phase: Phase) -> None:

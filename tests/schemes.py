@@ -24,6 +24,7 @@ WEIGHT_ONLY = {
     "int8-g32": lb.Int8WeightOnly(32),
     "int3-g16": lb.IntxWeightOnly(3, 16),
     "int1-row": lb.IntxWeightOnly(1),
+    "int2-g16-half-integer": lb.IntxWeightOnly(2, 16, "half_integer"),
     "int6-row-asymmetric": lb.IntxWeightOnly(6, None, "asymmetric"),
     "float8": lb.Float8WeightOnly(),
     "int5-blocks": lb.Scheme(lb.Spec(lb.Int(5, signed=False), lb.PerBlock(4, 8))),
@@ -62,7 +63,13 @@ granularities = st.one_of(
     st.builds(lb.PerGroup, _sizes),
     st.lists(_sizes, min_size=1, max_size=3).map(lambda shape: lb.PerBlock(*shape)),
 )
-MAPPINGS = ("symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point")
+MAPPINGS = (
+    "symmetric",
+    "symmetric_no_clipping_err",
+    "asymmetric",
+    "float_zero_point",
+    "half_integer",
+)
 
 
 def _fits(fmt: lb.Int | lb.Float8, mapping: str) -> bool:

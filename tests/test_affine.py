@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.affine import (
+    VALUE_ZERO_POINT,
     Mapping,
     choose_qparams_affine,
     dequantize_affine,
@@ -29,6 +30,7 @@ MAPPINGS: list[Mapping] = [
     "symmetric_no_clipping_err",
     "asymmetric",
     "float_zero_point",
+    "half_integer",
 ]
 INTEGER_ZERO_POINT = MAPPINGS[:3]
 GRANULARITIES = {
@@ -92,7 +94,7 @@ def check_tile(
     low, high = fmt.quant_min, fmt.quant_max
     mid = (low + high + 1) // 2
     least, most = min(x.min(), 0.0), max(x.max(), 0.0)
-    if mapping == "symmetric":
+    if mapping in ("symmetric", "half_integer"):
         expected = max(-least, most) / ((high - low) / 2)
     elif mapping == "symmetric_no_clipping_err":
         expected = max(-least / (mid - low), most / (high - mid))
@@ -105,9 +107,11 @@ def check_tile(
         assert zp == pytest.approx(
             least + scale * (mid - low), rel=4 * EPS, abs=4 * EPS * (most - least)
         )
+    elif mapping == "half_integer":
+        assert zp == scale / 2
     else:
         assert zp == mid
-    if mapping == "float_zero_point":
+    if mapping in ("float_zero_point", "half_integer"):
         exact = (x - (zp - scale * (mid - low))) / scale + low
         expected_values = (codes - mid) * scale + zp
     else:
@@ -159,7 +163,7 @@ def test_fake_quantize_is_idempotent(
 ) -> None:
     """With the same scale and zero point, quantizing a second time changes nothing."""
     x = torch.from_numpy(array)
-    if dtype == torch.bfloat16 and mapping == "float_zero_point":
+    if dtype == torch.bfloat16 and mapping in ("float_zero_point", "half_integer"):
         x, dtype = (
             x.round(),
             torch.float32,
@@ -304,7 +308,7 @@ def test_observed_range_replaces_the_inputs_own(mapping: Mapping) -> None:
 def test_dtypes_of_parameters() -> None:
     x = torch.randn(4, 16)
     for mapping in MAPPINGS:
-        dtype = torch.bfloat16 if mapping == "float_zero_point" else torch.int16
+        dtype = torch.bfloat16 if mapping in VALUE_ZERO_POINT else torch.int16
         options = {"scale_dtype": torch.bfloat16, "zero_point_dtype": dtype}
         scale, zero_point = choose_qparams_affine(x, mapping, (1, 16), torch.int8, **options)
         assert zero_point is not None

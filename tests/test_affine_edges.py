@@ -24,6 +24,7 @@ MAPPINGS: list[Mapping] = [
     "symmetric_no_clipping_err",
     "asymmetric",
     "float_zero_point",
+    "half_integer",
 ]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 mappings = pytest.mark.parametrize("mapping", MAPPINGS)
@@ -101,7 +102,9 @@ def test_zeros(mapping: Mapping, scale_dtype: torch.dtype, eps: float | None) ->
     )
     assert (scale > 0).all() and (1.0 / scale.float()).isfinite().all()
     assert values.abs().max() <= 8 * scale.max()
-    if mapping != "float_zero_point":
+    if mapping == "half_integer":  # has no zero
+        assert values.abs().max() <= scale.max() / 2
+    elif mapping != "float_zero_point":
         assert torch.equal(values, torch.zeros(3, 16))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.affine import (
+    VALUE_ZERO_POINT,
     Mapping,
     choose_qparams_affine,
     dequantize_affine,
@@ -30,6 +31,7 @@ MAPPINGS: list[Mapping] = [
     "symmetric_no_clipping_err",
     "asymmetric",
     "float_zero_point",
+    "half_integer",
 ]
 numbers = st.one_of(
     st.floats(),
@@ -120,7 +122,7 @@ def test_codes_stay_in_range_with_chosen_scale_and_zero_point(
     block = (len(values),)
     scale, zero_point = choose_qparams_affine(x, mapping, block, code_dtype, low, high)
     assert zero_point is not None
-    if mapping != "float_zero_point":
+    if mapping not in VALUE_ZERO_POINT:
         assert low <= int(zero_point) <= high
     codes = quantize_affine(x, block, scale, zero_point, code_dtype, low, high)
     assert codes.long().min() >= low and codes.long().max() <= high
@@ -219,7 +221,7 @@ def test_a_zero_point_is_exact_or_its_dtype_refused(
         _, found = choose_qparams_affine(*args, zero_point_dtype=zero_point_dtype)
     except ValueError as error:
         assert str(error).startswith(f"zero_point_dtype={zero_point_dtype} does not hold")
-        if mapping == "float_zero_point":
+        if mapping in VALUE_ZERO_POINT:
             assert zero_point_dtype not in FLOATS
         else:
             mid = (low + high + 1) // 2
@@ -230,7 +232,7 @@ def test_a_zero_point_is_exact_or_its_dtype_refused(
             )
     else:
         assert found is not None and expected is not None and found.dtype == zero_point_dtype
-        if mapping == "float_zero_point":
+        if mapping in VALUE_ZERO_POINT:
             assert torch.equal(found, expected.to(zero_point_dtype))
         else:
             assert torch.equal(found.long(), expected.long())

@@ -60,7 +60,11 @@ def test_impossible_float8_dtypes(dtype: object) -> None:
         (lambda: lb.Spec(lb.Int(4), ROW, "sym"), ValueError, r"'sym'; accepted: symmetric, "),
         (lambda: lb.Spec(lb.Int(4), ROW, None), ValueError, r"unknown mapping None"),
         (lambda: lb.Spec(lb.Float8(), ROW, "asymmetric"), ValueError, r"no zero point.*asymm"),
-        (lambda: lb.Spec(lb.Int(1), ROW), ValueError, r"one bit.*use 'asymmetric'"),
+        (
+            lambda: lb.Spec(lb.Int(1), ROW),
+            ValueError,
+            r"one bit.*use 'asymmetric' or 'half_integer'",
+        ),
         (
             lambda: lb.Spec(lb.Int(1, signed=False), ROW, "symmetric_no_clipping_err"),
             ValueError,
@@ -108,6 +112,8 @@ def test_presets() -> None:
     assert lb.IntxWeightOnly(3, 16) == lb.Scheme(lb.Spec(lb.Int(3), lb.PerGroup(16)))
     assert lb.IntxWeightOnly(1).weight.mapping == "asymmetric"
     assert lb.IntxWeightOnly(4, 128) == lb.Int4WeightOnly(128)
+    assert lb.Int2WeightOnly() == lb.Scheme(lb.Spec(lb.Int(2), lb.PerGroup(32), "half_integer"))
+    assert lb.Int1WeightOnly(None) == lb.Scheme(lb.Spec(lb.Int(1), ROW, "half_integer"))
     assert lb.Int8DynamicActivationInt8Weight() == lb.Scheme(row8, dynamic)
     assert lb.Int8DynamicActivationInt4Weight() == lb.Scheme(
         lb.Spec(lb.Int(4), lb.PerGroup(32), "symmetric_no_clipping_err"), dynamic
@@ -231,7 +237,7 @@ def test_padding_changes_no_range(mapping) -> None:
     _, scale, zero_point = spec.quantize(x)
     _, whole_scale, whole_zero = spec.quantize(x[:, :8].contiguous())
     assert scale.shape == (3, 2) and torch.equal(scale[:, :1], whole_scale)
-    if mapping in ("asymmetric", "float_zero_point"):
+    if spec.has_zero_point:
         assert torch.equal(zero_point[:, :1], whole_zero)
     else:  # a signed symmetric code needs none
         assert zero_point is whole_zero is None

@@ -259,7 +259,7 @@ def test_eval_and_inference_mode():
 def reference(x, weight, bias):
     """The rounded input times the dequantized weight, in float64."""
     spec, scale = weight.activation, weight.input_scale
-    codes = spec.quantize_by(x, scale, weight.input_zero_point)[0]
+    codes = spec.quantize(x, qparams=(scale, weight.input_zero_point))[0]
     rounded = spec.dequantize(codes, scale, weight.input_zero_point, x.shape, torch.float64)
     wide = weight._with(dtype=torch.float64).dequantize()
     return F.linear(rounded, wide, bias.double())

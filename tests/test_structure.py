@@ -32,6 +32,7 @@ MATHS = {
     "presets",
     "rounding",
     "scheme",
+    "search",
     "train_scheme",
 }
 FLOWS = {"optim", "train", "qat", "inference"}

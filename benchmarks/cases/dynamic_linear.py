@@ -40,11 +40,12 @@ class Case:
             if self.format == "int8"
             else codes.clamp(-448, 448).to(E4M3)
         )
-        rows = 1 if self.one_scale else self.n
+        scale = torch.rand(1 if self.one_scale else self.n, device=device) * 0.01 + 1e-4
+        scale[1::3] *= -1  # a weight's scales may be negative
         return (
             floats(*self.leading, self.m, self.k),
             codes,
-            (torch.rand(rows, device=device) * 0.01 + 1e-4).to(self.scale_dtype),
+            scale.to(self.scale_dtype),
             floats(self.n) if self.bias else None,
             floats(*self.leading, self.m, self.n) if self.residual else None,
             self.tensorwise,

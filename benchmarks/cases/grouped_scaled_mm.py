@@ -41,6 +41,7 @@ class Case:
             unused = ~inside(offsets, m, width)
             a, b = (_zeroed(x, unused) for x in (a, b))
         a_scale, b_scale = (torch.rand(shape, device=device) / 50 + 0.01 for shape in shapes[2:])
+        b_scale.flatten()[1::3] *= -1  # a weight's scales may be negative
         b_scale = b_scale.flatten()[:1] if self.one_scale else b_scale
         return a, b, a_scale, b_scale, offsets, self.out_dtype
 

@@ -41,7 +41,9 @@ class Case:
             return codes[:: self.row_step]
 
         def scale(rows: int) -> Tensor:
-            return torch.rand(rows if self.rowwise else 1, device=device) * 0.01 + 1e-4
+            found = torch.rand(rows if self.rowwise else 1, device=device) * 0.01 + 1e-4
+            found[1::3] *= -1  # scales may be negative
+            return found
 
         bias = None
         if self.bias is not None:

@@ -36,6 +36,7 @@ class Case:
             low, high, width, of = 0, 256, (padded + 1) // 2, torch.uint8
         codes = torch.randint(low, high, (rows, width), dtype=of, device=device)
         scale = (torch.rand(rows, groups, device=device) * 0.02 + 1e-3).to(self.scale_dtype)
+        scale.flatten()[1::3] *= -1  # scales may be negative
         zero_point = torch.randint(-8, 8, (rows, groups), dtype=torch.int8, device=device)
 
         def floats(*shape: int) -> Tensor:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowbit_kernels import (
+        add_low_rank,
         batched_mm,
         block_scaled_mm,
         dequantize,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "add_low_rank",
     "batched_mm",
     "block_scaled_mm",
     "dequantize",

@@ -1,8 +1,10 @@
-"""quantize_: round a model's weights to nearest, in place."""
+"""quantize_: round a model's weights to nearest, in place, with min-max or searched scales."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -18,8 +20,15 @@ from lowbit.convert import (
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.static_input import check_input, held_for, input_qparams, take_input
 
+Scales = Literal["minmax", "searched"]
 
-def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None) -> Report:
+
+def quantize_(
+    model: nn.Module,
+    scheme: Schemes,
+    filter_fn: Filter | None = None,
+    scales: Scales = "minmax",
+) -> Report:
     """Quantize the weights of `model` in place, and report what was converted and what was left alone.
 
         report = quantize_(model, Int4WeightOnly(group_size=128))
@@ -39,6 +48,9 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
 
             A further parameter of an `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern
             or the filter names it.
+        scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
+            "searched": with the smallest squared error, which `lowbit.search` finds; it takes about 15 times as long,
+            and the model is stored and runs the same.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
@@ -48,9 +60,13 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or infinite weight; a
-            static activation that `lowbit.calibrate` has not seen with this scheme. The model is then as it was.
+        ValueError: unknown `scales`; nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or
+            infinite weight; a static activation that `lowbit.calibrate` has not seen with this scheme. The model is
+            then as it was.
     """
+    if scales not in get_args(Scales):
+        raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
+    make = AffineTensor.searched if scales == "searched" else AffineTensor.from_float
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)
@@ -62,7 +78,7 @@ def quantize_(model: nn.Module, scheme: Schemes, filter_fn: Filter | None = None
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    report = replace_weights(targets, report, _quantized, trainable=False)
+    report = replace_weights(targets, report, lambda t: _quantized(t, make), trainable=False)
     take_input(linears)
     return report.count(model)
 
@@ -83,8 +99,8 @@ def _check_calibrated(target: Target) -> None:
     check_input(owner.module, owner.fqn)
 
 
-def _quantized(target: Target) -> Tensor:
+def _quantized(target: Target, make: Callable[..., Tensor]) -> Tensor:
     spec = target.scheme.activation
     is_static = spec is not None and spec.static
     of_input = input_qparams(linear_of(target).module, spec) if is_static else None
-    return AffineTensor.from_float(target.weight, target.scheme, input_qparams=of_input)
+    return make(target.weight, target.scheme, input_qparams=of_input)

@@ -28,6 +28,8 @@ from lowbit.convert import (
     linear_of,
     replace_weights,
 )
+from lowbit.qat import lora
+from lowbit.tensor.adapted import AdaptedTensor, Adapters
 from lowbit.tensor.base import check_weight
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
@@ -49,6 +51,7 @@ def prepare_(
     filter_fn: Filter | None = None,
     *,
     scales: Literal["present", "learned"] = "present",
+    adapters: Literal["merge", "keep"] = "merge",
 ) -> Report:
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
@@ -60,30 +63,45 @@ def prepare_(
         model, scheme, filter_fn: those of `lowbit.quantize_`.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
             of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
-            `weight_zero` of each `nn.Linear` and `nn.Embedding` (`lowbit.learned_scales`). Weights of other modules
-            keep present scales, and the report says so.
+            `weight_zero` of each `nn.Linear` and `nn.Embedding` (`lowbit.learned_scales`). Other weights keep present
+            scales, and the report says so.
+        adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
+            "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
+            in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
 
     A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.
     With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its `nn.Linear`;
     otherwise these are buffers, which stay.
+
+    Raises also:
+        NotImplementedError: adapters that cannot be merged, by name (`lowbit.qat.lora`). The model is then as it was.
     """
     if scales not in ("present", "learned"):
         raise ValueError(f"scales must be 'present' or 'learned', got {scales!r}")
-    targets, report = find_targets(model, scheme, filter_fn)
+    if adapters not in ("merge", "keep"):
+        raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
+    inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
+    targets, report = find_targets(model, scheme, lora.without_adapters(filter_fn, inside))
+    layers = lora.layers_of(model, targets) if adapters == "merge" else {}
+    lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
     for target in targets:
-        _check_static(target)
+        _check_static(target, id(target.weight) in layers)
     modules = _modules(targets)
     static = [(t.owners, t.scheme.activation) for t in targets if t.scheme.is_static]
-    learned = [t.owners for t in targets if scales == "learned" and not _why_present(t)]
+    notes: dict[str, str | None] = {}
+    if scales == "learned":
+        notes = {t.owners[0].fqn: _why_present(t, id(t.weight) in layers) for t in targets}
+    learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
 
     def prepared(target: Target) -> Tensor:
-        kind = LearnedScalesTensor if target.owners in learned else FakeQuantizedTensor
+        kind = AdaptedTensor if id(target.weight) in layers else FakeQuantizedTensor
+        kind = LearnedScalesTensor if target.owners in learned else kind
         return kind(target.weight, target.scheme)
 
-    notes = {} if scales == "present" else {t.owners[0].fqn: _why_present(t) for t in targets}
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_shardable(modules)
+    lora.merge_in_products(layers.values())
     for owners in learned:
         module, name, _ = owners[0]
         give_scales(getattr(module, name), [owner.module for owner in owners])
@@ -93,14 +111,27 @@ def prepare_(
     return report.count(model)
 
 
-def _why_present(target: Target) -> str | None:
+_ADAPTER_NOTES = {
+    "merge": "of an adapter, which is added to the weight before it is rounded",
+    "keep": "of an adapter, which stays beside the rounded weight",
+}
+
+
+def _why_present(target: Target, is_merged: bool) -> str | None:
     """Why the scales of a weight cannot be learned; None if they are."""
+    if is_merged:
+        return "present scales, as adapters are merged into it"
     others = [o.module for o in target.owners if not can_hold(o.module)]
     return f"present scales, as {type(others[0]).__name__} multiplies by itself" if others else None
 
 
-def _check_static(target: Target) -> None:
-    """Raise ValueError for a static activation of a module that rounds no input before its product."""
+def _check_static(target: Target, is_merged: bool) -> None:
+    """Raise an error for a static activation of a module that rounds no input before its product."""
+    if target.scheme.is_static and is_merged:
+        raise NotImplementedError(
+            f"{target.owners[0].fqn}: a static activation of a weight merged with its adapters; accepted: a dynamic "
+            f"activation, or {lora.KEEP}"
+        )
     if target.scheme.is_static:
         for module, _, fqn in target.owners:
             if not can_hold(module):
@@ -121,12 +152,15 @@ def _modules(targets: list[Target]) -> set[nn.Module]:
 def convert_(model: nn.Module) -> Report:
     """Quantize the weights of a prepared model for good, each by the scheme it was prepared with, in place.
 
-    Dequantized, they equal the fake-quantized ones to the bit.
+    Dequantized, they equal the fake-quantized ones to the bit. Where adapters were merged in training, the base layer
+    takes the place of its LoRA layer.
 
     Raises:
-        ValueError: the model was never prepared, or a trained weight has NaN or infinite values. The model is then
-        as it was.
+        ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
+        adapters are disabled. The model is then as it was.
     """
+    layers = lora.merging_layers(model)
+    merged: dict[int, Adapters] = {}
     targets = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
@@ -143,25 +177,33 @@ def convert_(model: nn.Module) -> Report:
             if weight.scheme.is_static:
                 linear = linear_of(target)
                 check_input(linear.module, linear.fqn)
+            if id(weight) in layers:
+                around, layer = layers[id(weight)]
+                merged[id(weight)] = lora.final_adapters(layer, around)
+                target = lora.unwrapped(target, around)
             targets.append(target)
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
+
+    def frozen(target: Target) -> Tensor:
+        weight = target.weight
+        assert isinstance(weight, FakeQuantizedTensor)
+        if id(weight) in merged:
+            return lora.quantized(target, merged[id(weight)])
+        is_static, spec = target.scheme.is_static, target.scheme.activation
+        of_input = input_qparams(linear_of(target).module, spec) if is_static else None
+        if isinstance(weight, LearnedScalesTensor):
+            return weight.frozen_by(*scales_of(target.owners[0].module), of_input)
+        return weight.frozen(of_input)
+
     modules = _modules(targets)
-    report = replace_weights(targets, Report(), _frozen, trainable=False)
+    report = replace_weights(targets, Report(), frozen, trainable=False)
     plain_input(modules)
     for module in modules:
         drop_scales(module)
     make_plain(modules)
+    lora.unwrap(model, {layer for _, layer in layers.values()})
     return report.count(model)
-
-
-def _frozen(target: Target) -> Tensor:
-    assert isinstance(target.weight, FakeQuantizedTensor)
-    is_static, spec = target.scheme.is_static, target.scheme.activation
-    of_input = input_qparams(linear_of(target).module, spec) if is_static else None
-    if isinstance(target.weight, LearnedScalesTensor):
-        return target.weight.frozen_by(*scales_of(target.owners[0].module), of_input)
-    return target.weight.frozen(of_input)

@@ -116,42 +116,69 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         qparams: tuple[Tensor, Tensor | None] | None = None,
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> AffineTensor:
-        """Quantize `weight` [..., N, K], rounding to nearest. Scales take `weight`'s dtype (float32 for float64, and
-        for float8 in blocks).
+        """Quantize `weight` [..., N, K], rounding to nearest. A Float8 format gives a `Float8Tensor`.
 
-        qparams: the scale and the zero point to take, shaped and typed as `Spec.choose_qparams` gives them, instead of
-        those that it chooses. input_qparams: those of the input, one element each, for a static activation.
+        Args:
+            qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
+                their dtypes stay. A scale may be negative. None chooses them by the mapping, in `weight`'s dtype
+                (float32 for float64, and for float8 in blocks).
+            input_qparams: scale and zero point of the input, one element each, for a static activation.
 
-        A Float8 format gives a `Float8Tensor`. Raises ValueError for integer, complex, low-bit, 1-D, NaN or
-        infinite weights, and for a static activation without `input_qparams`.
+        Raises:
+            ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
+                or dtype; scales that are zero or not finite; a
+                static activation without `input_qparams`.
         """
         spec, activation = (
             (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
         )
         check_weight(weight)
+        if qparams is not None:
+            spec.check_qparams(weight.shape, *qparams)
         kind = representation_of(spec)
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
-        of_input = _parts_of_input(activation, input_qparams)
-        if qparams is None:
-            tensors = {**kind._encode_as(weight.detach(), spec, scale_dtype), **of_input}
-            return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
-        codes, scale, zero_point = spec.quantize_by(weight.detach(), *qparams)
-        tensors = {"codes": kind._store(codes, spec), "scale": scale, "zero_point": zero_point}
-        tensors.update(of_input)
-        made = kind.from_inner(tensors, meta, weight.shape, weight.dtype)
-        made.check_parts()
-        return made
+        tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams)
+        tensors.update(_parts_of_input(activation, input_qparams))
+        return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+
+    @classmethod
+    def searched(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        importance: Tensor | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> AffineTensor:
+        """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
+
+        Arguments are those of both. Raises ValueError as they do.
+        """
+        spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        check_weight(weight)
+        scale_dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        qparams = spec.search_qparams(weight.detach(), scale_dtype, importance)
+        return cls.from_float(weight, scheme, qparams, input_qparams)
 
     @classmethod
     def _encode_as(
-        cls, weight: Tensor, spec: Spec, scale_dtype: torch.dtype
+        cls,
+        weight: Tensor,
+        spec: Spec,
+        scale_dtype: torch.dtype,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> dict[str, Tensor | None]:
-        def encode(part: Tensor) -> dict[str, Tensor | None]:
-            codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype)
+        def encode(
+            part: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
+        ) -> dict[str, Tensor | None]:
+            own = None if scale is None else (scale.contiguous(), zero_point)
+            codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype, own)
             return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
 
-        return encode(weight) if spec.shares_rows else encode_in_chunks(weight, encode)
+        given = qparams or ()
+        if spec.shares_rows:
+            return encode(weight, *given)
+        return encode_in_chunks(weight, encode, *given)
 
     # ---- storage of the codes, overridden by other representations ------------------------------------------
 
@@ -212,7 +239,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             type(self) is AffineTensor
             and spec.format in (Int(4), Int(8))
             and isinstance(spec.granularity, PerGroup | PerRow)
-            and spec.mapping != "float_zero_point"
+            and not spec.zero_point_is_value
             and self.dtype is not torch.float64
         )
 
@@ -239,8 +266,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             "scale": (blocks, self.scale.dtype),
         }
         if self.spec.has_zero_point:  # the spec decides, so a checkpoint without it does not fit
-            is_code = self.spec.mapping != "float_zero_point"
-            dtype = self.spec.format.dtype if is_code else self.scale.dtype
+            is_value = self.spec.zero_point_is_value
+            dtype = self.scale.dtype if is_value else self.spec.format.dtype
             found["zero_point"] = (blocks, dtype)
         if self.activation is not None and self.activation.static:
             found["input_scale"] = ((1, 1), torch.float32)
@@ -473,7 +500,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def quantized_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes [M, K], scale and zero point of x [M, K], by the static scale of this weight's input."""
         assert self.activation is not None and self.input_scale is not None
-        return self.activation.quantize_by(x, self.input_scale, self.input_zero_point)
+        return self.activation.quantize(x, qparams=(self.input_scale, self.input_zero_point))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -498,7 +525,7 @@ def representation_of(spec: Spec) -> type[AffineTensor]:
 
 def _zero_point_dtype(spec: Spec) -> torch.dtype:
     """The dtype of zero points beside float32 scales."""
-    return torch.float32 if spec.mapping == "float_zero_point" else spec.format.dtype
+    return torch.float32 if spec.zero_point_is_value else spec.format.dtype
 
 
 def _parts_of_input(

@@ -151,7 +151,7 @@ def _layout(spec: Spec, shape: tuple[int, ...]) -> Dequantizer | None:
     else:
         format["low"] = fmt.quant_min
         if spec.has_zero_point:
-            format["zero_point"] = "value" if spec.mapping == "float_zero_point" else "code"
+            format["zero_point"] = "value" if spec.zero_point_is_value else "code"
             format["mid"] = (fmt.quant_min + fmt.quant_max + 1) // 2
     from lowbit_kernels.codes_cpu import Format
     from lowbit_kernels.dequantize_cpu import dequantizer

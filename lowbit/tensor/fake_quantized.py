@@ -3,12 +3,16 @@
 `F.linear` and `F.embedding` round the weight, and the activation where the scheme has one, to the values that the
 converted model will store, through the same `Spec` that converts it. Gradients pass straight through to the weight
 inside the clamp range.
+
+`off` switches the rounding off, that of the weight, of activations, or both (`lowbit.qat.enable_`). With both off,
+torch's own functions get the high-precision weight, so that results equal those of the plain model to the bit. `off` is
+metadata of the tensor: torch.compile guards it, and copies of the tensor have it. A state dict does not hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +20,8 @@ from torch.nn import functional as F
 
 from lowbit.code_range import within_range
 from lowbit.products import autocast_inputs
-from lowbit.scheme import Float8, Scheme, crop
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.scheme import Float8, Scheme, Spec, crop
+from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.trainable import (
     GROUPED,
@@ -30,6 +34,8 @@ from lowbit.traced import specs_name
 
 Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
+Off = Literal["weights", "activations", "all", None]
+"""Which rounding of a weight's products is switched off."""
 
 
 class FakeQuantizedTensor(MasterWeightTensor):
@@ -46,24 +52,71 @@ class FakeQuantizedTensor(MasterWeightTensor):
         **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
         **dict.fromkeys(GROUPED, "grouped_mm"),
     }
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off")
 
     scheme: Scheme
+    off: Off
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {"transposed": False}
+        return {"transposed": False, "off": None}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {**super().meta_from_json(data), "transposed": False}
+        return {**super().meta_from_json(data), "transposed": False, "off": None}
+
+    def check_meta(self) -> None:
+        super().check_meta()
+        if self.off not in get_args(Off):
+            raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
+
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whether or not both are switched off."""
+        return super()._is_stored_like(
+            other._with(off=self.off) if type(other) is type(self) else other
+        )
+
+    def switch(self, weights: bool, activations: bool) -> None:
+        """Switch the rounding of the weight and of activations on or off, in place."""
+        if self.scheme.activation is None:
+            activations = weights  # one state, not two that torch.compile would tell apart
+        states: dict[tuple[bool, bool], Off] = {
+            (True, True): None,
+            (False, True): "weights",
+            (True, False): "activations",
+            (False, False): "all",
+        }
+        self.off = states[weights, activations]
+
+    @property
+    def rounds_weight(self) -> bool:
+        """Whether products see the weight rounded."""
+        return self.off not in ("weights", "all")
+
+    @property
+    def input_spec(self) -> Spec | None:
+        """How products round their input; None where they do not."""
+        return self.scheme.activation if self.off not in ("activations", "all") else None
+
+    def operand(self) -> Tensor:
+        """The weight as its products see it now: plain, differentiable, of this tensor's dtype where not rounded."""
+        return self.fake_quantized() if self.rounds_weight else self.high_precision()
+
+    def high_precision(self) -> Tensor:
+        """The weight without rounding: plain, differentiable, of this tensor's dtype."""
+        return Values.apply(self).to(self.dtype)
 
     def fake_quantized(self) -> Tensor:
-        """The weight as its products see it: plain, differentiable, equal to the converted weight's values."""
+        """The rounded weight: plain, differentiable, equal to the converted weight's values."""
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(Values.apply(self), self.weight.dtype)
+        return self.rounded(Values.apply(self))
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
+        spec = self.scheme.weight
+        return spec.fake_quantize(values, representation_of(spec).scale_dtype(spec, values.dtype))
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -71,9 +124,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        return self.scheme.weight.fake_quantize(self.weight.detach(), self.weight.dtype).to(
-            self.dtype
-        )
+        return self.rounded(self.weight.detach()).to(self.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
@@ -96,32 +147,32 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.fake_quantized(), bias)
+        return cls.product(input, weight, weight.operand(), bias)
 
     @staticmethod
     def product(
         input: Tensor,
         weight: Any,
-        quantized: Tensor,
+        values: Tensor,
         bias: Tensor | None,
         rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """input [..., K] times `quantized`, the values [N, K] of this weight, transposed, plus bias [N]. `rounded`
+        """input [..., K] times `values`, what products see of this weight [N, K], transposed, plus bias [N]. `rounded`
         rounds the input, where its scale is static."""
         x, bias = autocast_inputs(input, weight, bias)
-        activation = weight.scheme.activation
-        if rounded is not None:
+        activation = weight.input_spec
+        if rounded is not None and activation is not None:
             x = rounded(x)
         elif activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
-        return F.linear(x, quantized.to(x.dtype), bias)
+        return F.linear(x, values.to(x.dtype), bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-        activation = weight.scheme.activation
+        activation = weight.input_spec
         if activation is not None and weight.transposed:  # stored as [E, N, K], as linears are
             x = activation.fake_quantize(x)
-        return torch._grouped_mm(x, weight.fake_quantized().to(x.dtype), offs=offs)
+        return torch._grouped_mm(x, weight.operand().to(x.dtype), offs=offs)
 
     def values(self) -> Tensor:
         weight = super().values()
@@ -152,23 +203,37 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return weight._look_up(input, *args, **kwargs)
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Quantizes only the rows that are looked up, where scales belong to single rows.
+        if not self.rounds_weight:
+            return F.embedding(indices, self.high_precision(), *args, **kwargs)
+        return self.rows_of(Values.apply(self), indices, *args, **kwargs)
 
-        (Inductor 2.13 for CPU miscompiles the other order, a gather of rows that were padded to a whole group.)
+    def rows_of(self, values: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The rows at `indices` of plain `values` [V, D], rounded as this weight is.
+
+        Quantizes only the rows that are looked up, where scales belong to single rows. (Inductor 2.13 for CPU
+        miscompiles the other order, a gather of rows that were padded to a whole group.)
         """
-        spec = self.scheme.weight
-        if spec.shares_rows:
-            return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
-        rows = F.embedding(indices, Values.apply(self), *args, **kwargs)
-        return spec.fake_quantize(rows, self.weight.dtype).to(self.dtype)
+        if self.scheme.weight.shares_rows:
+            return F.embedding(indices, self.rounded(values).to(self.dtype), *args, **kwargs)
+        return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
-        if self.scheme.activation is not None:
+        if self.input_spec is not None:
             raise NotImplementedError(
                 f"{self!r} in nn.MultiheadAttention, whose inputs cannot be quantized in training: leave its out_proj "
                 "out by filter_fn or a pattern, e.g. {'*.out_proj': None, '*': scheme}, or choose a weight-only scheme"
             )
-        return self.fake_quantized().to(self.dtype)
+        return self.operand().to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.products:
+            kwargs = kwargs or {}
+            own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
+            if own and all(weight.off == "all" for weight in own):
+                named = {name: _plain(x) for name, x in kwargs.items()}
+                return func(*(_plain(x) for x in args), **named)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def check_placement(self, param: Any) -> None:
         """Refuse parts that cut through a block: each would have its own scale, which `convert_` would not
@@ -196,15 +261,21 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def _wire(self) -> LowbitTensor:
         """Under FSDP2 codes and scales of float32 weights travel, 1 byte an element.
 
-        A weight of two bytes an element travels itself. Finding its codes takes many operations before the gather, and
-        takes longer than the byte that they would save.
+        A weight that products see in high precision travels itself. So does a weight of two bytes an element: finding
+        its codes takes many operations before the gather, and takes longer than the byte that they would save.
         """
         spec = self.scheme.weight
-        if spec.shares_rows or self.weight.dtype.itemsize <= 2:
+        if not self.rounds_weight or spec.shares_rows or self.weight.dtype.itemsize <= 2:
             return self
-        codes, scale, zero_point = spec.unclamped_codes(self.weight.detach(), self.weight.dtype)
+        weight = self.weight.detach()
+        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        codes, scale, zero_point = spec.unclamped_codes(weight, dtype)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
+
+
+def _plain(x: Any) -> Any:
+    return x.high_precision() if isinstance(x, FakeQuantizedTensor) else x
 
 
 class _FromCodes(torch.autograd.Function):

@@ -9,10 +9,11 @@ here the module multiplies: `give_scales` makes each `nn.Linear` a `Linear` and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from lowbit.learned_scales import (
@@ -47,6 +48,10 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         spec, weight = self.scheme.weight, Values.apply(self)
         return learned_fake_quantize(weight, scale, zero, spec)
 
+    def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """`quantized_by`, or the high-precision weight while its rounding is off."""
+        return self.quantized_by(scale, zero) if self.rounds_weight else self.high_precision()
+
     def frozen_by(
         self, scale: Tensor, zero: Tensor | None, input_qparams: Qparams | None = None
     ) -> LowbitTensor:
@@ -80,10 +85,10 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         raise self._without_scales("a lookup")
 
     def check_placement(self, param: Any) -> None:
-        raise NotImplementedError(
-            f"tensor parallelism of a weight {tuple(param.shape)} with learned scales, which would have to be split "
-            "with it; prepare the model with scales='present'"
-        )
+        """Parts of a row may share its scale, which is given."""
+        spec = self.scheme.weight
+        if spec.shares_rows or not spec.granularity.spans(1, 2):
+            super().check_placement(param)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         return False
@@ -104,7 +109,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         scale, zero = scales_of(module)
         scale, zero = local(scale), None if zero is None else local(zero)
         sent: Any = self
-        if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
+        if not self.rounds_weight:
+            pass
+        elif self.weight.dtype is torch.float32 and self._has_scales_of_rows():
             sent = self._in_codes(scale, zero)
         elif mp_policy.param_dtype not in (None, scale.dtype):
             raise NotImplementedError(
@@ -188,9 +195,33 @@ class Linear(sharded_linear.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
+        if isinstance(weight, DTensor):
+            return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
+        if weight.off == "all":
+            return F.linear(input, weight.high_precision(), self.bias)
         return FakeQuantizedTensor.product(
-            input, weight, weight.quantized_by(*scales_of(self)), self.bias
+            input, weight, weight.seen_by(*scales_of(self)), self.bias
         )
+
+    def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
+        """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
+        the gradient of those of whole rows."""
+        placements = cast(DTensor, self.weight).placements
+        splits = not weight.scheme.weight.granularity.spans(1, 2)
+        own = [p if p != Shard(1) or splits else Replicate() for p in placements]
+        pairs = zip(own, placements, grad_placements, strict=True)
+        grads = [g if p == w else Partial() for p, w, g in pairs]
+
+        def part(scale: Any) -> Any:
+            if scale is None:
+                return None
+            if not isinstance(scale, DTensor):
+                mesh = cast(DTensor, self.weight).device_mesh
+                scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return scale.redistribute(placements=own).to_local(grad_placements=grads)
+
+        values = weight.seen_by(*map(part, scales_of(self)))
+        return FakeQuantizedTensor.product(x, weight, values, None)
 
 
 class Embedding(nn.Embedding):
@@ -198,10 +229,16 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
+                "prepare_, or give it scales='present'"
+            )
         spec = weight.scheme.weight
         options = (self.padding_idx, None, self.norm_type, self.scale_grad_by_freq)
-        if spec.shares_rows or isinstance(weight, GatheredLearnedScales):
-            values = weight.quantized_by(*scales_of(self))
+        whole = spec.shares_rows or isinstance(weight, GatheredLearnedScales)
+        if whole or not weight.rounds_weight:
+            values = weight.seen_by(*scales_of(self))
             return F.embedding(input, values.to(weight.dtype), *options)
         index = input.reshape(-1)
         rows, scale, zero = (

@@ -222,9 +222,15 @@ def _set_others(t: Any, others: Mapping[str, Any]) -> None:
 
 
 def _missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata that files of earlier versions lack: QAT weights, with a scheme, could not be transposed."""
-    is_earlier = {*cls.meta_attrs} - {*found} == {"transposed"} and "scheme" in found
-    return {"transposed": False} if is_earlier else {}
+    """The metadata that files of earlier versions lack: QAT weights, with a scheme, could be neither transposed nor
+    switched off."""
+    missing = {*cls.meta_attrs} - {*found}
+    is_earlier = missing <= {"transposed", "off"} and "scheme" in found
+    return {
+        name: value
+        for name, value in {"transposed": False, "off": None}.items()
+        if name in missing and is_earlier
+    }
 
 
 def rebuild(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**21
 
-Encode = Callable[[Tensor], Mapping[str, Tensor | None]]
+Encode = Callable[..., Mapping[str, Tensor | None]]
 
 
 def row_chunks(t: Tensor) -> Iterator[Tensor]:
@@ -27,15 +27,24 @@ def row_chunks(t: Tensor) -> Iterator[Tensor]:
         yield from t.split(max(CHUNK_ELEMENTS // t[0].numel(), 1))
 
 
-def encode_in_chunks(weight: Tensor, encode: Encode) -> dict[str, Tensor | None]:
-    """`encode(weight)`, computed chunk by chunk. `encode` maps rows [..., K] to tensors [..., n] row by row."""
+def encode_in_chunks(
+    weight: Tensor, encode: Encode, *beside: Tensor | None
+) -> dict[str, Tensor | None]:
+    """`encode(weight, *beside)`, computed chunk by chunk. `encode` maps rows [..., K] to tensors [..., n] row by row;
+    `beside` are further tensors [..., n] with these rows, such as their scales."""
     if weight.is_meta or torch.compiler.is_compiling() or weight.numel() <= CHUNK_ELEMENTS:
-        return dict(encode(weight))
+        return dict(encode(weight, *beside))
     whole: dict[str, Tensor | None] = {}
     start = 0
     for chunk in row_chunks(weight):
         rows = chunk.shape[:-1].numel()
-        for name, t in encode(chunk).items():
+        own = [
+            None
+            if t is None
+            else t.flatten(0, -2)[start : start + rows].unflatten(0, chunk.shape[:-1])
+            for t in beside
+        ]
+        for name, t in encode(chunk, *own).items():
             if t is None:
                 whole[name] = None
                 continue

@@ -12,7 +12,7 @@ weight's own product, and declares the placement of the result:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,8 +58,17 @@ def make_plain(modules: Iterable[nn.Module]) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
+def sharded_linear(
+    input: Any,
+    weight: DTensor,
+    bias: Any,
+    product: Callable[[Tensor, Any, list[Any]], Tensor] | None = None,
+) -> Tensor:
     """input [..., K], a DTensor or the same tensor on every rank, times weight [N, K] transposed, plus bias [N].
+
+    Args:
+        product: of the local input and weight, in place of the weight's own. Its third argument is the placement of the
+            weight's gradient along each dimension of the mesh.
 
     Raises:
         NotImplementedError: a placement of the weight that is not in the module's table.
@@ -73,8 +82,12 @@ def sharded_linear(input: Any, weight: DTensor, bias: Any) -> Tensor:
     )
     x = input.redistribute(mesh, needs).to_local(grad_placements=grad_x)
     local: Any = weight.to_local(grad_placements=grad_weight)
-    trains = isinstance(local, TrainableTensor)
-    y = local.sharded_product(x, weight) if trains else F.linear(x, local)
+    if product is not None:
+        y = product(x, local, grad_weight)
+    elif isinstance(local, TrainableTensor):
+        y = local.sharded_product(x, weight)
+    else:
+        y = F.linear(x, local)
     if bias is not None:
         y = y + _local_bias(bias, mesh, bias_as, gives, grad_weight)
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))

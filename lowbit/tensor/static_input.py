@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.learned_scales import learned_fake_quantize, learns_zero, parameters_for, qparams
+from lowbit.learned_scales import as_parameters, learned_fake_quantize, learns_zero, qparams
 from lowbit.scheme import Spec
 from lowbit.tensor import learned_scales, sharded_linear
 from lowbit.tensor.dtensor import local
@@ -40,9 +40,9 @@ class Linear(sharded_linear.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
         if learned_scales.SCALE in self._parameters:
-            quantized = weight.quantized_by(*learned_scales.scales_of(self))
+            quantized = weight.seen_by(*learned_scales.scales_of(self))
         else:
-            quantized = weight.fake_quantized()
+            quantized = weight.operand()
         return FakeQuantizedTensor.product(input, weight, quantized, self.bias, self.rounded)
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def plain_input(modules: Iterable[nn.Module]) -> None:
 def set_range(module: nn.Module, spec: Spec, values: Tensor) -> None:
     """Write the scale and zero point of the range `values`, [low, high], into a module that has them, in place."""
     dynamic = replace(spec, static=False)
-    found = parameters_for(values, dynamic, torch.float32)
+    found = as_parameters(dynamic, *dynamic.choose_qparams(values, torch.float32))
     for own, value in zip(inputs_of(module), found, strict=True):
         if own is not None and value is not None:
             part = local(own)

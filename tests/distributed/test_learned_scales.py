@@ -6,10 +6,21 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import lowbit
 from lowbit import qat
@@ -40,11 +51,11 @@ class Model(nn.Module):
         return self.head(self.second(nn.functional.silu(self.first(self.embedding(x)))))
 
 
-def prepared(spec, dtype=torch.float32):
+def prepared(spec, dtype=torch.float32, rows=47):
     def chosen(module, name):
         return isinstance(module, nn.Linear | nn.Embedding)
 
-    model = Model().to(dtype)
+    model = Model(rows).to(dtype)
     qat.prepare_(model, Scheme(spec), chosen, scales="learned")
     return model
 
@@ -118,6 +129,57 @@ def check_mixed_precision(rank, world_size):
     return True
 
 
-@pytest.mark.parametrize("check", [check_as_one_process, check_mixed_precision])
-def test_two_processes(check):
-    assert launch(check, 2) == [True, True]
+def check_checkpoints(rank, world_size, folder):
+    """The whole state dict loads into a model on one process, which converts; DCP's files load on other shards."""
+    for spec in SPECS:
+        model = shard(prepared(spec), world_size)
+        optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+        y = step(model)
+        whole_state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        path = f"{folder}/{spec.mapping}{spec.format.bits}"
+        dcp.save(get_model_state_dict(model), checkpoint_id=path)
+        if rank == 0:
+            alone = prepared(spec)
+            alone.load_state_dict(whole_state)
+            expected = alone(tokens())
+            assert relative(y, expected) < 1e-6, spec
+            qat.convert_(alone)
+            assert torch.equal(alone(tokens()), expected), spec
+        other = shard(prepared(spec), world_size)
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(other, state)
+        assert torch.equal(step(other), y), spec
+    return True
+
+
+def check_tensor_parallel(rank, world_size):
+    """Columns, then rows; outputs and gradients are those of one process."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    for spec in SPECS:
+        alone = prepared(spec, rows=64)
+        model = copy.deepcopy(alone)
+        parallelize_module(model, mesh, plan)
+        assert model.first.weight.placements == (Shard(0),)
+        expected, found = step(alone), step(model)
+        assert relative(found, expected) < 1e-5, spec
+        grads = {n: p.grad for n, p in alone.named_parameters()}
+        for name, p in model.named_parameters():
+            assert relative(whole(p.grad), grads[name]) < 1e-4, (spec, name)
+    tensorwise = prepared(Spec(Int(4), PerTensor()), rows=64)
+    with pytest.raises(NotImplementedError, match="cut through blocks"):
+        parallelize_module(tensorwise, mesh, plan)
+    return True
+
+
+CHECKS = [check_as_one_process, check_mixed_precision, check_checkpoints, check_tensor_parallel]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
+def test_two_processes(check, tmp_path):
+    arguments = (str(tmp_path),) if check is check_checkpoints else ()
+    assert launch(check, 2, *arguments) == [True, True]

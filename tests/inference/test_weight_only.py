@@ -26,6 +26,7 @@ NOT_SERVED = {
     "int4-g8": lb.Int4WeightOnly(8),
     "int3-g32": lb.IntxWeightOnly(3, 32),
     "float-zero": lb.Int4WeightOnly(32, "float_zero_point"),
+    "half-integer": lb.Int4WeightOnly(32, "half_integer"),
     "uint4": lb.Scheme(lb.Spec(lb.Int(4, signed=False), lb.PerGroup(32))),
     "int4-tensor": lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor())),
     "int8-block": lb.Scheme(lb.Spec(lb.Int(8), lb.PerBlock(4, 32))),

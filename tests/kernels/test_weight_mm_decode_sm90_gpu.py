@@ -43,12 +43,12 @@ def operands(
 
     codes = randint(0, 256, (n, width), torch.uint8)
     half = 1 << (bits - 1)
+    scale = (torch.rand(n, groups, generator=generator) + 0.5) * 0.02
+    scale.flatten()[::3] *= -1  # scales may be negative
     return {
         "x": normal(m, k),
         "codes": codes if bits == 4 else codes.view(torch.int8),
-        "scale": (torch.rand(n, groups, generator=generator) + 0.5)
-        .mul(0.02)
-        .to(device, scale_dtype or dtype),
+        "scale": scale.to(device, scale_dtype or dtype),
         "zero_point": randint(-half, half, (n, groups), torch.int8) if zero else None,
         "bias": normal(n) if extras else None,
         "residual": normal(m, n) if extras else None,

@@ -115,6 +115,7 @@ class Operands:
         self.codes = codes[:, :columns]
         shape = (n, width // self.group)
         self.scale = (torch.rand(shape, device=device) * 0.02 + 0.001).to(scale)
+        self.scale.flatten()[1::3] *= -1
         low, high = (-8, 8) if bits == 4 else (-128, 128)
         zeros = torch.randint(low, high, shape, device=device).to(torch.int8)
         zeros.view(-1)[::3], zeros.view(-1)[1::3] = low, high - 1

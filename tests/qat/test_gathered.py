@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
+from tests.schemes import MAPPINGS
 
 FORMATS = {
     f"{'int' if signed else 'uint'}{bits}": Int(bits, signed)
     for bits in range(2, 9)
     for signed in (True, False)
 }
-MAPPINGS = ("symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point")
 
 
 def _check(spec: Spec) -> None:

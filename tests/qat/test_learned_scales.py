@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -29,6 +29,8 @@ SPECS = {
     "int2-float-zero": Spec(Int(2), PerGroup(32), "float_zero_point"),
     "int8-row": Spec(Int(8), PerRow()),
     "int8-asymmetric": Spec(Int(8), PerRow(), "asymmetric"),
+    "int2-half": Spec(Int(2), PerGroup(32), "half_integer"),
+    "int1-half": Spec(Int(1), PerGroup(32), "half_integer"),
     "int1-asymmetric": Spec(Int(1), PerGroup(32), "asymmetric"),
     "float8-row": Spec(Float8(), PerRow()),
     "e5m2-tensor": Spec(Float8(torch.float8_e5m2), PerTensor()),
@@ -80,19 +82,19 @@ def trained(scheme, tied=False, dtype=torch.float32, steps=4):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_training_starts_at_the_present_scales(spec, dtype):
+def test_training_starts_at_searched_scales(spec, dtype):
     w = values(24, 96, dtype=dtype)
     parameters = parameters_for(w, spec, dtype)
     scale, zero_point = qparams(spec, *parameters)
-    expected = spec.choose_qparams(w, dtype)
+    expected = spec.search_qparams(w, dtype)
     assert torch.equal(scale, expected[0])
     if zero_point is not None and not (spec.format.bits == 8 and dtype is not torch.float32):
         assert torch.equal(zero_point, expected[1])
-        assert torch.equal(
-            learned_fake_quantize(w, *parameters, spec), spec.fake_quantize(w, dtype)
-        )
+        rounded = spec.dequantize(*spec.quantize(w, qparams=expected), w.shape, dtype)
+        assert torch.equal(learned_fake_quantize(w, *parameters, spec), rounded)
 
 
+@settings(max_examples=1000, deadline=None)
 @given(
     seed=st.integers(0, 2**31), name=st.sampled_from(sorted(SPECS)), dtype=st.sampled_from(DTYPES)
 )
@@ -122,10 +124,11 @@ def reference_gradients(w, scale, zero, spec, grad):
             at = (n // block[0], k // block[1])
             x, size = w[n, k].double(), s[at]
             middle = (int(low) + int(high) + 1) // 2
-            if spec.mapping == "float_zero_point":
-                start = float(zero_points[at]) - middle * size
-                code, base = torch.round((x - start) / size), middle
-                value = start + code.clamp(low, high) * size
+            if spec.mapping in ("float_zero_point", "half_integer"):
+                start = float(zero_points[at]) - (middle - low) * size
+                code = torch.round((x - start) / size) + low
+                value = start + (code.clamp(low, high) - low) * size
+                base = middle - 0.5 if spec.mapping == "half_integer" else middle
             else:
                 point = 0 if zero_points is None else int(zero_points[at])
                 code = torch.round(x / size) + point
@@ -290,3 +293,50 @@ def test_errors():
     with pytest.raises(ValueError, match=r"0\.weight_scale has 1 NaN or infinite values of 32"):
         qat.convert_(found)
     assert type(found[0].weight) is LearnedScalesTensor  # as it was
+
+
+def test_switched_off_it_is_the_plain_model():
+    plain = model(tied=True)
+    prepared = copy.deepcopy(plain)
+    qat.prepare_(prepared, Int8DynamicActivationInt4Weight(32), CHOSEN, scales="learned")
+    rounded = prepared(tokens())
+    with qat.high_precision(prepared):
+        y = prepared(tokens())
+        y.square().mean().backward()
+    expected = plain(tokens())
+    expected.square().mean().backward()
+    assert torch.equal(y, expected)
+    for name, p in plain.named_parameters():
+        assert torch.equal(prepared.get_parameter(name).grad, p.grad), name
+    qat.enable_(prepared, weights=False)
+    assert not torch.equal(prepared(tokens()), rounded)
+    qat.enable_(prepared)
+    assert torch.equal(prepared(tokens()), rounded)
+
+
+def test_undone_it_is_plain_again():
+    prepared = trained(IntxWeightOnly(4, 32), tied=True)
+    weights = {n: p.weight for n, p in prepared.named_parameters() if n.endswith(".weight")}
+    qat.undo_(prepared)
+    assert type(prepared[1]) is nn.Linear and type(prepared[0]) is nn.Embedding
+    assert prepared[0].weight is prepared[4].weight
+    names = {n for n, _ in prepared.named_parameters()}
+    assert names == {n for n, _ in model(tied=True).named_parameters()}
+    for name, expected in weights.items():
+        assert torch.equal(prepared.get_parameter(name), expected), name
+
+
+def test_frozen_scales_stay():
+    prepared = model()
+    qat.prepare_(prepared, Scheme(SPECS["int3-asymmetric"]), CHOSEN, scales="learned")
+    schedule = qat.Schedule(prepared, freeze_scales=2)
+    optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(4):
+        prepared(tokens()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        seen.append((prepared[1].weight_scale.clone(), prepared[1].weight_zero.clone()))
+    assert not torch.equal(seen[0][0], seen[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[3], strict=True))

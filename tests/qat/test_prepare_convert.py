@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,6 +112,7 @@ def test_the_same_bits_after_a_cast_between(scheme: lb.Scheme, dtype: torch.dtyp
     assert torch.equal(model(x), final(x))
 
 
+@example(lb.Spec(lb.Float8(), lb.PerBlock(1)), None, 1, 1, torch.bfloat16, 2.0, 0)
 @settings(max_examples=150)
 @given(
     weight_specs(2),

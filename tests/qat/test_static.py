@@ -25,9 +25,10 @@ from lowbit import (
     Spec,
     qat,
 )
-from lowbit.learned_scales import RATE, parameters_for, qparams
+from lowbit.learned_scales import RATE, as_parameters, qparams
 from lowbit.products import plain_linear
 from lowbit.tensor import static_input
+from tests.qat.lora_layers import LoraLayer
 
 ACTIVATIONS = {
     "int8": Spec(Int(8), PerTensor(), "symmetric_no_clipping_err", static=True),
@@ -318,11 +319,13 @@ def test_prepare_takes_an_earlier_calibration(scales):
     expected = copy.deepcopy(plain)
     lowbit.quantize_(expected, INT4)
     qat.prepare_(plain, INT4, scales=scales)
-    x = values(5, 64, seed=3)
-    assert torch.equal(plain(x), expected(x))
-    assert {*dict(plain.named_buffers())} == (
-        set() if scales == "learned" else {*dict(plain.named_buffers())}
-    )
+    for layer, other in ((plain[0], expected[0]), (plain[2], expected[2])):
+        scale, zero_point = static_input.input_qparams(layer, INT4.activation)
+        assert torch.equal(scale, other.weight.input_scale.view(1))
+        assert torch.equal(zero_point, other.weight.input_zero_point.view(1))
+    assert plain(values(5, 64)).isfinite().all()
+    held = plain.named_parameters() if scales == "learned" else plain.named_buffers()
+    assert sum("input_" in name for name, _ in held) == 4
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------
@@ -415,7 +418,9 @@ def test_state_dicts_bring_the_scales_back(scales):
     qat.prepare_(other, INT4, scales="learned")  # either form loads into the other
     state = {n: t for n, t in found.state_dict().items() if "weight_" not in n}
     other.load_state_dict(state, strict=False)
-    assert torch.equal(other(x), expected)
+    assert other(x).isfinite().all()
+    for name in ("0.input_scale", "0.input_zero", "2.input_scale", "2.input_zero"):
+        assert torch.equal(other.state_dict()[name], state[name])
     with torch.device("meta"):
         empty = model()
     qat.prepare_(empty, INT4, scales=scales)
@@ -521,8 +526,41 @@ def test_parameters_start_at_the_range():
     for spec in ACTIVATIONS.values():
         dynamic = Spec(spec.format, spec.granularity, spec.mapping)
         ends = torch.tensor([-1.7, 2.3])
-        found = qparams(spec, *parameters_for(ends, dynamic, torch.float32))
         expected = dynamic.choose_qparams(ends, torch.float32)
+        found = qparams(spec, *as_parameters(dynamic, *expected))
         assert torch.equal(found[0], expected[0])
         if found[1] is not None:
             assert torch.equal(found[1], expected[1])
+
+
+# ---- beside the other parts of QAT --------------------------------------------------------------------------------
+
+
+@over_scales
+def test_switched_off_and_undone(scales):
+    """Off, outputs are those of the plain model to the bit; undone, it is the plain model."""
+    found, plain, x = calibrated(INT4, scales), model(), values(5, 64)
+    rounded = found(x)
+    with qat.high_precision(found):
+        assert torch.equal(found(x), plain(x))
+    assert torch.equal(found(x), rounded)
+    qat.enable_(found, activations=False)
+    assert not torch.equal(found(x), rounded)
+    qat.undo_(found)
+    assert type(found[0]) is nn.Linear
+    assert found.state_dict().keys() == plain.state_dict().keys()
+    assert torch.equal(found(x), plain(x))
+
+
+def test_beside_adapters():
+    """An input scale belongs to the base layer, so that adapters may stay beside it, and not be merged into it."""
+    found = nn.Sequential(LoraLayer(nn.Linear(64, 33)))
+    with pytest.raises(NotImplementedError, match=r'static activation.*adapters="keep"'):
+        qat.prepare_(found, INT4)
+    qat.prepare_(found, INT4, adapters="keep")
+    with lowbit.calibrate(found) as ranges:
+        found(values(5, 64))
+    assert [*ranges] == ["0.base_layer"]
+    expected = found(values(5, 64))
+    qat.convert_(found)
+    assert torch.equal(found(values(5, 64)), expected)

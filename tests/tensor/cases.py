@@ -181,6 +181,7 @@ _WEIGHTS = {
     "int8-row": (Int8WeightOnly(), 1, 1),
     "int3-g48": (IntxWeightOnly(3, 48), 1, 48),
     "int1-g32-asymmetric": (IntxWeightOnly(1, 32), 1, 32),
+    "int2-g32-half-integer": (IntxWeightOnly(2, 32, "half_integer"), 1, 32),
     "int5-row": (IntxWeightOnly(5), 1, 8),
     "uint8-row": (Scheme(Spec(Int(8, signed=False), PerRow(), "asymmetric")), 1, 1),
     "int8-tensor": (Scheme(Spec(Int(8), PerTensor())), 1, 1),

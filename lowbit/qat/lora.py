@@ -1,0 +1,281 @@
+"""The layers of LoRA in QAT: PEFT's, recognised by their interface, so that nothing imports PEFT.
+
+A LoRA layer holds `base_layer`, and by the name of each adapter `lora_A`, `lora_B` (of an embedding `lora_embedding_A`,
+`lora_embedding_B`), `scaling` and `lora_dropout`; `active_adapters` says which are in use. `merge_in_products` gives it
+a subclass of its class, whose forward multiplies once, by the rounded merged weight (`lowbit.tensor.adapted`). Its
+parameters, its state dict and all its other methods are those of PEFT.
+
+With `disable_adapter()` the product is that of the rounded base weight. After `merge_adapter()`, W holds the adapters.
+Where the base weight is not prepared any more, the forward is PEFT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert import Filter, Owner, Report, Target, joined_name
+from lowbit.tensor.adapted import AdaptedTensor, Adapters
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.sharded_linear import Linear
+
+KEEP = (
+    'lowbit.qat.prepare_(model, scheme, adapters="keep") rounds the base weight alone and leaves the adapters beside '
+    "it; a pattern or filter leaves the layer out"
+)
+_INTERFACE = ("lora_A", "lora_B", "lora_embedding_A", "scaling", "lora_dropout", "merged")
+_BASES = (nn.Linear, Linear, nn.Embedding)
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Whether this is a layer of PEFT around another one."""
+    return "base_layer" in module._modules and hasattr(module, "active_adapters")
+
+
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Every module inside of a layer of PEFT that is no part of its base layer."""
+    parts = (
+        part
+        for layer in model.modules()
+        if is_tuner(layer)
+        for name, part in layer._modules.items()
+        if name != "base_layer" and part is not None
+    )
+    return {module for part in parts for module in part.modules()}
+
+
+def without_adapters(filter_fn: Filter | None, adapters: set[nn.Module]) -> Filter | None:
+    """`filter_fn`, which never selects modules of adapters. None selects every `nn.Linear`."""
+    if not adapters or not (filter_fn is None or callable(filter_fn)):
+        return filter_fn
+    chosen: Any = filter_fn or (lambda module, name: isinstance(module, nn.Linear))
+    return lambda module, name: module not in adapters and chosen(module, name)
+
+
+def name_adapters(report: Report, model: nn.Module, adapters: set[nn.Module], note: str) -> None:
+    """Say in the report why the weights of these modules were left alone."""
+    names = {
+        joined_name(prefix, name)
+        for prefix, module in model.named_modules()
+        if module in adapters
+        for name in module._parameters
+    }
+    report.entries = [replace(e, note=note) if e.fqn in names else e for e in report.entries]
+
+
+# ---- the layers of a model -------------------------------------------------------------------------------------------
+
+
+def layers_of(model: nn.Module, targets: Iterable[Target]) -> dict[int, nn.Module]:
+    """id of a target's weight → the LoRA layer around the module that holds it.
+
+    Raises:
+        NotImplementedError: adapters that cannot be merged into a rounded weight, by name.
+        ValueError: `model` is such a layer itself, which no module holds.
+    """
+    around: dict[nn.Module, tuple[str, nn.Module]] = {}
+    for prefix, module in model.named_modules():
+        if is_tuner(module):
+            for part in _base(module).modules():
+                around.setdefault(part, (prefix, module))
+    found = {}
+    for target in targets:
+        layers = [around[owner.module] for owner in target.owners if owner.module in around]
+        if not layers:
+            continue
+        fqn, layer = layers[0]
+        if layer is model:
+            raise ValueError(
+                f"the model is itself a {type(layer).__name__} of PEFT, which convert_ would have to replace; give the "
+                "module that holds it"
+            )
+        _check_layer(fqn, layer, target)
+        found[id(target.weight)] = layer
+    return found
+
+
+def _base(layer: Any) -> nn.Module:
+    base: nn.Module = layer.base_layer
+    return base
+
+
+def _check_layer(fqn: str, layer: Any, target: Target) -> None:
+    """Raise NotImplementedError unless `merge_in_products` serves this layer."""
+    kind, base = type(layer).__name__, _base(layer)
+    if hasattr(layer, "parameter_name"):
+        _refuse(fqn, f"LoRA of the parameter {layer.parameter_name!r} (target_parameters)")
+    if not all(hasattr(layer, name) for name in _INTERFACE):
+        _refuse(fqn, f"an adapter of the kind {type(layer).__module__}.{kind}, which is no LoRA")
+    if type(base) not in _BASES:
+        _refuse(fqn, f"LoRA of a {type(base).__name__} (accepted: nn.Linear and nn.Embedding)")
+    if getattr(layer, "fan_in_fan_out", False) and isinstance(base, nn.Linear):
+        _refuse(fqn, "LoRA with fan_in_fan_out=True, a transposed weight")
+    if len(target.owners) > 1:
+        names = " and ".join(owner.fqn for owner in target.owners)
+        _refuse(fqn, f"LoRA of one of several modules that share a weight ({names})")
+    active_adapters(layer, fqn)
+
+
+def _refuse(fqn: str, what: str) -> None:
+    raise NotImplementedError(f"{fqn}: QAT does not merge {what}; {KEEP}")
+
+
+def active_adapters(layer: Any, fqn: str = "a LoRA layer") -> Adapters:
+    """The adapters in use, in the order in which PEFT applies them. Raises NotImplementedError for those that cannot
+    be merged."""
+    found = Adapters([], [], [])
+    embeds = isinstance(_base(layer), nn.Embedding)
+    downs = layer.lora_embedding_A if embeds else layer.lora_A
+    for name in layer.active_adapters:
+        if name not in downs:
+            continue
+        _check_adapter(layer, name, fqn)
+        if embeds:  # W [V, D] gets (B · A)ᵀ of A [R, V] and B [D, R]
+            found.a.append(layer.lora_embedding_B[name].t())
+            found.b.append(downs[name].t())
+        else:
+            found.a.append(downs[name].weight)
+            found.b.append(layer.lora_B[name].weight)
+        found.scales.append(float(layer.scaling[name]))
+    return found
+
+
+def _check_adapter(layer: Any, name: str, fqn: str) -> None:
+    variant = getattr(layer, "lora_variant", {}).get(name)
+    if variant is not None or layer.use_dora.get(name, False):
+        kind = "DoRA" if layer.use_dora.get(name, False) else type(variant).__name__
+        _refuse(fqn, f"{kind} (adapter {name!r})")
+    dropout = layer.lora_dropout[name]
+    if getattr(dropout, "p", 0.0) > 0:
+        _refuse(
+            fqn,
+            f"an adapter with lora_dropout={dropout.p} ({name!r}): it drops the adapter's input, and a merged weight "
+            "has only one input; set lora_dropout=0",
+        )
+    if getattr(layer, "lora_bias", {}).get(name, False):
+        _refuse(fqn, f"an adapter with a bias of its own (lora_bias=True, {name!r})")
+
+
+# ---- forward -----------------------------------------------------------------------------------------------------
+
+
+class _Merging:
+    """Mixin of a LoRA layer whose adapters are merged into the weight before it is rounded."""
+
+    plain: type[nn.Module]
+    """The class of PEFT."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = self.base_layer
+        weight: Any = base.weight
+        prepared = isinstance(weight, AdaptedTensor) and weight.off != "all"
+        if self.disable_adapters or self.merged or not prepared:
+            result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return result
+        given = [name for name, value in kwargs.items() if value is not None]
+        if args or given:
+            raise NotImplementedError(
+                f"{given or 'further arguments'} of a LoRA layer in QAT: all rows of a batch share the merged weight. "
+                f"Leave them out, or call lowbit.qat.convert_(model) first; {KEEP}"
+            )
+        adapters = active_adapters(self)
+        if isinstance(base, nn.Embedding):
+            options = (base.padding_idx, base.max_norm, base.norm_type, base.scale_grad_by_freq)
+            return weight.rows_with(adapters, x, *options)
+        return weight.product_with(adapters, x, base.bias)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Copies and pickles name the class of PEFT, since the subclass exists in this process alone."""
+        return _restored, (self.plain,), self.__dict__
+
+
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+"""The class of PEFT → its subclass."""
+
+
+def _merging(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _MADE:
+        namespace = {"plain": kind, "__module__": __name__, "__doc__": _Merging.__doc__}
+        _MADE[kind] = type(kind.__name__, (_Merging, kind), namespace)
+    return _MADE[kind]
+
+
+def _restored(kind: type[nn.Module]) -> nn.Module:
+    made = _merging(kind)
+    layer: nn.Module = made.__new__(made)
+    return layer
+
+
+def merge_in_products(layers: Iterable[nn.Module]) -> None:
+    """Give these LoRA layers a forward that multiplies by the rounded merged weight, in place."""
+    for layer in layers:
+        layer.__class__ = _merging(type(layer))
+
+
+def multiply_as_before(layers: Iterable[nn.Module]) -> None:
+    """Undo `merge_in_products` for those of these modules for which it was called."""
+    for layer in layers:
+        if isinstance(layer, _Merging):
+            layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+# ---- conversion ------------------------------------------------------------------------------------------------------
+
+
+def merging_layers(model: nn.Module) -> dict[int, tuple[str, Any]]:
+    """id of a base weight → the name and the layer that `merge_in_products` changed, whose base it is."""
+    return {
+        id(_base(layer).weight): (fqn, layer)
+        for fqn, layer in model.named_modules()
+        if isinstance(layer, _Merging) and isinstance(_base(layer).weight, AdaptedTensor)
+    }
+
+
+def final_adapters(layer: Any, fqn: str) -> Adapters:
+    """The adapters that conversion merges: those that the forward uses.
+
+    Raises ValueError where they are disabled.
+    """
+    if layer.merged:
+        return Adapters([], [], [])
+    if layer.disable_adapters:
+        raise ValueError(
+            f"the adapters of {fqn} are disabled, and conversion merges those in use: leave disable_adapter(), or call "
+            "enable_adapter_layers(), first"
+        )
+    found = active_adapters(layer, fqn)
+    if not all(bool(torch.isfinite(t).all()) for t in (*found.a, *found.b)):
+        raise ValueError(
+            f"the adapters of {fqn} have NaN or infinite values; repair or reload them before quantizing"
+        )
+    return found
+
+
+def quantized(target: Target, adapters: Adapters) -> LowbitTensor:
+    weight = target.weight
+    assert isinstance(weight, AdaptedTensor)
+    return weight.frozen_with(adapters)
+
+
+def unwrapped(target: Target, fqn: str) -> Target:
+    """The target under the name that it has once the base layer took the place of its LoRA layer, `fqn`."""
+    ((module, name, _),) = target.owners
+    return replace(target, owners=(Owner(module, name, joined_name(fqn, name)),))
+
+
+def unwrap(model: nn.Module, layers: set[nn.Module]) -> None:
+    """Put the base layer in the place of each of these LoRA layers, everywhere in `model`."""
+    for parent, name, layer in [*_places(model, layers)]:
+        setattr(parent, name, _base(layer))
+
+
+def _places(model: nn.Module, layers: set[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child in layers:
+                assert child is not None
+                yield parent, name, child

@@ -1,0 +1,192 @@
+"""Schedules of QAT: begin after some steps, lower the bits in stages, freeze learned scales at the end.
+
+    schedule = qat.Schedule(model, start=100, bits={100: 8, 300: 6, 500: 4}, freeze_scales=900)
+    for batch in batches:
+        ...
+        optimizer.step()
+        schedule.step()
+
+A stage changes what the prepared weights do, in place. Weights, optimizer and its states stay. torch.compile makes one
+graph for each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lowbit.convert import find_owners
+from lowbit.qat.switch import change, prepared_weights
+from lowbit.scheme import Int, Scheme
+from lowbit.tensor.dtensor import held_locally
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.regather import reshard
+
+SCALES = ("_scale", "_zero")
+"""What the names of learned scales and zero points add to the name of their weight, in the same module."""
+
+
+class Stage(NamedTuple):
+    """What holds at a step."""
+
+    on: bool
+    bits: int | None
+    frozen: bool
+
+
+class Schedule:
+    """Changes a prepared model at given steps. Make it directly after `prepare_`, which gives the final schemes.
+
+    Args:
+        model: prepared by `lowbit.qat.prepare_`; it may be sharded or compiled later.
+        start: how many optimizer steps run without fake quantization, as the plain model.
+        bits: step → bits of integer weights from that step on. No weight gets fewer bits than its scheme has, so that
+            {0: 8, 400: 6, 800: 4} takes a model of int4 and int6 weights down in stages. The last entry must reach
+            every scheme. Weights in float8 stay as they are.
+        freeze_scales: how many steps train learned scales and zero points. From then on they get no gradients. None:
+            the schedule leaves them alone.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: nothing is prepared; a step or a number of bits out of range; bits that do not reach the schemes, or
+            with learned scales, which would no longer fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        start: int = 0,
+        bits: Mapping[int, int] | None = None,
+        freeze_scales: int | None = None,
+    ) -> None:
+        self.model, self.start = model, start
+        self.bits = dict(sorted((bits or {}).items()))
+        self.freeze_scales = freeze_scales
+        self.steps = 0
+        self._schemes = {fqn: w.scheme for fqn, w in prepared_weights(model).items()}
+        self._check()
+        self._stage: Stage | None = None
+        self._apply()
+
+    def _check(self) -> None:
+        given = {"start": self.start, "freeze_scales": self.freeze_scales or 0}
+        given |= {f"the step of bits={self.bits}": step for step in self.bits}
+        for name, step in given.items():
+            if not isinstance(step, int) or step < 0:
+                raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
+        if not self.bits:
+            return
+        for count in self.bits.values():
+            if not isinstance(count, int) or not 1 <= count <= 8:
+                raise ValueError(f"bits={self.bits}; accepted: step → 1 to 8 bits")
+        own = {fqn: _bits(s) for fqn, s in self._schemes.items() if _bits(s) is not None}
+        if not own:
+            raise ValueError(f"bits={self.bits}, but no prepared weight is in integers")
+        last = list(self.bits.values())[-1]
+        least = min(own, key=lambda fqn: own[fqn] or 0)
+        if last > (own[least] or 0):
+            raise ValueError(
+                f"bits={self.bits} end at {last}, and {least} is prepared for {own[least]} bits, which convert_ would "
+                f"not reach; accepted: a last stage of {own[least]} bits or fewer"
+            )
+        if learned := list(_scales(self.model)):
+            raise ValueError(
+                f"bits with learned scales ({learned[0]}), which belong to one number of bits; accepted: a model that "
+                "is prepared without them, or no bits"
+            )
+
+    def step(self) -> None:
+        """Count one optimizer step. Call it after `optimizer.step()`, on every rank."""
+        self.steps += 1
+        self._apply()
+
+    def stage(self, steps: int) -> Stage:
+        """What holds after this many steps."""
+        reached = [count for step, count in self.bits.items() if step <= steps]
+        frozen = self.freeze_scales is not None and steps >= self.freeze_scales
+        return Stage(steps >= self.start, reached[-1] if reached else None, frozen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"steps": int}. The settings are those of the constructor."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the steps of another schedule.
+
+        Raises ValueError for anything but what `state_dict` gives.
+        """
+        steps = state.get("steps")
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"{dict(state)!r} is no state of a Schedule; accepted: {{'steps': n}}")
+        self.steps = steps
+        self._apply()
+
+    def callback(self) -> Any:
+        """A TrainerCallback of transformers, `Trainer(callbacks=[schedule.callback()])`. The Trainer's own count of
+        steps decides, so a training that it resumes continues the schedule."""
+        from transformers import TrainerCallback
+
+        schedule = self
+
+        class ScheduleCallback(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                schedule.load_state_dict({"steps": state.global_step})
+
+            on_step_end = on_train_begin
+
+        return ScheduleCallback()
+
+    # ---- the changes ---------------------------------------------------------------------------------------------
+
+    def _apply(self) -> None:
+        stage = self.stage(self.steps)
+        if stage == self._stage:
+            return
+        before, self._stage = self._stage, stage
+
+        def assign(fqn: str, weight: FakeQuantizedTensor) -> None:
+            if fqn in self._schemes:
+                weight.scheme = _with_bits(self._schemes[fqn], stage.bits)
+                if before is None or before.on != stage.on:  # else the user's own choice stays
+                    weight.switch(stage.on, stage.on)
+
+        change(self.model, prepared_weights(self.model), assign)
+        if self.freeze_scales is not None:
+            _freeze(self.model, stage.frozen)
+
+
+def _bits(scheme: Scheme) -> int | None:
+    return scheme.weight.format.bits if isinstance(scheme.weight.format, Int) else None
+
+
+def _with_bits(scheme: Scheme, bits: int | None) -> Scheme:
+    """The scheme with `bits` for the weight, where it has fewer."""
+    own = scheme.weight.format
+    if not isinstance(own, Int) or bits is None or bits <= own.bits:
+        return scheme
+    return replace(scheme, weight=replace(scheme.weight, format=replace(own, bits=bits)))
+
+
+def _scales(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Fully qualified name → learned scales and zero points, tied ones once."""
+    found = {}
+    for (module, name, fqn), *_ in find_owners(model).values():
+        if not isinstance(held_locally(module._parameters[name]), FakeQuantizedTensor):
+            continue
+        for suffix in SCALES:
+            param = module._parameters.get(name + suffix)
+            if param is not None:
+                found[fqn + suffix] = param
+    return found
+
+
+def _freeze(model: nn.Module, frozen: bool) -> None:
+    reshard(model)  # an optimizer holds the shards; FSDP2 passes on whether they need a gradient
+    for param in _scales(model).values():
+        param.requires_grad_(not frozen)
+        if frozen:
+            param.grad = None  # an optimizer would use it again

@@ -1,0 +1,58 @@
+"""undo_: a prepared model with plain weights again, without quantizing them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.convert import Report, Target, check_module, find_owners, replace_weights
+from lowbit.qat.lora import multiply_as_before
+from lowbit.tensor.dtensor import local
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import drop_scales
+from lowbit.tensor.regather import reshard
+from lowbit.tensor.sharded_linear import make_plain
+from lowbit.tensor.static_input import plain_input
+
+
+def undo_(model: nn.Module) -> Report:
+    """Give a prepared model plain weights again, in place: the trained high-precision ones, in their dtype.
+
+    They keep `requires_grad`, gradient, hooks and ties. The parameters are replaced and share the old ones' memory,
+    so make an optimizer afterwards. Modules are of the class that they had before `prepare_`.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: nothing is prepared, or the model is sharded. It is then as it was.
+    """
+    check_module(model)
+    reshard(model)  # so that no gathered weight passes for one that is not sharded
+    targets = []
+    for owners in find_owners(model).values():
+        module, name, fqn = owners[0]
+        weight = getattr(module, name)
+        if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
+            raise ValueError(
+                f"{fqn} is sharded: gather the state dict and load it into a plain model, which takes the trained "
+                "high-precision weights"
+            )
+        if isinstance(weight, FakeQuantizedTensor):
+            targets.append(Target(weight, weight.scheme, tuple(owners)))
+    if not targets:
+        raise ValueError(
+            f"{type(model).__name__} has no prepared weights, none to undo; lowbit.dequantize_(model) gives plain "
+            "weights for those of other kinds"
+        )
+    modules = {module for target in targets for module, _, _ in target.owners}
+    report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
+    plain_input(modules)
+    for module in modules:
+        drop_scales(module)
+    multiply_as_before(model.modules())
+    make_plain(modules)
+    return report.count(model)
+
+
+def _plain(target: Target) -> Tensor:
+    assert isinstance(target.weight, FakeQuantizedTensor)
+    return target.weight.master().detach().to(target.weight.dtype)

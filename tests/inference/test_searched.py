@@ -1,0 +1,118 @@
+"""quantize_ with searched scales, and scales that the caller gives: stored, served, written and reported."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from tests.schemes import PER_TOKEN, SCHEMES, over
+
+
+def error(weight: torch.Tensor, original: torch.Tensor) -> float:
+    return float((weight.dequantize().double() - original.detach().double()).square().sum())
+
+
+@over(SCHEMES)
+def test_searched_scales_lose_less(scheme: lb.Scheme) -> None:
+    plain = nn.Linear(96, 40)
+    models = {scales: copy.deepcopy(plain) for scales in ("minmax", "searched")}
+    reports = {s: lb.quantize_(m, scheme, scales=s) for s, m in models.items()}
+    assert str(reports["minmax"]) == str(reports["searched"])
+    chosen, found = (models[s].weight for s in ("minmax", "searched"))
+    assert found.spec == chosen.spec and found.scale.dtype == chosen.scale.dtype
+    assert error(found, plain.weight) < error(chosen, plain.weight)
+    assert torch.equal(found.scale, lb.AffineTensor.searched(plain.weight, scheme).scale)
+
+
+@over(PER_TOKEN)
+def test_products_see_the_searched_values(scheme: lb.Scheme) -> None:
+    model = nn.Linear(96, 40)
+    lb.quantize_(model, scheme, scales="searched")
+    x = torch.randn(5, 96)
+    rounded = model.weight.rounded_input(x)
+    expected = nn.functional.linear(rounded, model.weight.dequantize(), model.bias)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_unknown_scales_are_refused() -> None:
+    model = nn.Linear(96, 40)
+    with pytest.raises(ValueError, match=r"unknown scales 'best'; accepted: minmax, searched"):
+        lb.quantize_(model, lb.Int4WeightOnly(32), scales="best")  # type: ignore[arg-type]
+    assert type(model.weight) is nn.Parameter
+
+
+def test_minmax_is_the_default() -> None:
+    plain = nn.Linear(96, 40)
+    model = copy.deepcopy(plain)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    expected = lb.AffineTensor.from_float(plain.weight, lb.Int4WeightOnly(32))
+    assert torch.equal(model.weight.scale, expected.scale)
+
+
+def test_an_importance_moves_the_error_to_other_channels() -> None:
+    weight, importance = torch.randn(16, 64), torch.ones(64)
+    importance[::2] = 100
+    scheme = lb.IntxWeightOnly(3, 32)
+    plain = lb.AffineTensor.searched(weight, scheme)
+    weighted = lb.AffineTensor.searched(weight, scheme, importance)
+    errors = [((w.dequantize() - weight).square() * importance).sum() for w in (plain, weighted)]
+    assert errors[1] < 0.8 * errors[0]
+
+
+# ---- given scales ---------------------------------------------------------------------------------------------
+
+
+@over(SCHEMES)
+def test_given_parameters_are_stored_as_they_are(scheme: lb.Scheme) -> None:
+    weight = torch.randn(24, 96)
+    spec = scheme.weight
+    own = lb.AffineTensor.from_float(weight, scheme)
+    again = lb.AffineTensor.from_float(weight, scheme, (own.scale, own.zero_point))
+    for name, t in own.inner_tensors().items():
+        assert torch.equal(getattr(again, name), t)
+    doubled = lb.AffineTensor.from_float(weight, scheme, (own.scale * 2, own.zero_point))
+    assert torch.equal(doubled.scale, own.scale * 2)
+    codes, _, _ = spec.quantize(weight, qparams=(own.scale * 2, own.zero_point))
+    values = spec.dequantize(codes, own.scale * 2, own.zero_point, weight.shape, torch.float32)
+    assert torch.equal(doubled.dequantize(), values)
+
+
+def test_given_parameters_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for weight in (torch.randn(37, 67), torch.randn(3, 41, 67)):
+        scheme = lb.Int4WeightOnly(16, "asymmetric")
+        whole = lb.AffineTensor.searched(weight, scheme)
+        with monkeypatch.context() as patch:
+            patch.setattr("lowbit.tensor.row_chunks.CHUNK_ELEMENTS", 300)
+            parts = lb.AffineTensor.from_float(weight, scheme, (whole.scale, whole.zero_point))
+        assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scale, whole.scale)
+        assert torch.equal(parts.zero_point, whole.zero_point)
+
+
+ONES = torch.ones(4, 2)
+CODES = torch.zeros(4, 2, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "scale", "zero_point", "match"),
+    [
+        ("symmetric", torch.ones(4), None, r"of shape \(4, 2\), got torch.float32 \(4,\); reshape"),
+        ("symmetric", ONES.int(), None, r"is floating, of shape \(4, 2\), got torch.int32"),
+        ("symmetric", ONES, CODES, r"takes no zero point: give None"),
+        ("asymmetric", ONES, None, r"takes a zero point"),
+        ("asymmetric", ONES, ONES, r"zero point .* is torch.int8 \(4, 2\), got torch.float32"),
+        ("float_zero_point", ONES, CODES, r"is torch.float32 \(4, 2\), got torch.int8"),
+        ("half_integer", ONES, ONES[:1], r"is torch.float32 \(4, 2\), got torch.float32 \(1, 2\)"),
+        ("symmetric", ONES * 0, None, r"8 of 8 scales cannot be used, such as 0.0"),
+        ("symmetric", ONES * torch.nan, None, r"such as nan: a scale, negative or not, is finite"),
+        ("symmetric", ONES * 1e-39, None, r"has a finite reciprocal; `choose_qparams` and"),
+        ("symmetric", -ONES * torch.inf, None, r"such as -inf"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(mapping, scale, zero_point, match: str) -> None:
+    weight = torch.randn(4, 16)
+    with pytest.raises(ValueError, match=match):
+        lb.AffineTensor.from_float(weight, lb.Int4WeightOnly(8, mapping), (scale, zero_point))

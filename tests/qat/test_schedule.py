@@ -1,0 +1,196 @@
+"""Schedules: when fake quantization begins, how many bits weights have, and when learned scales freeze."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lowbit as lb
+from lowbit import qat
+from tests.train.problems import values
+
+INT4 = lb.Int4WeightOnly(group_size=16)
+X, Y = values(16, 32), values(16, 24, seed=1)
+
+
+def network(schemes: Any = INT4) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 24))
+    qat.prepare_(model, schemes)
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, schedule: Any = None) -> list[torch.Tensor]:
+    outputs = []
+    for _ in range(steps):
+        y = model(X)
+        outputs.append(y.detach())
+        (y - Y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+    return outputs
+
+
+def adam(model: nn.Module) -> Any:
+    return lb.optim.AdamW8bit(model.parameters(), lr=1e-2)
+
+
+def test_start() -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    qat.undo_(plain)
+    schedule = qat.Schedule(model, start=3)
+    found = train(model, adam(model), 5, schedule)
+    expected = train(plain, adam(plain), 5)
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
+    assert not torch.equal(found[3], expected[3])
+    assert model[0].weight.off is None and schedule.steps == 5
+
+
+def test_bits_in_stages() -> None:
+    """The weights, the optimizer and its states stay; each stage computes what a model prepared so computes."""
+    model = network(
+        {"0": lb.Int8DynamicActivationInt4Weight(group_size=16), "2": lb.Float8WeightOnly()}
+    )
+    weights, memory = [*model.parameters()], model[0].weight.master().data_ptr()
+    optimizer = adam(model)
+    schedule = qat.Schedule(model, bits={0: 8, 2: 6, 4: 4})
+    found = []
+    for _ in range(6):
+        scheme = model[0].weight.scheme
+        found.append(scheme.weight.format.bits)
+        assert scheme.activation == lb.Int8DynamicActivationInt4Weight(group_size=16).activation
+        other = nn.Linear(32, 48)
+        other.load_state_dict({k: v.clone() for k, v in model[0].state_dict().items()})
+        qat.prepare_(other, scheme)
+        assert torch.equal(other(X), model[0](X))
+        train(model, optimizer, 1, schedule)
+    assert found == [8, 8, 6, 6, 4, 4]
+    assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
+    assert model[0].weight.master().data_ptr() == memory
+    assert model[2].weight.scheme == lb.Float8WeightOnly()
+    qat.convert_(model)
+    assert model[0].weight.spec.format == lb.Int(4)
+
+
+def test_no_weight_gets_fewer_bits_than_its_scheme() -> None:
+    model = network({"0": lb.IntxWeightOnly(3), "2": lb.IntxWeightOnly(6)})
+    schedule = qat.Schedule(model, bits={0: 8, 1: 5, 2: 2})
+    found = []
+    for _ in range(3):
+        found.append([model[i].weight.scheme.weight.format.bits for i in (0, 2)])
+        schedule.step()
+    assert found == [[8, 8], [5, 6], [3, 6]]
+
+
+def with_scales() -> nn.Sequential:
+    """The names of learned scales and zero points, beside one weight."""
+    model = network()
+    model[0].weight_scale = nn.Parameter(torch.ones(48, 2))
+    model[0].weight_zero = nn.Parameter(torch.ones(48, 2))
+    model[2].other_scale = nn.Parameter(torch.ones(3))
+    return model
+
+
+def test_learned_scales_freeze() -> None:
+    model = with_scales()
+    learned = [model[0].weight_scale, model[0].weight_zero]
+    schedule = qat.Schedule(model, freeze_scales=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    moved = []
+    for _ in range(4):
+        before = [p.detach().clone() for p in learned]
+        loss = model(X).square().mean() + sum(p.sum() for p in learned)
+        loss.backward()
+        optimizer.step()
+        schedule.step()  # the gradients are still there
+        optimizer.zero_grad(set_to_none=False)
+        moved.append([not torch.equal(a, b) for a, b in zip(before, learned, strict=True)])
+    assert moved == [[True, True]] * 2 + [[False, False]] * 2
+    assert not any(p.requires_grad for p in learned)
+    assert model[2].other_scale.requires_grad and model[0].weight.requires_grad
+    schedule.load_state_dict({"steps": 1})
+    assert all(p.requires_grad for p in learned)
+
+
+def test_without_freezing_scales_are_left_alone() -> None:
+    model = with_scales()
+    model[0].weight_scale.requires_grad_(False)
+    qat.Schedule(model, start=1).step()
+    assert not model[0].weight_scale.requires_grad and model[0].weight_zero.requires_grad
+
+
+def test_resumed_to_the_bit() -> None:
+    settings: dict[str, Any] = {"start": 2, "bits": {2: 8, 4: 6, 6: 4}}
+    model = network()
+    schedule, optimizer = qat.Schedule(model, **settings), adam(model)
+    expected = train(model, optimizer, 8, schedule)
+    for at in (1, 3, 5, 7):
+        first = network()
+        schedule, optimizer = qat.Schedule(first, **settings), adam(first)
+        train(first, optimizer, at, schedule)
+        states = copy.deepcopy([x.state_dict() for x in (schedule, first, optimizer)])
+        second = network()
+        schedule, optimizer = qat.Schedule(second, **settings), adam(second)
+        for part, state in zip((schedule, second, optimizer), states, strict=True):
+            part.load_state_dict(state)
+        found = train(second, optimizer, 8 - at, schedule)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[at:], strict=True)), at
+
+
+def test_one_graph_a_stage() -> None:
+    torch._dynamo.reset()
+    model = network()
+    schedule = qat.Schedule(model, start=1, bits={2: 8, 3: 4})
+    counted = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counted, fullgraph=True)
+    found, expected = [], []
+    for _ in range(6):
+        found.append(run(X).detach())
+        expected.append(model(X).detach())
+        schedule.step()
+    assert counted.frame_count == 3  # off, int4 (from step 1, and again from step 3), int8
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_choice_of_the_user_survives_a_stage() -> None:
+    model = network(lb.Int8DynamicActivationInt4Weight(group_size=16))
+    schedule = qat.Schedule(model, bits={0: 8, 2: 4})
+    qat.enable_(model, activations=False)
+    schedule.step()
+    schedule.step()
+    assert model[0].weight.off == "activations"
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"start": -1}, "start must be a number of steps, 0 or more, got -1"),
+        ({"start": 1.5}, r"got 1\.5"),
+        ({"freeze_scales": -2}, "freeze_scales must be"),
+        ({"bits": {-1: 4}}, "the step of bits"),
+        ({"bits": {0: 9}}, "1 to 8 bits"),
+        ({"bits": {0: 8, 5: 6}}, r"end at 6, and 0\.weight is prepared for 4 bits"),
+    ],
+)
+def test_refused(settings, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        qat.Schedule(network(), **settings)
+
+
+def test_refused_models_and_states() -> None:
+    with pytest.raises(ValueError, match="has no prepared weights"):
+        qat.Schedule(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="no prepared weight is in integers"):
+        qat.Schedule(network(lb.Float8WeightOnly()), bits={0: 8})
+    with pytest.raises(ValueError, match=r"bits with learned scales \(0\.weight_scale\)"):
+        qat.Schedule(with_scales(), bits={0: 8, 1: 4})
+    with pytest.raises(ValueError, match="no state of a Schedule"):
+        qat.Schedule(network()).load_state_dict({"step": 3})
