@@ -48,13 +48,19 @@ def parameters_for(
     if weight.is_meta:
         scale = torch.empty(spec.blocks(weight.shape), dtype=scale_dtype, device="meta")
         return scale, torch.empty_like(scale) if learns_zero(spec) else None
-    scale, zero_point = spec.choose_qparams(padded, scale_dtype)
+    return as_parameters(spec, *spec.choose_qparams(padded, scale_dtype))
+
+
+def as_parameters(
+    spec: Spec, scale: Tensor, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The parameters from which `qparams` computes this scale and zero point."""
     if not learns_zero(spec):
         return scale / RATE, None
     assert zero_point is not None
     if not zero_point.is_floating_point():
         zero_point = -zero_point.float() * scale.float()
-    return scale / RATE, (zero_point / RATE).to(scale_dtype)
+    return scale / RATE, (zero_point / RATE).to(scale.dtype)
 
 
 def qparams(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.learned_scales import learned_fake_quantize, learns_zero, parameters_for, qparams
+from lowbit.learned_scales import as_parameters, learned_fake_quantize, learns_zero, qparams
 from lowbit.scheme import Spec
 from lowbit.tensor import learned_scales, sharded_linear
 from lowbit.tensor.dtensor import local
@@ -156,7 +156,7 @@ def plain_input(modules: Iterable[nn.Module]) -> None:
 def set_range(module: nn.Module, spec: Spec, values: Tensor) -> None:
     """Write the scale and zero point of the range `values`, [low, high], into a module that has them, in place."""
     dynamic = replace(spec, static=False)
-    found = parameters_for(values, dynamic, torch.float32)
+    found = as_parameters(dynamic, *dynamic.choose_qparams(values, torch.float32))
     for own, value in zip(inputs_of(module), found, strict=True):
         if own is not None and value is not None:
             part = local(own)
