@@ -1,6 +1,17 @@
 """Quantization-aware training: fine-tune with the rounding in place, convert to exactly the model that was trained."""
 
 from lowbit.convert import Report
+from lowbit.qat.measure import report
+from lowbit.qat.plan import Plan
 from lowbit.qat.qat import convert_, prepare_
+from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
 
-__all__ = ["Report", "convert_", "prepare_"]
+__all__ = [
+    "Plan",
+    "Report",
+    "Sensitivity",
+    "SensitivityReport",
+    "convert_",
+    "prepare_",
+    "report",
+]
