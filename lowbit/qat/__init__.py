@@ -1,12 +1,16 @@
 """Quantization-aware training: fine-tune with the rounding in place, convert to exactly the model that was trained."""
 
 from lowbit.convert import Report
+from lowbit.qat.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
 from lowbit.qat.measure import report
 from lowbit.qat.plan import Plan
 from lowbit.qat.qat import convert_, prepare_
 from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
 
 __all__ = [
+    "BlockProgress",
+    "BlockResult",
+    "BlocksReport",
     "Plan",
     "Report",
     "Sensitivity",
@@ -14,4 +18,5 @@ __all__ = [
     "convert_",
     "prepare_",
     "report",
+    "train_blocks",
 ]

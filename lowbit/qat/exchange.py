@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +57,19 @@ def exchanged(changes: Iterable[Held]) -> Iterator[None]:
     finally:
         for held in before.values():
             held.put_back()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The context in which the model runs in eval mode and eagerly. Afterwards each module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def prepared_targets(model: nn.Module) -> list[Target]:

@@ -12,8 +12,7 @@ measured model holds one rounded weight more than the plain one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -23,8 +22,10 @@ from torch import Tensor, nn
 from lowbit.code_range import within_range
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
 from lowbit.learned_scales import codes_and_residual, qparams
+from lowbit.qat.batches import call
 from lowbit.qat.exchange import (
     Held,
+    eval_mode,
     exchanged,
     in_high_precision,
     learned_scales,
@@ -89,7 +90,8 @@ def report(
     passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
     meter = _Meter(model, loss)
-    with _evaluated(model), exchanged(in_high_precision(targets[0]) if scheme is None else []):
+    plain = in_high_precision(targets[0]) if scheme is None else []
+    with eval_mode(model), torch.no_grad(), exchanged(plain):
         for batch in batches:
             baseline += meter.reference(batch)
             for i, rounded in enumerate(passes):
@@ -250,19 +252,6 @@ def _clipped_share(
 # ---- the measure ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Eval mode, eager, without gradients. Afterwards each module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 class _Meter:
     """Runs the model, and compares what it gives with what it gave in high precision."""
 
@@ -299,13 +288,6 @@ class _Meter:
     def _run(self, batch: Any) -> Any:
         with state_restored(self.model):
             return call(self.model, batch)
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def _entry(output: Any, name: str) -> Any:
