@@ -258,6 +258,8 @@ class _Run:
         progress: Callable[[BlockProgress], None] | None,
     ) -> None:
         self.settings, self.streams = settings, streams
+        if settings.targets == "rounded":
+            streams.high.clear()
         self.optimizer, self.device, self.progress = optimizer, device, progress
 
     def block(self, index: int, block: nn.Module, name: str, saved: Any) -> BlockResult:
