@@ -3,7 +3,8 @@
 `capture` runs the model once for each batch, with the forward of each block replaced: it notes the block's arguments
 and hands its hidden state on. So each block's own masks, position embeddings and layer numbers are known, at the cost
 of what the model computes before the first block. The first block of each class runs, since what a block returns
-beside the hidden state may be an argument of later ones. The model stops after the last block.
+beside the hidden state may be an argument of later ones. The model stops after the last block. A
+compiled model runs eagerly here.
 
 The hidden state is a block's first positional argument, or `hidden_states`, and its output or the first of its outputs.
 """
@@ -71,7 +72,8 @@ def capture(
     """
     for batch in batches:
         recorder = _Recorder(blocks, device)
-        with recorder.in_place_of_forward(), _without_cache(model), suppress(_Stop):
+        eager = torch.compiler.set_stance("force_eager")
+        with recorder.in_place_of_forward(), _without_cache(model), eager, suppress(_Stop):
             call(model, batch)
         yield recorder.captured()
 

@@ -265,9 +265,18 @@ class _Run:
     def block(self, index: int, block: nn.Module, name: str, saved: Any) -> BlockResult:
         """Train the block, or take its parameters from `saved`, and advance both streams through it."""
         home = next((p.device for p in block.parameters()), None)
-        if self.device is not None:
+        moves = self.device is not None and home is not None
+        if moves:
             block.to(self.device)
-        place = self.device or home
+        try:
+            return self._block(index, block, name, saved, self.device or home)
+        finally:
+            if moves:
+                block.to(home)
+
+    def _block(
+        self, index: int, block: nn.Module, name: str, saved: Any, place: torch.device | None
+    ) -> BlockResult:
         targets = prepared_targets(block)
         high = self.settings.targets == "high"
         with torch.no_grad(), exchanged(in_high_precision(targets)):
@@ -275,20 +284,17 @@ class _Run:
                 self._forward(index, block, i, x, place).to(x.device)
                 for i, x in self._taken(self.streams.high if high else self.streams.rounded, high)
             ]
+        before, steps = 0.0, 0
         if saved is not None:
             before, _, steps = saved.result
             block.load_state_dict(saved.state)
-        else:
-            before, steps = 0.0, 0
-            if targets:
-                before = self._error(index, block, expected, place)
-                steps = self._train(index, block, name, expected, place)
+        elif targets:
+            before = self._error(index, block, expected, place)
+            steps = self._train(index, block, name, expected, place)
         after = self._error(index, block, expected, place, advance=True)
         if high:
             self.streams.high = expected
-        if self.device is not None and home is not None:
-            block.to(home)
-        return BlockResult(name, before, after, steps)
+        return BlockResult(name, before if targets else after, after, steps)
 
     @staticmethod
     def _taken(stream: list[Tensor], taken: bool) -> Any:
@@ -350,7 +356,7 @@ class _Run:
         power = total / max(sum(y.numel() for y in expected), 1) or 1.0
         optimizer = self.optimizer(groups)
         steps = math.ceil(len(stream) / settings.batches_per_step) * settings.epochs
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
+        rates, taken = [group["lr"] for group in optimizer.param_groups], 0
         generator = torch.Generator().manual_seed(settings.seed + index)
         for p in kept:
             p.requires_grad_(False)
@@ -365,9 +371,12 @@ class _Run:
                         loss = (found.float() - y.float()).square().mean() / power
                         (loss / len(own)).backward()
                         errors.append(loss.detach())
+                    # a scheduler would keep the optimizer alive until the garbage collector runs
+                    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                        group["lr"] = rate * _share(taken / steps)
                     optimizer.step()
-                    schedule.step()
                     optimizer.zero_grad()
+                    taken += 1
                 error = float(torch.stack(errors).mean())
                 if not math.isfinite(error):
                     raise ValueError(
@@ -398,6 +407,6 @@ def _holds(parameters: list[Tensor], parameter: Tensor) -> bool:
     return any(p is parameter for p in parameters)
 
 
-def _rate(done: float) -> float:
+def _share(done: float) -> float:
     """The share of the learning rate when this share of the steps is done."""
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2

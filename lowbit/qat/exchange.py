@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -61,12 +60,11 @@ def exchanged(changes: Iterable[Held]) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The context in which the model runs in eval mode and eagerly. Afterwards each module has the mode that it had."""
+    """The context in which the model runs in eval mode. Afterwards each module has the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -77,7 +75,7 @@ def prepared_targets(model: nn.Module) -> list[Target]:
 
     Raises TypeError for anything but a module, ValueError for a sharded weight.
     """
-    targets = []
+    targets: list[Target] = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = module._parameters[name]

@@ -91,7 +91,8 @@ def report(
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
     meter = _Meter(model, loss)
     plain = in_high_precision(targets[0]) if scheme is None else []
-    with eval_mode(model), torch.no_grad(), exchanged(plain):
+    eager = torch.compiler.set_stance("force_eager")
+    with eval_mode(model), eager, torch.no_grad(), exchanged(plain):
         for batch in batches:
             baseline += meter.reference(batch)
             for i, rounded in enumerate(passes):
