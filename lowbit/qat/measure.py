@@ -165,9 +165,9 @@ class _WatchedSpec(Spec):
             self.tally.add(x, found)
         return found
 
-    def quantize_by(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def quantize(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.tally.calls += 1
-        return super().quantize_by(x, *args, **kwargs)
+        return super().quantize(x, *args, **kwargs)
 
 
 class _Rounding:
