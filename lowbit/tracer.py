@@ -471,7 +471,7 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     with (
         watched(model) as watch,
         torch.compiler.set_stance("force_eager"),
-        _state_restored(model),
+        state_restored(model),
         torch.set_grad_enabled(with_grad),
     ):
         outputs = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, Tensor)]
@@ -519,7 +519,7 @@ def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]
 
 
 @contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
+def state_restored(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random states back, and let no hook on a parameter's gradient run."""
     parameters = list(model.parameters())
     hooks = [h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]

@@ -4,12 +4,13 @@
     python -m recipes.quickstart --evaluate RUN
 
 The program reads from top to bottom: presets, training, saved models, measurement, the whole run, the command line. It
-trains with AdamW4bit, in branches that differ in one thing only:
+trains with AdamW4bit, in branches that differ in their precision only:
 
     steps 0 … trunk_steps          "trunk"  high precision
     trunk_steps … steps            "high"   high precision
-                                   "int4"   the same steps with the weights rounded to 4 bits in every product (QAT)
-                                   "int3"   …to 3 bits
+                                   "int4"   the same steps with the weights rounded to 4 bits in every product (QAT),
+                                            by scales that are trained too, half of it towards "high"
+                                   "int3", "int2"   …to 3 and 2 bits
 
 Each branch starts from the trunk's weights and optimizer states. It sees the same batches in the same order at the
 same learning rate. So a QAT model that is better than the rounded "high" model does not owe this to more training.
@@ -166,6 +167,8 @@ def phases(config: TrainingConfig) -> list[Phase]:
 
 def scheme(config: TrainingConfig, bits: int) -> lowbit.Scheme:
     """The one scheme that QAT trains with, that rounding uses, and that the saved model has."""
+    if bits == 2:  # the grid without a zero
+        return lowbit.Int2WeightOnly(config.group_size)
     return lowbit.IntxWeightOnly(bits, group_size=config.group_size)
 
 
@@ -180,6 +183,8 @@ class Training:
     step: int
     fresh: bool
     """The phase itself has taken no step yet."""
+    teacher: Llama | None = None
+    """The finished high-precision model, for QAT."""
     seconds: float = 0.0
 
     def state(self) -> dict[str, Any]:
@@ -227,7 +232,8 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
         optimizer.add_param_group(group)
     last = -1 if saved is None or resumed else phase.start - 1
     scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
-    training = Training(phase, model, optimizer, scheduler, phase.start, fresh=not resumed)
+    teacher = high_precision_model(run) if phase.bits is not None and config.kl_weight else None
+    training = Training(phase, model, optimizer, scheduler, phase.start, not resumed, teacher)
     if saved is None:
         return training
     if resumed:
@@ -239,6 +245,13 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
     if resumed:
         training.step, training.seconds = saved["step"], saved["seconds"]
     return training
+
+
+def high_precision_model(run: Run) -> Llama:
+    """The model at the end of its training in high precision."""
+    model = Llama(run.config.model).to(run.device)
+    model.load_state_dict(runs.load_checkpoint(run.folder.checkpoint("high"))["model"])
+    return model.eval()
 
 
 def qat_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor]]:
@@ -295,7 +308,7 @@ def train_step(
     """One optimizer step: its {"loss", "lr", "grad_norm"}. UserError when the loss is not finite."""
     config = run.config
     lr = training.scheduler.get_last_lr()[0]
-    loss = step_loss(config, forward, run.data.train, training.step, run.device)
+    loss = step_loss(config, forward, run.data.train, training.step, run.device, training.teacher)
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(training.model.parameters(), config.grad_clip)
     training.optimizer.step()

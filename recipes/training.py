@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import lowbit
 from recipes import text
 from recipes.command_line import UserError
 from recipes.command_line import override as override_fields
@@ -41,7 +42,9 @@ class TrainingConfig:
     weight_decay: float = 0.1
     beta2: float = 0.95
     grad_clip: float = 1.0
-    bits: tuple[int, ...] = (4, 3)
+    bits: tuple[int, ...] = (4, 3, 2)
+    kl_weight: float = 0.5
+    """In QAT, the share of the loss that is the divergence from the high-precision model; 0 does without it."""
     group_size: int | None = None
     """Inputs that share a scale. None: one scale a row, where rounding loses most."""
     corpus: str = "stdlib"
@@ -74,6 +77,7 @@ class TrainingConfig:
             ("decay_steps", 0 <= self.decay_steps <= most_decay,
              f"0 to steps - branch_steps - warmup_steps = {most_decay}"),
             ("lr", 0 < self.lr < math.inf, "finite and above 0"),
+            ("kl_weight", 0 <= self.kl_weight <= 1, "0 to 1"),
             ("branch_lr", 0 < self.branch_lr <= 1, "a share of lr, above 0 and at most 1"),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "finite and at least 0"),
             ("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1"),
@@ -149,9 +153,10 @@ def parameter_groups(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 def step_loss(
     config: TrainingConfig, forward: Callable[[Tensor], Tensor], train_tokens: Tensor, step: int,
-    device: torch.device,
+    device: torch.device, teacher: Llama | None = None,
 ) -> Tensor:  # fmt: skip
-    """The loss of the batch of `step`, ready for backward()."""
+    """The loss of the batch of `step`, ready for backward(): the cross-entropy, and with a teacher the mean of that and
+    the divergence from its logits."""
     inputs, targets = text.batch(
         train_tokens,
         step,
@@ -161,7 +166,13 @@ def step_loss(
     )
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
         logits_BTV = forward(inputs.to(device))
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.to(device).flatten())
+        if teacher is None:
+            return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.to(device).flatten())
+        with torch.no_grad():
+            expected_BTV = teacher(inputs.to(device))
+    return lowbit.qat.distillation_loss(
+        logits_BTV, expected_BTV, targets.to(device), kl_weight=config.kl_weight
+    )
 
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}

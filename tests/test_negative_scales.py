@@ -49,7 +49,7 @@ def negative(
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(dtype)
     spec = scheme.weight
-    scale, zero_point = spec.choose_qparams(spec._pad(weight), dtype)
+    scale, zero_point = spec.choose_qparams(spec.pad(weight), dtype)
     sign = torch.ones(scale.numel()).index_fill_(0, torch.arange(0, scale.numel(), 2), -1)
     scale = scale * sign.view(scale.shape).to(dtype)
     found = lb.AffineTensor.from_float(weight, scheme, (scale, zero_point))

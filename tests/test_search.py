@@ -27,7 +27,7 @@ def block_errors(x: Tensor, spec: lb.Spec, qparams: QParams, h: Tensor | None = 
     codes, scale, zero_point = spec.quantize(x, qparams=qparams)
     values = spec.dequantize(codes, scale, zero_point, x.shape, torch.float32)
     square = (values.double() - x.double()).square()
-    square = spec._pad(square if h is None else square * h.double())
+    square = spec.pad(square if h is None else square * h.double())
     for dim, size in enumerate(spec.block_size(x.shape)):
         square = square.unflatten(dim, (-1, size)).sum(dim + 1)
     return square
@@ -66,7 +66,7 @@ def test_the_error_of_a_block_is_never_above_min_max(
         "elements": torch.rand(shape) * 1e-9,
         "some zeros": torch.rand(shape).sub(0.5).clamp(min=0),
     }[weighted]
-    chosen = spec.choose_qparams(spec._pad(x), dtype)
+    chosen = spec.choose_qparams(spec.pad(x), dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(search.CHUNK_ELEMENTS, "cpu", chunk)
         found = spec.search_qparams(x, dtype, importance)

@@ -1,22 +1,34 @@
 """Quantization-aware training: fine-tune with the rounding in place, convert to exactly the model that was trained."""
 
 from lowbit.convert import Report
+from lowbit.qat.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
 from lowbit.qat.distillation import Distillation
 from lowbit.qat.divergence import distillation_loss
+from lowbit.qat.measure import report
+from lowbit.qat.plan import Plan
 from lowbit.qat.qat import convert_, prepare_
 from lowbit.qat.schedule import Schedule
+from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.switch import disable_, enable_, high_precision
 from lowbit.qat.undo import undo_
 
 __all__ = [
+    "BlockProgress",
+    "BlockResult",
+    "BlocksReport",
     "Distillation",
+    "Plan",
     "Report",
     "Schedule",
+    "Sensitivity",
+    "SensitivityReport",
     "convert_",
     "disable_",
     "distillation_loss",
     "enable_",
     "high_precision",
     "prepare_",
+    "report",
+    "train_blocks",
     "undo_",
 ]

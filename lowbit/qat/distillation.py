@@ -1,12 +1,13 @@
 """Distillation: QAT whose loss compares the quantized model with the high-precision one.
 
-    distill = qat.Distillation(model)                     # the teacher: the model itself, fake quantization off
+    teacher = copy.deepcopy(model)                        # before prepare_
+    distill = qat.Distillation(model, teacher)
     loss = distill(input_ids=tokens, labels=tokens)       # in place of model(...).loss
     loss.backward()
 
-The teacher takes no second copy of the weights and no activations, only its forward pass and its logits. It trains
-along with the student, since both are one set of weights. A frozen teacher is another module, or the base of PEFT's
-adapters, which the student's adapters leave as it was.
+Without another teacher, the model itself teaches, with fake quantization off. That takes no second copy of the weights
+and no activations, only a forward pass and its logits. Where all weights train, such a teacher moves with the student
+and holds it back (benchmarks/LOG.md). Where adapters of PEFT train, it is the frozen base without them.
 """
 
 from __future__ import annotations

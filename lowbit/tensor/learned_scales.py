@@ -87,7 +87,7 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     def check_placement(self, param: Any) -> None:
         """Parts of a row may share its scale, which is given."""
         spec = self.scheme.weight
-        if spec.shares_rows or not spec.granularity.spans(1, 2):
+        if self.scheme.is_static or spec.shares_rows or not spec.granularity.spans(1, 2):
             super().check_placement(param)
 
     def _takes_meta_of(self, other: Tensor) -> bool:

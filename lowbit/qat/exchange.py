@@ -1,0 +1,123 @@
+"""Exchange weights of modules for a while, and put them back.
+
+A module of a prepared model differs from the plain one in its weight, in the parameters of learned scales, and in its
+class. `Held` is these three. Nothing is copied, so what is put back are the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.convert import Owner, Target, find_owners
+from lowbit.tensor.dtensor import local
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import LearnedScalesTensor, drop_scales, scales_of
+from lowbit.tensor.sharded_linear import make_plain
+
+
+@dataclass(frozen=True)
+class Held:
+    """A module, its class, and parameters of it by name."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    parameters: Mapping[str, nn.Parameter | None]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Held:
+        """All that the module holds now."""
+        return cls(module, type(module), dict(module._parameters))
+
+    def put(self) -> None:
+        """Give the module this class and these parameters. Others stay."""
+        self.module.__class__ = self.kind
+        self.module._parameters.update(self.parameters)
+
+    def put_back(self) -> None:
+        """Give the module this class and exactly these parameters, in their order."""
+        self.module._parameters.clear()
+        self.put()
+
+
+@contextmanager
+def exchanged(changes: Iterable[Held]) -> Iterator[None]:
+    """The context in which modules hold `changes`. Afterwards they hold what they held before."""
+    changes = list(changes)
+    before = {id(change.module): Held.of(change.module) for change in changes}
+    try:
+        for change in changes:
+            change.put()
+        yield
+    finally:
+        for held in before.values():
+            held.put_back()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The context in which the model runs in eval mode. Afterwards each module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def prepared_targets(model: nn.Module) -> list[Target]:
+    """The weights that `lowbit.qat.prepare_` prepared, a tied one once.
+
+    Raises TypeError for anything but a module, ValueError for a sharded weight.
+    """
+    targets: list[Target] = []
+    for owners in find_owners(model).values():
+        module, name, fqn = owners[0]
+        weight = module._parameters[name]
+        if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
+            raise ValueError(f"{fqn} is sharded; accepted: the model before fully_shard")
+        if isinstance(weight, FakeQuantizedTensor):
+            targets.append(Target(weight, weight.scheme, tuple(owners)))
+    return targets
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """The high-precision weight of a prepared one, in its dtype."""
+    if not isinstance(weight, FakeQuantizedTensor):
+        return weight.detach()
+    return weight.master().detach().to(weight.dtype)
+
+
+def in_high_precision(targets: Iterable[Target]) -> list[Held]:
+    """The modules of prepared weights with plain weights of the same memory."""
+    made: dict[int, Held] = {}
+    for target in targets:
+        plain = nn.Parameter(plain_weight(target.weight), requires_grad=False)
+        for owner in target.owners:
+            held = made.get(id(owner.module))
+            own = {} if held is None else held.parameters
+            kind = plain_class(owner) if held is None else held.kind
+            made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
+    return list(made.values())
+
+
+def plain_class(owner: Owner) -> type[nn.Module]:
+    """The class that the module had before it was prepared."""
+    held = Held.of(owner.module)
+    drop_scales(owner.module)
+    make_plain([owner.module])
+    kind = type(owner.module)
+    held.put_back()
+    return kind
+
+
+def learned_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:
+    """Scales and zero points of a weight that has parameters for them."""
+    if not isinstance(target.weight, LearnedScalesTensor):
+        return None
+    return scales_of(target.owners[0].module)
