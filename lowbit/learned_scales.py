@@ -6,6 +6,9 @@
     ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
     ∂ŵ/∂z = 0 within the range, else 1
 
+A frozen weight has no ŵ that follows it, so ∂ŵ/∂s is that of constant codes: (ŵ − z)/s where z is a value, ŵ/s
+elsewhere. `lowbit.qat.freeze_codes_` sets the weight to ŵ first, so that codes stay what they are.
+
 s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
 zero point, which is rounded; the zero point itself for "float_zero_point"; 0 for mappings that have none to choose.
 Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (arXiv 2502.02631) uses the same rules at
@@ -106,9 +109,10 @@ class _LearnedFakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
         spec = ctx.spec
-        codes, residual = codes_and_residual(
-            weight, spec, *qparams(spec, scale_parameter, zero_parameter)
-        )
+        scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
+        codes, residual = codes_and_residual(weight, spec, scale, zero_point)
+        if not ctx.needs_input_grad[0]:
+            residual = steps_of(codes, spec, zero_point)
         found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
         return *found, None
 
@@ -124,6 +128,18 @@ def codes_and_residual(
     own = clamped(codes, fmt.dtype, *limits)
     values = dequantize_affine(own, block, scale, zero_point, *limits)
     return codes, _in_blocks(values - x.float(), block).div(_spread(scale)).view(x.shape)
+
+
+def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:
+    """∂ŵ/∂s within the range where codes are constants: the steps of size s from z to ŵ, float32.
+
+    `gradients` takes them in place of the residual for a frozen weight."""
+    if zero_point is None:
+        return codes.float()
+    if spec.mapping == "float_zero_point":
+        return codes.float() - _code_of_z(spec)
+    block = spec.block_size(codes.shape)
+    return _in_blocks(codes.float(), block).sub(_spread(zero_point)).view(codes.shape)
 
 
 def gradients(

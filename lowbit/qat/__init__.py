@@ -2,6 +2,7 @@
 
 from lowbit.convert import Report
 from lowbit.qat.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
+from lowbit.qat.codes import freeze_codes_
 from lowbit.qat.measure import report
 from lowbit.qat.plan import Plan
 from lowbit.qat.qat import convert_, prepare_
@@ -16,6 +17,7 @@ __all__ = [
     "Sensitivity",
     "SensitivityReport",
     "convert_",
+    "freeze_codes_",
     "prepare_",
     "report",
     "train_blocks",

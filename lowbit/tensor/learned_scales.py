@@ -21,6 +21,7 @@ from lowbit.learned_scales import (
     learned_fake_quantize,
     parameters_for,
     qparams,
+    steps_of,
 )
 from lowbit.scheme import Int
 from lowbit.tensor import sharded_linear
@@ -142,10 +143,11 @@ class _FromCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         weight, scale, zero = ctx.saved_tensors
+        spec, codes = weight.scheme.weight, weight.codes.float()
         residual = weight.residual.float() / RESIDUAL_STEPS
-        return gradients(
-            grads[0], weight.codes.float(), residual, weight.scheme.weight, scale, zero
-        )
+        if not ctx.needs_input_grad[0]:
+            residual = steps_of(codes, spec, weight.zero_point)
+        return gradients(grads[0], codes, residual, spec, scale, zero)
 
 
 class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
