@@ -6,8 +6,8 @@
     ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
     ∂ŵ/∂z = 0 within the range, else 1
 
-A frozen weight has no ŵ that follows it, so ∂ŵ/∂s is that of constant codes: (ŵ − z)/s where z is a value, ŵ/s
-elsewhere. `lowbit.qat.freeze_codes_` sets the weight to ŵ first, so that codes stay what they are.
+Where scales train alone, from weights on the grid (`lowbit.qat.freeze_codes_`), codes stay what they are. Then ∂ŵ/∂s
+within the range is that of constant codes: (ŵ − z)/s where z is a value, ŵ/s elsewhere.
 
 s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
 zero point, which is rounded; the zero point itself for "float_zero_point"; 0 for mappings that have none to choose.
@@ -86,35 +86,46 @@ def qparams(
 
 
 def learned_fake_quantize(
-    weight: Tensor, scale_parameter: Tensor, zero_parameter: Tensor | None, spec: Spec
+    weight: Tensor,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+    spec: Spec,
+    constant_codes: bool = False,
 ) -> Tensor:
     """ŵ in `weight`'s shape and dtype, differentiable in the weight and in the parameters.
 
     Equal to the last bit to `spec.dequantize` of `spec.quantize_by(weight, *qparams(…))`.
     """
-    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec)
+    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):
     """Backward computes the codes again, so that forward keeps nothing but its arguments."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec) -> Tensor:
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: Spec,
+        constant_codes: bool,
+    ) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
-        ctx.spec = spec
+        ctx.spec, ctx.constant_codes = spec, constant_codes
         found = spec.quantize_by(weight, *qparams(spec, scale, zero))
         return spec.dequantize(*found, weight.shape, weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
         spec = ctx.spec
         scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
         codes, residual = codes_and_residual(weight, spec, scale, zero_point)
-        if not ctx.needs_input_grad[0]:
+        if ctx.constant_codes:
             residual = steps_of(codes, spec, zero_point)
         found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
-        return *found, None
+        return *found, None, None
 
 
 def codes_and_residual(
@@ -133,7 +144,7 @@ def codes_and_residual(
 def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:
     """∂ŵ/∂s within the range where codes are constants: the steps of size s from z to ŵ, float32.
 
-    `gradients` takes them in place of the residual for a frozen weight."""
+    `gradients` takes them in place of the residual."""
     if zero_point is None:
         return codes.float()
     if spec.mapping == "float_zero_point":

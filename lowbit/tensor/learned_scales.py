@@ -21,7 +21,6 @@ from lowbit.learned_scales import (
     learned_fake_quantize,
     parameters_for,
     qparams,
-    steps_of,
 )
 from lowbit.scheme import Int
 from lowbit.tensor import sharded_linear
@@ -42,11 +41,14 @@ RESIDUAL_STEPS = 254
 class LearnedScalesTensor(FakeQuantizedTensor):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
+    constant_codes: ClassVar[bool] = False
+    """Whether the gradient of scales is that of constant codes."""
+
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
         weight and in the parameters `scale` and `zero`."""
         spec, weight = self.scheme.weight, Values.apply(self)
-        return learned_fake_quantize(weight, scale, zero, spec)
+        return learned_fake_quantize(weight, scale, zero, spec, self.constant_codes)
 
     def frozen_by(self, scale: Tensor, zero: Tensor | None) -> LowbitTensor:
         """The weight for inference, in this tensor's dtype."""
@@ -128,6 +130,15 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         return GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
 
 
+class ConstantCodesTensor(LearnedScalesTensor):
+    """A frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight itself."""
+
+    constant_codes = True
+
+    def _has_scales_of_rows(self) -> bool:
+        return False
+
+
 class _FromCodes(torch.autograd.Function):
     """`learned_fake_quantize` of a GatheredLearnedScales."""
 
@@ -143,11 +154,10 @@ class _FromCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         weight, scale, zero = ctx.saved_tensors
-        spec, codes = weight.scheme.weight, weight.codes.float()
         residual = weight.residual.float() / RESIDUAL_STEPS
-        if not ctx.needs_input_grad[0]:
-            residual = steps_of(codes, spec, weight.zero_point)
-        return gradients(grads[0], codes, residual, spec, scale, zero)
+        return gradients(
+            grads[0], weight.codes.float(), residual, weight.scheme.weight, scale, zero
+        )
 
 
 class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
@@ -203,7 +213,7 @@ class Embedding(nn.Embedding):
             for table in (Values.apply(weight), *scales_of(self))
         )
         assert rows is not None and scale is not None
-        found = learned_fake_quantize(rows, scale, zero, spec)
+        found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
         return found.view(*input.shape, -1).to(weight.dtype)
 
 

@@ -16,7 +16,7 @@ from tests.qat.test_learned_scales import CHOSEN, SPECS, model, moved, tokens, v
 
 
 @pytest.mark.parametrize("name", [n for n in SPECS if not n.startswith("e5m2")])
-def test_gradient_of_scales_of_a_frozen_weight(name) -> None:
+def test_gradient_of_scales_of_constant_codes(name) -> None:
     """Against float64 with the codes as constants, for a weight of values of the grid."""
     spec = SPECS[name]
     w, grad = values(8, 64, seed=3), values(8, 64, seed=4)
@@ -24,7 +24,7 @@ def test_gradient_of_scales_of_a_frozen_weight(name) -> None:
     w = learned_fake_quantize(w, *parameters, spec)
     scale, zero = (None if p is None else p.clone().requires_grad_() for p in parameters)
     assert scale is not None
-    learned_fake_quantize(w, scale, zero, spec).backward(grad)
+    learned_fake_quantize(w, scale, zero, spec, constant_codes=True).backward(grad)
     codes, found, point = spec.quantize_by(w, *qparams(spec, scale, zero))
     codes, grad = codes.double(), grad.double()
     if spec.mapping == "float_zero_point":
