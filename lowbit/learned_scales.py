@@ -6,6 +6,9 @@
     ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
     ∂ŵ/∂z = 0 within the range, else 1
 
+Where scales train alone, from weights on the grid (`lowbit.qat.freeze_codes_`), codes stay what they are. Then ∂ŵ/∂s
+within the range is that of constant codes: (ŵ − z)/s where z is a value, ŵ/s elsewhere.
+
 s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
 zero point, which is rounded; the zero point itself for "float_zero_point"; 0 for mappings that have none to choose.
 Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (arXiv 2502.02631) uses the same rules at
@@ -90,34 +93,46 @@ def qparams(
 
 
 def learned_fake_quantize(
-    weight: Tensor, scale_parameter: Tensor, zero_parameter: Tensor | None, spec: Spec
+    weight: Tensor,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+    spec: Spec,
+    constant_codes: bool = False,
 ) -> Tensor:
     """ŵ in `weight`'s shape and dtype, differentiable in the weight and in the parameters.
 
     Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`.
     """
-    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec)
+    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):
     """Backward computes the codes again, so that forward keeps nothing but its arguments."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec) -> Tensor:
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: Spec,
+        constant_codes: bool,
+    ) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
-        ctx.spec = spec
+        ctx.spec, ctx.constant_codes = spec, constant_codes
         found = spec.quantize(weight, qparams=qparams(spec, scale, zero))
         return spec.dequantize(*found, weight.shape, weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
         spec = ctx.spec
-        codes, residual = codes_and_residual(
-            weight, spec, *qparams(spec, scale_parameter, zero_parameter)
-        )
+        scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
+        codes, residual = codes_and_residual(weight, spec, scale, zero_point)
+        if ctx.constant_codes:
+            residual = steps_of(codes, spec, zero_point)
         found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
-        return *found, None
+        return *found, None, None
 
 
 def codes_and_residual(
@@ -131,6 +146,18 @@ def codes_and_residual(
     own = clamped(codes, fmt.dtype, *limits)
     values = dequantize_affine(own, block, scale, zero_point, *limits)
     return codes, _in_blocks(values - x.float(), block).div(_spread(scale)).view(x.shape)
+
+
+def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:
+    """∂ŵ/∂s within the range where codes are constants: the steps of size s from z to ŵ, float32.
+
+    `gradients` takes them in place of the residual."""
+    if zero_point is None:
+        return codes.float()
+    if spec.mapping == "float_zero_point":
+        return codes.float() - _code_of_z(spec)
+    block = spec.block_size(codes.shape)
+    return _in_blocks(codes.float(), block).sub(_spread(zero_point)).view(codes.shape)
 
 
 def gradients(

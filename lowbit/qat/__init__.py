@@ -2,6 +2,7 @@
 
 from lowbit.convert import Report
 from lowbit.qat.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
+from lowbit.qat.codes import freeze_codes_
 from lowbit.qat.distillation import Distillation
 from lowbit.qat.divergence import distillation_loss
 from lowbit.qat.measure import report
@@ -26,6 +27,7 @@ __all__ = [
     "disable_",
     "distillation_loss",
     "enable_",
+    "freeze_codes_",
     "high_precision",
     "prepare_",
     "report",

@@ -42,11 +42,14 @@ RESIDUAL_STEPS = 254
 class LearnedScalesTensor(FakeQuantizedTensor):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
+    constant_codes: ClassVar[bool] = False
+    """Whether the gradient of scales is that of constant codes."""
+
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
         weight and in the parameters `scale` and `zero`."""
         spec, weight = self.scheme.weight, Values.apply(self)
-        return learned_fake_quantize(weight, scale, zero, spec)
+        return learned_fake_quantize(weight, scale, zero, spec, self.constant_codes)
 
     def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`quantized_by`, or the high-precision weight while its rounding is off."""
@@ -140,6 +143,15 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             "zero_point": zero_point,
         }
         return GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
+
+
+class ConstantCodesTensor(LearnedScalesTensor):
+    """A frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight itself."""
+
+    constant_codes = True
+
+    def _has_scales_of_rows(self) -> bool:
+        return False
 
 
 class _FromCodes(torch.autograd.Function):
@@ -246,7 +258,7 @@ class Embedding(nn.Embedding):
             for table in (Values.apply(weight), *scales_of(self))
         )
         assert rows is not None and scale is not None
-        found = learned_fake_quantize(rows, scale, zero, spec)
+        found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
         return found.view(*input.shape, -1).to(weight.dtype)
 
 
