@@ -25,7 +25,7 @@ def test_gradient_of_scales_of_constant_codes(name) -> None:
     scale, zero = (None if p is None else p.clone().requires_grad_() for p in parameters)
     assert scale is not None
     learned_fake_quantize(w, scale, zero, spec, constant_codes=True).backward(grad)
-    codes, found, point = spec.quantize_by(w, *qparams(spec, scale, zero))
+    codes, found, point = spec.quantize(w, qparams=qparams(spec, scale, zero))
     codes, grad = codes.double(), grad.double()
     if spec.mapping == "float_zero_point":
         steps = codes - 2 ** (spec.format.bits - 1) * (not spec.format.signed)
