@@ -8,7 +8,7 @@
     lora-keep    trains PEFT's adapters beside the rounded base weight, and conversion keeps them there
 
 Each method trains twice from the same start, on the same batches in the same order: once in high precision, to be
-rounded afterwards, and once with QAT. So QAT owes nothing to more training:
+rounded afterwards, and once with QAT, which trains scales too. So QAT owes nothing to more training:
 
     recovered = (loss of the rounded model − loss after QAT) / (loss of the rounded model − loss in high precision)
 
@@ -187,7 +187,7 @@ def finetuned(start: Any, method: str, scheme: Any, data: text.Data, config: Con
     model = with_adapters(copy.deepcopy(start), method, config)
     if scheme is not None:
         adapters: Adapters = "keep" if method == "lora-keep" else "merge"
-        lowbit.qat.prepare_(model, scheme, is_rounded, adapters=adapters)
+        lowbit.qat.prepare_(model, scheme, is_rounded, scales="learned", adapters=adapters)
     name = f"{method}, {'high precision' if scheme is None else 'QAT'}"
     lr = config.lr if method == "full" else config.lora_lr
     train(model, data.train, config, config.steps, lr, name)

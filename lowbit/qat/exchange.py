@@ -70,17 +70,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def prepared_targets(model: nn.Module) -> list[Target]:
+def prepared_targets(
+    model: nn.Module, if_sharded: str = "accepted: the model before fully_shard"
+) -> list[Target]:
     """The weights that `lowbit.qat.prepare_` prepared, a tied one once.
 
-    Raises TypeError for anything but a module, ValueError for a sharded weight.
+    Raises TypeError for anything but a module, ValueError for a sharded weight, with the way out `if_sharded`.
     """
     targets: list[Target] = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = module._parameters[name]
         if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
-            raise ValueError(f"{fqn} is sharded; accepted: the model before fully_shard")
+            raise ValueError(f"{fqn} is sharded: {if_sharded}")
         if isinstance(weight, FakeQuantizedTensor):
             targets.append(Target(weight, weight.scheme, tuple(owners)))
     return targets

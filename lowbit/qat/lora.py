@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Owner, Report, Target, joined_name
-from lowbit.tensor.adapted import AdaptedTensor, Adapters
+from lowbit.tensor.adapted import NONE, AdaptedTensor, Adapters, Learned
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.learned_scales import has_scales, scales_of
 from lowbit.tensor.sharded_linear import Linear
 
 KEEP = (
@@ -163,6 +164,11 @@ def _check_adapter(layer: Any, name: str, fqn: str) -> None:
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
+def _learned(base: nn.Module) -> Learned:
+    """The learned scales and zero points of a base layer, where it has them."""
+    return scales_of(base) if has_scales(base) else NONE
+
+
 class _Merging:
     """Mixin of a LoRA layer whose adapters are merged into the weight before it is rounded."""
 
@@ -185,8 +191,8 @@ class _Merging:
         adapters = active_adapters(self)
         if isinstance(base, nn.Embedding):
             options = (base.padding_idx, base.max_norm, base.norm_type, base.scale_grad_by_freq)
-            return weight.rows_with(adapters, x, *options)
-        return weight.product_with(adapters, x, base.bias)
+            return weight.rows_with(adapters, x, *options, learned=_learned(base))
+        return weight.product_with(adapters, x, base.bias, _learned(base))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles name the class of PEFT, since the subclass exists in this process alone."""
@@ -258,7 +264,7 @@ def final_adapters(layer: Any, fqn: str) -> Adapters:
 def quantized(target: Target, adapters: Adapters) -> LowbitTensor:
     weight = target.weight
     assert isinstance(weight, AdaptedTensor)
-    return weight.frozen_with(adapters)
+    return weight.frozen_with(adapters, _learned(target.owners[0].module))
 
 
 def unwrapped(target: Target, fqn: str) -> Target:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.convert import (
     Entry,
@@ -23,15 +22,14 @@ from lowbit.convert import (
     Report,
     Schemes,
     Target,
-    find_owners,
     find_targets,
     linear_of,
     replace_weights,
 )
 from lowbit.qat import lora
-from lowbit.tensor.adapted import AdaptedTensor, Adapters
+from lowbit.qat.exchange import prepared_targets
+from lowbit.tensor.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
 from lowbit.tensor.base import check_weight
-from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import (
     LearnedScalesTensor,
@@ -90,13 +88,12 @@ def prepare_(
     static = [(t.owners, t.scheme.activation) for t in targets if t.scheme.is_static]
     notes: dict[str, str | None] = {}
     if scales == "learned":
-        notes = {t.owners[0].fqn: _why_present(t, id(t.weight) in layers) for t in targets}
+        notes = {t.owners[0].fqn: _why_present(t) for t in targets}
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
 
     def prepared(target: Target) -> Tensor:
-        kind = AdaptedTensor if id(target.weight) in layers else FakeQuantizedTensor
-        kind = LearnedScalesTensor if target.owners in learned else kind
-        return kind(target.weight, target.scheme)
+        kinds = _KINDS[id(target.weight) in layers]
+        return kinds[target.owners in learned](target.weight, target.scheme)
 
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
@@ -117,10 +114,15 @@ _ADAPTER_NOTES = {
 }
 
 
-def _why_present(target: Target, is_merged: bool) -> str | None:
+_KINDS: dict[bool, dict[bool, type[FakeQuantizedTensor]]] = {
+    False: {False: FakeQuantizedTensor, True: LearnedScalesTensor},
+    True: {False: AdaptedTensor, True: LearnedAdaptedTensor},
+}
+"""The class of a prepared weight: whether adapters are merged into it, whether its scales are learned."""
+
+
+def _why_present(target: Target) -> str | None:
     """Why the scales of a weight cannot be learned; None if they are."""
-    if is_merged:
-        return "present scales, as adapters are merged into it"
     others = [o.module for o in target.owners if not can_hold(o.module)]
     return f"present scales, as {type(others[0]).__name__} multiplies by itself" if others else None
 
@@ -162,26 +164,22 @@ def convert_(model: nn.Module) -> Report:
     layers = lora.merging_layers(model)
     merged: dict[int, Adapters] = {}
     targets = []
-    for owners in find_owners(model).values():
-        module, name, fqn = owners[0]
-        weight = getattr(module, name)
-        if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
-            raise ValueError(
-                f"{fqn} is sharded: gather the state dict, load it into a prepared model on one process, convert that"
-            )
-        if isinstance(weight, FakeQuantizedTensor):
-            check_weight(weight.weight, fqn)
-            if isinstance(weight, LearnedScalesTensor):
-                check_scales(module, fqn)
-            target = Target(weight, weight.scheme, tuple(owners))
-            if weight.scheme.is_static:
-                linear = linear_of(target)
-                check_input(linear.module, linear.fqn)
-            if id(weight) in layers:
-                around, layer = layers[id(weight)]
-                merged[id(weight)] = lora.final_adapters(layer, around)
-                target = lora.unwrapped(target, around)
-            targets.append(target)
+    for target in prepared_targets(
+        model, "gather the state dict, load it into a prepared model on one process, convert that"
+    ):
+        (module, _, fqn), weight = target.owners[0], target.weight
+        assert isinstance(weight, FakeQuantizedTensor)
+        check_weight(weight.weight, fqn)
+        if isinstance(weight, LearnedScalesTensor):
+            check_scales(module, fqn)
+        if weight.scheme.is_static:
+            linear = linear_of(target)
+            check_input(linear.module, linear.fqn)
+        if id(weight) in layers:
+            around, layer = layers[id(weight)]
+            merged[id(weight)] = lora.final_adapters(layer, around)
+            target = lora.unwrapped(target, around)
+        targets.append(target)
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "

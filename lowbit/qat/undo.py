@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lowbit.convert import Report, Target, check_module, find_owners, replace_weights
+from lowbit.convert import Report, Target, check_module, replace_weights
+from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.lora import multiply_as_before
-from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import drop_scales
 from lowbit.tensor.regather import reshard
@@ -27,17 +26,10 @@ def undo_(model: nn.Module) -> Report:
     """
     check_module(model)
     reshard(model)  # so that no gathered weight passes for one that is not sharded
-    targets = []
-    for owners in find_owners(model).values():
-        module, name, fqn = owners[0]
-        weight = getattr(module, name)
-        if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
-            raise ValueError(
-                f"{fqn} is sharded: gather the state dict and load it into a plain model, which takes the trained "
-                "high-precision weights"
-            )
-        if isinstance(weight, FakeQuantizedTensor):
-            targets.append(Target(weight, weight.scheme, tuple(owners)))
+    targets = prepared_targets(
+        model,
+        "gather the state dict and load it into a plain model, which takes the trained high-precision weights",
+    )
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights, none to undo; lowbit.dequantize_(model) gives plain "

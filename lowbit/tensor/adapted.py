@@ -17,12 +17,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
+from lowbit.learned_scales import learned_fake_quantize
 from lowbit.products import check_first_derivative
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.fsdp import pre_all_gather
+from lowbit.tensor.learned_scales import LearnedScalesTensor
 from lowbit.tensor.trainable import Values
 
 
@@ -32,6 +36,11 @@ class Adapters(NamedTuple):
     a: list[Tensor]
     b: list[Tensor]
     scales: list[float]
+
+
+Learned = tuple[Tensor | None, Tensor | None]
+"""The parameters of the learned scales and zero points of a weight, as far as it has them."""
+NONE: Learned = (None, None)
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -70,42 +79,84 @@ class AdaptedTensor(FakeQuantizedTensor):
         """The adapters are added before the rounding, so W travels unrounded."""
         return self
 
-    def frozen_with(self, adapters: Adapters) -> LowbitTensor:
+    def frozen_with(self, adapters: Adapters, learned: Learned = NONE) -> LowbitTensor:
         """The merged weight for inference."""
         with torch.no_grad():
             merged = merged_weight(self.weight, adapters)
-        return self._with({**self.inner_tensors(), "weight": merged}).frozen()
+        whole: Any = self._with({**self.inner_tensors(), "weight": merged})
+        found: LowbitTensor = whole.frozen() if learned[0] is None else whole.frozen_by(*learned)
+        return found
 
-    def product_with(self, adapters: Adapters, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product_with(
+        self, adapters: Adapters, x: Tensor, bias: Tensor | None, learned: Learned = NONE
+    ) -> Tensor:
         """x [..., K] times the rounded merged weight [N, K], transposed, plus bias [N]."""
 
-        def product(x: Tensor, bias: Tensor | None, merged: Tensor) -> Tensor:
-            values = self.rounded(merged) if self.rounds_weight else merged
+        def product(x: Tensor, bias: Tensor | None, merged: Tensor, learned: Learned) -> Tensor:
+            values = self._seen(merged, learned)
             return FakeQuantizedTensor.product(x, self, values, bias)
 
-        return self._computed_again(product, adapters, x, bias)
+        return self._computed_again(product, adapters, x, bias, learned)
 
-    def rows_with(self, adapters: Adapters, indices: Tensor, *options: Any) -> Tensor:
+    def rows_with(
+        self, adapters: Adapters, indices: Tensor, *options: Any, learned: Learned = NONE
+    ) -> Tensor:
         """The rows at `indices` of the rounded merged weight [V, D]; `options` as `F.embedding` takes them."""
 
-        def look_up(indices: Tensor, _: None, merged: Tensor) -> Tensor:
-            if not self.rounds_weight:
-                return torch.nn.functional.embedding(indices, merged, *options).to(self.dtype)
-            return self.rows_of(merged, indices, *options)
+        def look_up(indices: Tensor, _: None, merged: Tensor, learned: Learned) -> Tensor:
+            if self.rounds_weight and learned[0] is None:
+                return self.rows_of(merged, indices, *options)
+            values = self._seen(merged, learned)
+            return F.embedding(indices, values, *options).to(self.dtype)
 
-        return self._computed_again(look_up, adapters, indices, None)
+        return self._computed_again(look_up, adapters, indices, None, learned)
+
+    def _seen(self, merged: Tensor, learned: Learned) -> Tensor:
+        """The merged weight as products see it now."""
+        scale, zero = learned
+        if not self.rounds_weight:
+            return merged
+        if scale is None:
+            return self.rounded(merged)
+        return learned_fake_quantize(merged, scale, zero, self.scheme.weight)
 
     def _computed_again(
-        self, use: Callable[..., Tensor], adapters: Adapters, x: Tensor, bias: Tensor | None
+        self,
+        use: Callable[..., Tensor],
+        adapters: Adapters,
+        x: Tensor,
+        bias: Tensor | None,
+        learned: Learned,
     ) -> Tensor:
-        """`use` of x, the bias and the merged weight, which backward computes again instead of keeping them."""
+        """`use` of x, the bias, the merged weight and its scales, which backward computes again instead of keeping
+        them."""
         scales, count = adapters.scales, len(adapters.scales)
 
-        def run(x: Tensor, bias: Tensor | None, weight: Tensor, *factors: Tensor) -> Tensor:
+        def run(
+            x: Tensor,
+            bias: Tensor | None,
+            scale: Tensor | None,
+            zero: Tensor | None,
+            weight: Tensor,
+            *factors: Tensor,
+        ) -> Tensor:
             own = Adapters([*factors[:count]], [*factors[count:]], scales)
-            return use(x, bias, merged_weight(weight, own))
+            return use(x, bias, merged_weight(weight, own), (scale, zero))
 
-        operands = (x, bias, Values.apply(self), *adapters.a, *adapters.b)
+        operands = (x, bias, *learned, Values.apply(self), *adapters.a, *adapters.b)
         if not torch.is_grad_enabled():
             return run(*operands)
         return checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)
+
+
+class LearnedAdaptedTensor(AdaptedTensor, LearnedScalesTensor):
+    """An AdaptedTensor whose scales are parameters of the base layer."""
+
+    @pre_all_gather
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        self.check_exact(module, mp_policy)
+        return LowbitTensor.fsdp_pre_all_gather(
+            self, mesh, outer_size, outer_stride, module, mp_policy
+        )

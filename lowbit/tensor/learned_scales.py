@@ -116,15 +116,21 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             pass
         elif self.weight.dtype is torch.float32 and self._has_scales_of_rows():
             sent = self._in_codes(scale, zero)
-        elif mp_policy.param_dtype not in (None, scale.dtype):
+        else:
+            self.check_exact(module, mp_policy)
+        return LowbitTensor.fsdp_pre_all_gather(
+            sent, mesh, outer_size, outer_stride, module, mp_policy
+        )
+
+    def check_exact(self, module: nn.Module, mp_policy: Any) -> None:
+        """Raise NotImplementedError where FSDP2 would round the scales before the product sees them."""
+        scale, _ = scales_of(module)
+        if mp_policy.param_dtype not in (None, scale.dtype):
             raise NotImplementedError(
                 f"a weight of {self.weight.dtype} with learned scales of {self.scheme.weight}, gathered as "
                 f"{mp_policy.param_dtype}, which would round its scales, so that convert_ stores others; accepted: "
                 "autocast instead of the policy's param_dtype, or prepare_ with scales='present'"
             )
-        return LowbitTensor.fsdp_pre_all_gather(
-            sent, mesh, outer_size, outer_stride, module, mp_policy
-        )
 
     def _has_scales_of_rows(self) -> bool:
         spec = self.scheme.weight
@@ -278,6 +284,11 @@ def give_scales(weight: LearnedScalesTensor, modules: Iterable[nn.Module]) -> No
         for name, parameter in made.items():
             module.register_parameter(name, parameter)
         module.__class__ = next(k for plain, k in _KINDS.items() if isinstance(module, plain))
+
+
+def has_scales(module: nn.Module) -> bool:
+    """Whether `give_scales` was called for this module."""
+    return SCALE in module._parameters
 
 
 def scales_of(module: nn.Module) -> tuple[Any, Any]:
