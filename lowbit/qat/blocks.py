@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,14 @@ from torch import Tensor, nn
 from lowbit.convert import check_module, find_owners
 from lowbit.qat.block_inputs import Arguments, capture
 from lowbit.qat.block_state import BlockFolder, fingerprint
-from lowbit.qat.exchange import eval_mode, exchanged, in_high_precision, prepared_targets
+from lowbit.qat.exchange import (
+    check_dynamic,
+    eval_mode,
+    exchanged,
+    in_high_precision,
+    prepared_targets,
+)
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import SCALE, ZERO
 
 LAST_RATE = 0.05
@@ -153,10 +160,11 @@ def train_blocks(
         progress: called after each epoch.
 
     Raises:
+        NotImplementedError: a scheme with a static activation.
         TypeError: blocks that are no modules or get no hidden state; a cache of keys and values among the arguments.
-        ValueError: nothing prepared in the blocks; no blocks or batches; blocks that the model does not call one after
-            another; a parameter that two blocks, or a block and the rest of the model, share; a loss that is not
-            finite; a folder of another run.
+        ValueError: nothing prepared in the blocks, or switched off; no blocks or batches; blocks that the model does not
+            call one after another; a parameter that two blocks, or a block and the rest of the model, share; a loss
+            that is not finite; a folder of another run.
     """
     settings = _Settings(
         lr, lr if scale_lr is None else scale_lr, epochs, batches_per_step, targets, bf16, seed
@@ -191,9 +199,16 @@ def _check_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
         )
     if not blocks or len({id(b) for b in blocks}) < len(blocks):
         raise ValueError(f"{len(blocks)} blocks; accepted: one or more different ones")
-    if not any(prepared_targets(block) for block in blocks):
+    targets = [target for block in blocks for target in prepared_targets(block)]
+    if not targets:
         raise ValueError(
             "no weight of the blocks is prepared; call lowbit.qat.prepare_(model, scheme, scales='learned') first"
+        )
+    check_dynamic(targets)
+    off = [t.owners[0].fqn for t in targets if cast(FakeQuantizedTensor, t.weight).off is not None]
+    if off:
+        raise ValueError(
+            f"fake quantization of {off[0]} is off, so no rounding to train for; call lowbit.qat.enable_(model)"
         )
     inside = {id(m): i for i, block in enumerate(blocks) for m in block.modules()}
     for owners in find_owners(model).values():

@@ -25,6 +25,7 @@ from lowbit.learned_scales import codes_and_residual, qparams
 from lowbit.qat.batches import call
 from lowbit.qat.exchange import (
     Held,
+    check_dynamic,
     eval_mode,
     exchanged,
     in_high_precision,
@@ -77,6 +78,7 @@ def report(
     Tied weights are rounded together, as one. `SensitivityReport` describes the result.
 
     Raises:
+        NotImplementedError: a scheme with a static activation.
         TypeError: an output without a tensor, where no loss is given.
         ValueError: no batches; `scheme=None` for a model that is not prepared; errors of `lowbit.quantize_`.
     """
@@ -84,6 +86,7 @@ def report(
     if isinstance(loss, str) and loss not in ("kl", "error"):
         raise ValueError(f"loss must be a function, 'kl', 'error' or None, got {loss!r}")
     targets = _targets(model, scheme, filter_fn)
+    check_dynamic(target for own in targets for target in own)
     candidates = [[_Rounding(target) for target in own] for own in targets]
     alone = [rounding for own in candidates for rounding in own]
     passes = [[rounding.held(watched=True)] for rounding in alone]

@@ -265,7 +265,7 @@ class Embedding(nn.Embedding):
         )
         assert rows is not None and scale is not None
         found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
-        return found.view(*input.shape, -1).to(weight.dtype)
+        return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
 
 
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}

@@ -399,3 +399,21 @@ def test_blocks_move_to_the_device_one_at_a_time() -> None:
     for one, other in zip(report.blocks, on_device.blocks, strict=True):
         assert one.after < 0.8 * one.before
         assert one.after == pytest.approx(other.after, rel=0.05)
+
+
+def test_what_is_off_or_static_is_refused() -> None:
+    blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+    model = nn.Sequential(*blocks)
+    qat.prepare_(model, lb.Int4WeightOnly(32), scales="learned")
+    qat.disable_(model)
+    with pytest.raises(ValueError, match="weight is off"):
+        qat.train_blocks(model, list(blocks), [torch.randn(4, 32)])
+    qat.enable_(model)
+    qat.train_blocks(model, list(blocks), [torch.randn(4, 32)])
+    qat.undo_(model)
+    scheme = lb.Int8StaticActivationInt8Weight()
+    with pytest.raises(NotImplementedError, match="weight has a static activation"):
+        qat.report(model, [torch.randn(4, 32)], scheme)
+    qat.prepare_(model, scheme)
+    with pytest.raises(NotImplementedError, match="weight has a static activation"):
+        qat.train_blocks(model, list(blocks), [torch.randn(4, 32)])

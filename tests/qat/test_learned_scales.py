@@ -340,3 +340,13 @@ def test_frozen_scales_stay():
         seen.append((prepared[1].weight_scale.clone(), prepared[1].weight_zero.clone()))
     assert not torch.equal(seen[0][0], seen[1][0])
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[3], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (2, 0), (1,)])
+def test_lookups_of_any_shape(shape):
+    prepared = nn.Embedding(10, 64)
+    qat.prepare_(nn.Sequential(prepared), IntxWeightOnly(2, 32), CHOSEN, scales="learned")
+    y = prepared(torch.full(shape, 3))
+    assert y.shape == (*shape, 64)
+    y.sum().backward()
+    assert prepared.weight_scale.grad.shape == (10, 2)
