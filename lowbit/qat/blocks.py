@@ -162,8 +162,8 @@ def train_blocks(
     Raises:
         NotImplementedError: a scheme with a static activation.
         TypeError: blocks that are no modules or get no hidden state; a cache of keys and values among the arguments.
-        ValueError: nothing prepared in the blocks, or switched off; no blocks or batches; blocks that the model does not
-            call one after another; a parameter that two blocks, or a block and the rest of the model, share; a loss
+        ValueError: nothing prepared in the blocks, or switched off; no blocks or batches; blocks that the model does
+            not call one after another; a parameter that two blocks, or a block and the rest of the model, share; a loss
             that is not finite; a folder of another run.
     """
     settings = _Settings(
