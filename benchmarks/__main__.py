@@ -58,8 +58,9 @@ def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Ro
     print(f"{problem} / {candidate.name}", end="", file=sys.stderr, flush=True)
     try:
         measured = table.measure(candidate, repeats)
-        if isinstance(measured, Timing):
-            print(f": {readable(measured.median)}", end="", file=sys.stderr)
+        found = measured.median if isinstance(measured, Timing) else measured
+        shown = readable(found) if isinstance(found, float) else found
+        print(f": {shown}", end="", file=sys.stderr)  # all there is if the run is stopped
         return Row(candidate, measured)
     except ImportError as error:
         return Row(candidate, why_not=f"not installed ({error})")
