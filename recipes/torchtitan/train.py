@@ -9,6 +9,7 @@ keeps its records in the run's folder, unless WANDB_MODE says otherwise.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -24,7 +25,16 @@ def main() -> None:
     from torchtitan.train import Trainer
     from torchtitan.train import main as train
 
-    train(Trainer)
+    class Released(Trainer):
+        """A Trainer that lets go of the model before torchtitan destroys the process group. gloo aborts some processes
+        while tensors are left, and models are in reference cycles."""
+
+        def close(self) -> None:
+            super().close()
+            self.__dict__.clear()
+            gc.collect()
+
+    train(Released)
 
 
 if __name__ == "__main__":
