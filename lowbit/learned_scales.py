@@ -82,8 +82,7 @@ def qparams(
     if spec.mapping == "half_integer":
         return scale, half_step(scale, scale.dtype)
     if zero_parameter is None:  # codes of an unsigned symmetric format
-        middle = (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
-        return scale, torch.full_like(scale, middle, dtype=fmt.dtype)
+        return scale, torch.full_like(scale, _code_of_z(spec), dtype=fmt.dtype)
     value = zero_parameter.detach() * RATE
     if spec.mapping == "float_zero_point":
         return scale, value.to(scale.dtype)

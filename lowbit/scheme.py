@@ -316,10 +316,16 @@ class Spec:
         codes = unclamped_codes(
             x, self.block_size(x.shape), scale, zero_point, fmt.dtype, low, high
         )
+        return self.narrowed(codes), scale, zero_point
+
+    def narrowed(self, codes: Tensor) -> Tensor:
+        """float32 codes before the clamp, in the dtype that `unclamped_codes` names."""
+        fmt = self.format
+        low, high = fmt.quant_min, fmt.quant_max
         if isinstance(fmt, Float8):
-            return codes.clamp(low, high).to(fmt.dtype), scale, zero_point
+            return codes.clamp(low, high).to(fmt.dtype)
         dtype = torch.int8 if low > -128 and high < 127 else torch.int16
-        return codes.clamp(low - 1, high + 1).to(dtype), scale, zero_point
+        return codes.clamp(low - 1, high + 1).to(dtype)
 
     @property
     def shares_rows(self) -> bool:

@@ -23,10 +23,8 @@ from lowbit.qat.switch import change, prepared_weights
 from lowbit.scheme import Int, Scheme
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import SCALE, ZERO
 from lowbit.tensor.regather import reshard
-
-SCALES = ("_scale", "_zero")
-"""What the names of learned scales and zero points add to the name of their weight, in the same module."""
 
 
 class Stage(NamedTuple):
@@ -177,10 +175,10 @@ def _scales(model: nn.Module) -> dict[str, nn.Parameter]:
     for (module, name, fqn), *_ in find_owners(model).values():
         if not isinstance(held_locally(module._parameters[name]), FakeQuantizedTensor):
             continue
-        for suffix in SCALES:
-            param = module._parameters.get(name + suffix)
+        for beside in (SCALE, ZERO):
+            param = module._parameters.get(beside)
             if param is not None:
-                found[fqn + suffix] = param
+                found[fqn.removesuffix(name) + beside] = param
     return found
 
 

@@ -112,12 +112,11 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         scale, zero = scales_of(module)
         scale, zero = local(scale), None if zero is None else local(zero)
         sent: Any = self
-        if not self.rounds_weight:
-            pass
-        elif self.weight.dtype is torch.float32 and self._has_scales_of_rows():
-            sent = self._in_codes(scale, zero)
-        else:
-            self.check_exact(module, mp_policy)
+        if self.rounds_weight:
+            if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
+                sent = self._in_codes(scale, zero)
+            else:
+                self.check_exact(module, mp_policy)
         return LowbitTensor.fsdp_pre_all_gather(
             sent, mesh, outer_size, outer_stride, module, mp_policy
         )
@@ -140,10 +139,8 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         spec = self.scheme.weight
         scale, zero_point = qparams(spec, scale, zero)
         codes, residual = codes_and_residual(self.weight.detach(), spec, scale, zero_point)
-        low, high = int(spec.format.quant_min), int(spec.format.quant_max)
-        dtype = torch.int8 if low > -128 and high < 127 else torch.int16
         tensors = {
-            "codes": codes.clamp(low - 1, high + 1).to(dtype),
+            "codes": spec.narrowed(codes),
             "residual": (residual * RESIDUAL_STEPS).round().clamp(-127, 127).to(torch.int8),
             "scale": scale,
             "zero_point": zero_point,

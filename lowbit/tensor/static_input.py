@@ -39,7 +39,7 @@ class Linear(sharded_linear.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        if learned_scales.SCALE in self._parameters:
+        if learned_scales.has_scales(self):
             quantized = weight.seen_by(*learned_scales.scales_of(self))
         else:
             quantized = weight.operand()
@@ -147,8 +147,8 @@ def plain_input(modules: Iterable[nn.Module]) -> None:
         if type(module) is Linear:
             take_input([module])
             module.__dict__.pop("is_calibrated", None)
-            has_scales = learned_scales.SCALE in module._parameters
-            plain = learned_scales.Linear if has_scales else sharded_linear.Linear
+            learned = learned_scales.has_scales(module)
+            plain = learned_scales.Linear if learned else sharded_linear.Linear
             module.__class__ = plain  # type: ignore[assignment]
 
 

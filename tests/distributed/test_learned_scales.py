@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +26,8 @@ from lowbit import qat
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.scheme import Int, Scheme, Spec
 from tests.distributed.launch import launch
+from tests.distributed.test_train_fsdp import shard
+from tests.train.problems import relative
 
 SPECS = [
     Spec(Int(4), PerGroup(32)),
@@ -60,17 +61,6 @@ def prepared(spec, dtype=torch.float32, rows=47):
     return model
 
 
-def shard(model, world_size, dtype=None):
-    mesh = init_device_mesh("cpu", (world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype)
-    for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-    return model
-
-
 def tokens():
     return torch.randint(33, (4, 5), generator=torch.Generator().manual_seed(1))
 
@@ -86,17 +76,11 @@ def whole(p):
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
-def relative(found, expected):
-    return (
-        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
-    ).item()
-
-
 def check_as_one_process(rank, world_size):
     for spec in SPECS:
         for dtype in (torch.float32, torch.bfloat16):
             alone = prepared(spec, dtype)
-            model = shard(copy.deepcopy(alone), world_size)
+            model = shard(copy.deepcopy(alone))
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (alone, model)]
             for _ in range(3):
                 expected, found = step(alone), step(model)
@@ -116,14 +100,14 @@ def check_as_one_process(rank, world_size):
 def check_mixed_precision(rank, world_size):
     """Float32 weights and bfloat16 products: the weights seen are those that the conversion stores."""
     for spec in SPECS:
-        model = shard(prepared(spec), world_size, torch.bfloat16)
+        model = shard(prepared(spec), torch.bfloat16)
         y = step(model)
         alone = prepared(spec)
         qat.convert_(alone)
         lowbit.dequantize_(alone)  # in float32, as its scales are
         assert torch.equal(y, alone.to(torch.bfloat16)(tokens())), spec
         assert all(whole(p.grad).isfinite().all() for p in model.parameters())
-    model = shard(prepared(Spec(Int(4), PerTensor())), world_size, torch.bfloat16)
+    model = shard(prepared(Spec(Int(4), PerTensor())), torch.bfloat16)
     with pytest.raises(NotImplementedError, match="which would round its scales"):
         step(model)
     return True
@@ -132,7 +116,7 @@ def check_mixed_precision(rank, world_size):
 def check_checkpoints(rank, world_size, folder):
     """The whole state dict loads into a model on one process, which converts; DCP's files load on other shards."""
     for spec in SPECS:
-        model = shard(prepared(spec), world_size)
+        model = shard(prepared(spec))
         optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
         for _ in range(2):
             step(model)
@@ -148,7 +132,7 @@ def check_checkpoints(rank, world_size, folder):
             assert relative(y, expected) < 1e-6, spec
             qat.convert_(alone)
             assert torch.equal(alone(tokens()), expected), spec
-        other = shard(prepared(spec), world_size)
+        other = shard(prepared(spec))
         state = get_model_state_dict(other)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(other, state)
