@@ -94,7 +94,7 @@ class _Grouped(torch.autograd.Function):
                 w_codes, w_scale = weight.expert_codes_t(w_scale)
             else:
                 w_scale = None
-            seed = seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
+            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
             codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
                 grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
             )

@@ -105,7 +105,7 @@ class _Linear(torch.autograd.Function):
             if w_scale.numel() > 1 and not scheme.in_blocks:
                 factor, w_scale, one_scale = w_scale, None, False
         if rows or columns:
-            seed = seed_of(grad, scheme.seed) if scheme.stochastic_rounding else None
+            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
             options = {"seed": seed, "row_factor": factor, "tensorwise": one_scale}
             codes, scale, codes_t, scale_t = _quantize(
                 grad, scheme, fmt, rows=rows, columns=columns, **options
@@ -128,10 +128,11 @@ class _Linear(torch.autograd.Function):
 
 
 def seed_of(grad: Tensor, seed: int) -> Tensor:
-    """int64 [1]: a function of `seed` and the bits of 64 rows or more of `grad`. So no counter of steps is needed, and
-    replicas with equal gradients round them alike."""
-    some = grad[:: max(1, grad.shape[0] // 64)].float()
-    return (some.view(torch.int32).sum() + seed * 0x9E3779B1).view(1)
+    """int64, one element: a function of `seed` and the bits of 64 rows or more of `grad`. So no counter of steps is
+    needed, and replicas with equal gradients round them alike."""
+    some = grad[:: max(1, grad.shape[0] // 64)]
+    found = some.view(torch.int32 if grad.dtype == torch.float32 else torch.int16).sum()
+    return found + seed * 0x9E3779B1 if seed else found  # each operation takes time of the host
 
 
 def transposed(codes: Tensor, columns: int) -> Tensor:

@@ -60,7 +60,7 @@ def optimizer(line: str) -> tuple[type[LowbitOptimizer], dict[str, Any]]:
 
 def training_scheme(line: str) -> TrainingScheme:
     """Raises ValueError for an unknown name, and for options that the scheme refuses."""
-    name, options = parsed(line, "training scheme", "int8(stochastic_rounding=True)")
+    name, options = parsed(line, "training scheme", "int8(grad_weight=False)")
     classes = {kind.__name__: kind for kind in TRAINING.values()}
     own = {n: k for n, k in TrainingScheme.kinds.items() if k.__module__ != BitNet.__module__}
     return _made(_found(name, "training scheme", {**TRAINING, **classes, **own}), options, line)

@@ -27,7 +27,7 @@ class Lowbit:
     """The section `lowbit` of a configuration."""
 
     train: str = ""
-    """How weights train: int8, float8, int8_weights or bitnet, also with options: int8(stochastic_rounding=True)."""
+    """How weights train: int8, float8, int8_weights or bitnet, also with options: int8(grad_weight=False)."""
 
     qat: str = ""
     """The scheme of quantization-aware training: int4, int8, int8_int4, …, also with options: int4(group_size=32)."""

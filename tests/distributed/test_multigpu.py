@@ -45,7 +45,11 @@ STORED = [
     if c.is_weight and c.row_step == 1 and not issubclass(c.kind, MixedPrecisionTensor)
 ]
 MIXED = [
-    Case("train-int8-always", MixedPrecisionTensor, Int8MixedPrecision(always=True)),
+    Case(
+        "train-int8-always",
+        MixedPrecisionTensor,
+        Int8MixedPrecision(always=True, stochastic_rounding=False),
+    ),
     Case("train-float8-always", MixedPrecisionTensor, Float8MixedPrecision(always=True)),
 ]
 WEIGHTS = [*STORED, *MIXED]

@@ -15,7 +15,7 @@ from lowbit import train
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 
 SCHEMES = {
-    "int8": Int8MixedPrecision(always=True),
+    "int8": Int8MixedPrecision(always=True, stochastic_rounding=False),
     "float8": Float8MixedPrecision(always=True),
     "float8-e5m2": Float8MixedPrecision(always=True, backward="e5m2"),
     "float8-tensorwise": Float8MixedPrecision(always=True, tensorwise=True, backward="e5m2"),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 SCHEMES = {
     "int8": Int8MixedPrecision(always=True),
-    "int8-stochastic": Int8MixedPrecision(stochastic_rounding=True, always=True),
+    "int8-nearest": Int8MixedPrecision(stochastic_rounding=False, always=True),
     "float8": Float8MixedPrecision(always=True),
     "float8-e5m2": Float8MixedPrecision(backward="e5m2", always=True),
     "float8-tensorwise": Float8MixedPrecision(tensorwise=True, backward="e5m2", always=True),

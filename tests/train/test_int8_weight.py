@@ -374,7 +374,8 @@ def test_options_of_products_need_products(name):
 
 def test_the_report_names_the_products():
     (entry,) = train.prepare_(linear(48, 96), Int8Weight(grad_weight=True, always=True)).entries
-    assert entry.note.endswith("no high-precision copy; products int8, a scale a row: grad_weight")
+    products = "products int8, a scale a row: grad_weight; gradients rounded stochastically"
+    assert entry.note.endswith(f"no high-precision copy; {products}")
     (entry,) = train.prepare_(linear(48, 96), Int8Weight()).entries
     assert entry.note.endswith("no high-precision copy")
 

@@ -235,6 +235,22 @@ def nearest_operands(layer, scheme, x, upstream):
     return {"input": grad @ rounded(layer.weight), "weight": grad.t() @ rounded(x.t()).t()}
 
 
+def test_int8_gradients_are_rounded_stochastically_by_default_and_float8_to_nearest():
+    layer, x, upstream = linear(24, 64), values(32, 64), values(32, 24, seed=3)
+    for name, default in (("int8", True), ("float8", False)):
+        scheme = replace(SCHEMES[name], stochastic_rounding=None)
+        found = outcome(prepared(layer, scheme), x, upstream)
+        for choice in (True, False):
+            explicit = replace(scheme, stochastic_rounding=choice)
+            other = outcome(prepared(layer, explicit), x, upstream)
+            assert torch.equal(found["input"], other["input"]) is (choice is default), name
+            assert torch.equal(found["weight"], other["weight"]) is (choice is default), name
+    with pytest.raises(
+        TypeError, match="stochastic_rounding must be True, False or None, got 'no'"
+    ):
+        train.Int8MixedPrecision(stochastic_rounding="no")
+
+
 def test_stochastic_rounding_is_the_same_on_every_replica_and_differs_by_gradient():
     scheme = train.Int8MixedPrecision(always=True, stochastic_rounding=True)
     one, two = prepared(Block(), scheme), prepared(Block(), scheme)

@@ -27,7 +27,7 @@ from tests.distributed.launch import launch
 from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
 
-INT8 = Int8Weight(True, True, True, always=True)
+INT8 = Int8Weight(True, True, True, always=True, stochastic_rounding=False)
 
 
 class Model(nn.Module):
