@@ -73,7 +73,7 @@ class ReadOnCpu:
         if layout is None:
             return None
         values = layout.dequantize(self.codes, self.scale, self.zero_point).to(self.dtype)
-        shape = self.shape
+        shape = self.stored_shape(self.shape)
         if values.shape == shape:
             return values
         return crop(values.view(self.spec.padded_shape(shape)), shape)
@@ -127,7 +127,8 @@ def _reader_of(weight: Any) -> Reader:
     if reader is not None and reader[0] is weight.spec:
         return reader
     with torch._C.DisableTorchFunctionSubclass():
-        spec, shape, codes = weight.spec, weight.shape, weight.codes
+        spec, codes = weight.spec, weight.codes
+        shape = weight.stored_shape(weight.shape)
         is_plain = type(codes) is Tensor and codes.is_cpu and weight.stored_as in _LAYOUTS
         layout = _layout(spec, shape) if is_plain else None
         is_padded = layout is not None and layout.shape != shape
