@@ -7,7 +7,7 @@ so a refused model stays as it was. A tensor that several modules share is conve
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor, check_weight
-from lowbit.tensor.conv_tensor import CONVOLUTIONS, matrix_shape
+from lowbit.tensor.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.dtensor import local
 from lowbit.train_scheme import TrainingScheme
 
@@ -298,15 +298,13 @@ def _check_target(target: Target) -> None:
     if not isinstance(target.weight, LowbitTensor):  # training may start from a quantized one
         check_weight(target.weight, fqn)
     try:
-        shape = _shape_of_blocks(target, target.weight.shape)
-        target.scheme.check(torch.empty(shape, device="meta") if is_conv(target) else target.weight)
+        if is_conv(target):
+            check_spec(target.scheme.weight)
+            target.scheme.check(torch.empty(matrix_shape(target.weight.shape), device="meta"))
+        else:
+            target.scheme.check(target.weight)
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from error
-
-
-def _shape_of_blocks(target: Target, shape: Sequence[int]) -> tuple[int, ...]:
-    """`shape` of the weight as the blocks of its scheme divide it."""
-    return matrix_shape(shape) if is_conv(target) else tuple(shape)
 
 
 def _check_patterns(walk: _Walk) -> None:
@@ -512,7 +510,8 @@ def replace_weights(
             module.register_parameter(name, new)
         first, *others = (owner.fqn for owner in target.owners)
         left_behind = hand_over(target.weight, new, first, trainable)
-        about = note or target.scheme.describe(_shape_of_blocks(target, new.shape))
+        shape = matrix_shape(new.shape) if is_conv(target) else new.shape
+        about = note or target.scheme.describe(shape)
         about = f"{about}; {left_behind}" if left_behind else about
         report.entries.append(Entry(first, tuple(new.shape), True, about))
         report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]

@@ -26,6 +26,7 @@ from lowbit.products import autocast_inputs
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import LowbitTensor, check_weight
+from lowbit.tensor.float8_tensor import Float8Tensor
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 """The modules whose weight is stored as a matrix. torch multiplies in each by the function of `_FUNCTIONS`."""
@@ -67,7 +68,7 @@ class ConvTensor(AffineTensor):
 
     @classmethod
     def of_matrix(cls, matrix: AffineTensor, shape: Sequence[int]) -> Self:
-        """The weight of this shape over the memory of a quantized matrix [N, K]."""
+        """The weight of this shape over the memory of a quantized matrix [N, K], an AffineTensor or Float8Tensor."""
         return cls.from_inner(matrix.inner_tensors(), matrix.meta(), shape, matrix.dtype)
 
     @property
@@ -81,6 +82,12 @@ class ConvTensor(AffineTensor):
         return self._with(matrix.inner_tensors(), (matrix.shape[0], *self.shape[1:]))
 
     # ---- AffineTensor's methods ------------------------------------------------------------------------------
+
+    def check_meta(self) -> None:
+        LowbitTensor.check_meta(self)
+        if self.transposed is not False:
+            raise ValueError(f"transposed must be False, got {self.transposed!r}")
+        check_spec(self.spec)
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return matrix_shape(shape)
@@ -131,6 +138,16 @@ class ConvTensor(AffineTensor):
         if func in _FUNCTIONS:
             return _convolved(func, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def check_spec(spec: Spec) -> None:
+    """Raise ValueError for a spec whose weights a class of the user's own stores."""
+    kind = representation_of(spec)
+    if kind not in (AffineTensor, Float8Tensor):
+        raise ValueError(
+            f"no convolution of a weight that a {kind.__name__} stores, {spec}; accepted: specs that AffineTensor and "
+            "Float8Tensor store, or leave it out by filter_fn or a pattern"
+        )
 
 
 def _matrix(weight: Tensor) -> Tensor:
