@@ -225,17 +225,13 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return self._transposed().dequantize().transpose(-2, -1)
         if 0 in self.shape:  # an empty slice keeps the scales of the original
             return self.scale.new_empty(tuple(self.shape), dtype=self.dtype)
-        shape = self.stored_shape(self.shape)
+        shape = self.shape_of_codes(self.shape)
         if self.codes.is_cuda and self._fits_dequantize_op():
             return self._dequantize_by_op()
         if (values := self._dequantize_on_cpu()) is not None:
             return values
         codes = self._load(self.spec.padded_shape(shape)[-1])
         return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
-
-    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which one of this shape is stored, where it is not transposed."""
-        return tuple(shape)
 
     def _fits_dequantize_op(self) -> bool:
         spec = self.spec
@@ -249,7 +245,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def _dequantize_by_op(self) -> Tensor:
         """`dequantize` in one kernel, with the same bits."""
-        shape = self.stored_shape(self.shape)
+        shape = self.shape_of_codes(self.shape)
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
         values = kernels.dequantize.dequantize(
             self.codes.flatten(0, -2),
@@ -264,7 +260,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        shape = self.stored_shape(shape)
+        shape = self.shape_of_codes(shape)
         padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
         bits = self._stored_bits(self.spec)
         found: InnerShapes = {

@@ -89,7 +89,7 @@ class ConvTensor(AffineTensor):
             raise ValueError(f"transposed must be False, got {self.transposed!r}")
         check_spec(self.spec)
 
-    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
         return matrix_shape(shape)
 
     def dequantize(self) -> Tensor:

@@ -57,7 +57,10 @@ class RoundsInput:
 
     def _check(self: Any) -> None:
         if not self.weight.is_meta:
-            check_input(self, f"a {type(self).__name__} of a weight {tuple(self.weight.shape)}")
+            is_linear = isinstance(self, nn.Linear)
+            kind, inputs = ("linear", "inputs") if is_linear else ("convolution", "channels")
+            count = self.in_features if is_linear else self.in_channels
+            check_input(self, f"a {kind} of {count} {inputs}")
             self.is_calibrated = True
 
     def _weight_seen(self: Any) -> Tensor:
