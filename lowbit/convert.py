@@ -56,7 +56,11 @@ def rounding_owners(target: Target) -> list[Owner]:
 
 def is_conv(target: Target) -> bool:
     """Whether the weight is stored as `lowbit.tensor.conv_tensor` says."""
-    return isinstance(target.owners[0].module, CONVOLUTIONS)
+    return _is_of_conv(target.owners[0])
+
+
+def _is_of_conv(owner: Owner) -> bool:
+    return isinstance(owner.module, CONVOLUTIONS) and owner.attribute == "weight"
 
 
 # ---- the report -----------------------------------------------------------------------------------------------
@@ -319,7 +323,8 @@ def _check_patterns(walk: _Walk) -> None:
         ]
         why = f"; left alone: {'; '.join(left[:3])}" if left else ""
         raise ValueError(
-            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like {names}{why}"
+            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like {names}"
+            f"{why}"
         )
 
 
@@ -451,9 +456,9 @@ def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) ->
             type(module).__module__.startswith("torch.nn") and not _has_own_product(module)
         ):
             return f"no low-bit product for {type(module).__name__}"
-    held_by_convolutions = [isinstance(module, CONVOLUTIONS) for module, _, _ in owners]
-    if any(held_by_convolutions):
-        return None if all(held_by_convolutions) else "one weight of a convolution and of another module"
+    of_convolutions = [_is_of_conv(owner) for owner in owners]
+    if any(of_convolutions):
+        return None if all(of_convolutions) else "one weight of a convolution and of another module"
     if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
         return f"no low-bit product takes {weight.ndim} dimensions"
     return None

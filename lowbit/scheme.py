@@ -398,13 +398,13 @@ class Scheme:
         rows = gran.shape[0] if isinstance(gran, PerBlock) and len(gran.shape) > 1 else 1
         if "embedding" in uses and rows > 1:
             return f"its rows would share scales in blocks of {rows}, and are looked up singly"
-        if "conv" in uses and self.activation is not None:
-            if not isinstance(self.activation.granularity, PerTensor):
-                return (
-                    f"the input of a convolution has no rows, which an activation {self.activation.granularity} gives "
-                    "scales; accepted: a weight-only scheme, or an activation with PerTensor(), such as that of "
-                    "Int8StaticActivationInt8Weight()"
-                )
+        of_input = None if self.activation is None else self.activation.granularity
+        if "conv" in uses and not isinstance(of_input, PerTensor | None):
+            return (
+                f"the input of a convolution has no rows, which an activation {of_input} gives scales; accepted: a "
+                "weight-only scheme, or an activation with PerTensor(), such as that of "
+                "Int8StaticActivationInt8Weight()"
+            )
         if self.is_static and not {"linear", "conv"} & set(uses):
             return "no nn.Linear, whose input a static activation scale is calibrated for"
         if self.is_static and not set(uses) <= {"linear", "embedding", "conv"}:

@@ -36,12 +36,13 @@ def quantize_(
         quantize_(model, {"lm_head": None, "re:layers\\\\.(0|1)\\\\..*": Int8WeightOnly(), "*": Int4WeightOnly()})
 
     Args:
-        model: any module. Weights become frozen `AffineTensor` or `Float8Tensor` parameters, on their device.
+        model: any module. Weights become frozen `AffineTensor` or `Float8Tensor` parameters, on their device; those of
+            convolutions `ConvTensor`.
         scheme: a `Scheme`, or a dict of patterns to a Scheme or None (leave alone). A pattern is a shell-style glob, or
             "re:" and a regular expression, over the name of the module or of its weight; the first match counts.
         filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. It can choose
-            `nn.Embedding`, `nn.Conv1d`, `nn.Conv2d` (`lowbit.tensor.conv_tensor`) and modules of your own, whose 2-D
-            and 3-D parameters (experts) are converted.
+            `nn.Embedding`, `nn.Conv1d`, `nn.Conv2d` and modules of your own, whose 2-D and 3-D parameters (experts) are
+            converted.
 
             The filter is called with the name of a module, e.g. "blocks.0.experts". If it refuses the module, it is
             called with the name of each parameter, so that `lambda module, name: name.endswith("experts.up")` converts

@@ -86,7 +86,9 @@ def prepare_(
     for target in targets:
         _check_static(target, id(target.weight) in layers)
     modules = _modules(targets)
-    static = [(t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static]
+    static = [
+        (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
+    ]
     notes: dict[str, str | None] = {}
     if scales == "learned":
         notes = {t.owners[0].fqn: _why_present(t) for t in targets}

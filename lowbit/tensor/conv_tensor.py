@@ -8,8 +8,9 @@ K = 9, and wants `PerRow`.
 
     y = conv(round(x), (code − zero_point) · scale, bias)
 
-The convolution is torch's own, of the dequantized weight and of x, rounded where the scheme has an activation. It takes
-the memory format of x. Codes save memory and bytes of a checkpoint. They save no time: each call dequantizes the weight.
+The convolution is torch's own, of the dequantized weight and of x, rounded where the scheme has an activation. Its
+result has the memory format that x asks for. Codes save memory and bytes of a checkpoint, and no time: each call
+dequantizes the weight, and products run in high precision.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class ConvTensor(AffineTensor):
-    """See the module. `ConvTensor.from_float(weight, scheme)` makes one; scales and zero points have the shape that they
-    have for the matrix [N, K]."""
+    """See the module. `ConvTensor.from_float(weight, scheme)` makes one. Scales and zero points have the shape that
+    they have for the matrix [N, K]."""
 
     @classmethod
     def from_float(
@@ -154,19 +155,19 @@ def _matrix(weight: Tensor) -> Tensor:
     check_weight(weight)
     if weight.ndim not in (3, 4):
         raise ValueError(
-            f"a weight of shape {tuple(weight.shape)}; accepted: [N, C/groups, k] of nn.Conv1d and [N, C/groups, kh, kw] "
-            "of nn.Conv2d"
+            f"a weight of shape {tuple(weight.shape)}; accepted: [N, C/groups, k] of nn.Conv1d and "
+            "[N, C/groups, kh, kw] of nn.Conv2d"
         )
     return weight.detach().flatten(1)
 
 
 def check_convolution(input: Any, weight: Any) -> None:
-    """Raise NotImplementedError unless `weight` is the low-bit operand, and the only one, and ValueError for tensors on
-    several devices."""
+    """Raise NotImplementedError unless `weight` is the low-bit operand, and the only one, and ValueError for tensors
+    on several devices."""
     if isinstance(input, LowbitTensor) or not isinstance(weight, LowbitTensor):
         raise NotImplementedError(
-            f"a convolution of a {type(input).__name__} and a {type(weight).__name__}: only the weight, the second, may "
-            "be in low bits; accepted: plain inputs, or .dequantize()"
+            f"a convolution of a {type(input).__name__} and a {type(weight).__name__}: only the weight, the second, "
+            "may be in low bits; accepted: plain inputs, or .dequantize()"
         )
     if input.device != weight.device:
         raise ValueError(

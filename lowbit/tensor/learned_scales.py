@@ -277,14 +277,14 @@ class _Convolution:
         operands = FakeQuantizedTensor.operands(
             input, weight, values, self.bias, product="convolution"
         )
-        return self._conv_forward(*operands)  # type: ignore[no-any-return]
+        return self._conv_forward(*operands)
 
 
-class Conv1d(_Convolution, nn.Conv1d):  # type: ignore[misc]
+class Conv1d(_Convolution, nn.Conv1d):
     """nn.Conv1d whose weight is quantized by scales of its own."""
 
 
-class Conv2d(_Convolution, nn.Conv2d):  # type: ignore[misc]
+class Conv2d(_Convolution, nn.Conv2d):
     """nn.Conv2d whose weight is quantized by scales of its own."""
 
 

@@ -31,7 +31,7 @@ _CALIBRATE = (
 )
 
 
-class RoundsInput:
+class RoundsInput(nn.Module):
     """The part of a module with a static scale of its input that rounds it. The modules below have it."""
 
     is_calibrated = False
@@ -67,8 +67,8 @@ class RoundsInput:
         """The weight as products see it now."""
         weight: Any = self.weight
         if learned_scales.has_scales(self):
-            return weight.seen_by(*learned_scales.scales_of(self))  # type: ignore[no-any-return]
-        return weight.operand()  # type: ignore[no-any-return]
+            return weight.seen_by(*learned_scales.scales_of(self))
+        return weight.operand()
 
 
 class Linear(RoundsInput, sharded_linear.Linear):
@@ -84,14 +84,14 @@ class _Convolution(RoundsInput):
         operands = FakeQuantizedTensor.operands(
             input, self.weight, self._weight_seen(), self.bias, self.rounded, "convolution"
         )
-        return self._conv_forward(*operands)  # type: ignore[no-any-return]
+        return self._conv_forward(*operands)
 
 
-class Conv1d(_Convolution, nn.Conv1d):  # type: ignore[misc]
+class Conv1d(_Convolution, nn.Conv1d):
     """nn.Conv1d of a fake-quantized weight, with a static scale of its input."""
 
 
-class Conv2d(_Convolution, nn.Conv2d):  # type: ignore[misc]
+class Conv2d(_Convolution, nn.Conv2d):
     """nn.Conv2d of a fake-quantized weight, with a static scale of its input."""
 
 

@@ -192,7 +192,7 @@ def test_casts_and_autocast(dtype) -> None:
     found.to(dtype)
     assert found[0].weight.dtype is dtype and torch.equal(found[0].weight.codes, codes)
     assert found(x.to(dtype)).dtype is dtype
-    with pytest.raises(ValueError, match="convolution of a torch.float32 input"):
+    with pytest.raises(ValueError, match=r"convolution of a torch\.float32 input"):
         found(x)
 
 
@@ -260,10 +260,15 @@ def test_rows_slices_and_writes() -> None:
     with pytest.warns(UserWarning, match="rounded to its own codes"):
         w += 0.1
     assert abs(float((w.dequantize() - values).mean()) - 0.1) < 0.01
-    for refused in (lambda: w.transpose(0, 1), lambda: w.mT, lambda: w[:, 1:], lambda: w.view(9, -1)):
+    for refused in (
+        lambda: w.transpose(0, 1),
+        lambda: w.mT,
+        lambda: w[:, 1:],
+        lambda: w.view(9, -1),
+    ):
         with pytest.raises(NotImplementedError, match=r"ConvTensor.*dequantize"):
             refused()
-    with pytest.raises(NotImplementedError, match="aten.convolution"):
+    with pytest.raises(NotImplementedError, match=r"aten\.convolution"):
         F.conv_transpose2d(torch.randn(1, 9, 4, 4), w)
     with pytest.raises(NotImplementedError, match="only the weight, the second"):
         F.conv2d(w, torch.randn(2, 6, 3, 3))
@@ -354,6 +359,27 @@ def test_weights_that_do_not_fit() -> None:
 
     with pytest.raises(ValueError, match="one weight of a convolution and of another module"):
         lb.quantize_(Shared(), lb.Int8WeightOnly(), lambda module, name: True)
+
+
+def test_weights_computed_from_others_are_reported() -> None:
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3))
+    model = nn.Sequential(parametrized, nn.Linear(4, 4))
+    report = lb.quantize_(model, lb.Int8WeightOnly(), lambda module, name: True)
+    assert report.converted == ["1.weight"]
+    assert report.left["0.weight"] == "computed from other parameters, so none to convert"
+
+
+def test_a_parameter_beside_the_weight_is_no_weight_of_the_convolution() -> None:
+    class Adapted(nn.Conv2d):
+        def __init__(self) -> None:
+            super().__init__(4, 4, 3)
+            self.down = nn.Parameter(torch.randn(2, 16))
+
+    model = nn.Sequential(Adapted())
+    report = lb.quantize_(model, lb.Int8WeightOnly(), is_conv)
+    assert report.converted == ["0.weight"] and type(model[0].down) is nn.Parameter
+    lb.quantize_(model, {"0.down": lb.Int8WeightOnly()}, is_conv)
+    assert type(model[0].down) is lb.AffineTensor and isinstance(model[0].weight, ConvTensor)
 
 
 def test_the_trace_names_convolutions() -> None:

@@ -29,7 +29,7 @@ from tests.inference.test_conv import (
 )
 from tests.qat.lora_layers import LoraLayer
 from tests.qat.test_learned_scales import SPECS, moved, reference_gradients, values
-from tests.schemes import WEIGHT_ONLY, over, relative_error, weight_specs
+from tests.schemes import over, relative_error, weight_specs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCALES = pytest.mark.parametrize("scales", ["present", "learned"])
@@ -277,7 +277,7 @@ def test_copies_files_and_meta(scales: str) -> None:
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     state = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    plain = {name for name in net().state_dict()}
+    plain = set(net().state_dict())
     assert {name for name in state if "_scale" not in name and "_zero" not in name} == plain
     other = prepared(scheme, scales)
     other.load_state_dict(state)
@@ -360,11 +360,26 @@ def test_scales_alone_train_after_freezing_codes() -> None:
     model(x).square().sum().backward()
     optimizer.step()
     codes = ConvTensor.from_float(
-        model[0].weight.master(), IntxWeightOnly(2, 16), (model[0].weight_scale.detach() * RATE, None)
+        model[0].weight.master(),
+        IntxWeightOnly(2, 16),
+        (model[0].weight_scale.detach() * RATE, None),
     )
     trained = model(x)
     qat.convert_(model)
     assert torch.equal(model(x), trained) and torch.equal(model[0].weight.codes, codes.codes)
+
+
+def test_bits_fall_by_a_schedule() -> None:
+    model, x = prepared(lb.Int4WeightOnly(8)), image()
+    expected = model(x)
+    schedule = qat.Schedule(model, start=1, bits={1: 8, 2: 4})
+    outputs = []
+    for _ in range(3):
+        outputs.append(model(x))
+        schedule.step()
+    assert torch.equal(outputs[0], net()(x)) and torch.equal(outputs[2], expected)
+    errors = [relative_error(y, outputs[0]) for y in outputs]
+    assert errors[0] < errors[1] < errors[2]
 
 
 def test_block_by_block() -> None:
@@ -430,9 +445,11 @@ def test_refused(scales: str) -> None:
     own = nn.Sequential(Own(3, 4, 3))
     with pytest.raises(ValueError, match="belongs to a Own, which multiplies by itself"):
         qat.prepare_(own, lb.Int8StaticActivationInt8Weight(), is_conv, scales=scales)
-    with pytest.raises(ValueError, match=r"Own, whose forward\(\) may change its input"):
-        with lb.calibrate(own, lb.Int8StaticActivationInt8Weight(), is_conv):
-            pass
+    with (
+        pytest.raises(ValueError, match=r"Own, whose forward\(\) may change its input"),
+        lb.calibrate(own, lb.Int8StaticActivationInt8Weight(), is_conv),
+    ):
+        pass
     report = qat.prepare_(own, lb.Int4WeightOnly(8), is_conv, scales=scales)
     assert ("present scales, as Own multiplies by itself" in str(report)) == (scales == "learned")
     x = values(2, 3, 6, 6)
