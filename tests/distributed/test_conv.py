@@ -7,12 +7,19 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 import lowbit
 from lowbit import Int8StaticActivationInt8Weight, IntxWeightOnly, qat
 from lowbit.granularity import PerTensor
 from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.fsdp import as_bytes
 from tests.distributed.launch import launch
 from tests.distributed.test_learned_scales import whole
 from tests.distributed.test_train_fsdp import shard
@@ -85,16 +92,40 @@ def check_qat(rank, world_size):
     return True
 
 
-def check_frozen(rank, world_size):
+def check_gathered(rank, model, alone):
+    options = StateDictOptions(full_state_dict=True)
+    gathered, expected = get_model_state_dict(model, options=options), alone.state_dict()
+    if rank == 0:
+        assert gathered.keys() == expected.keys()
+        for name, part in gathered.items():
+            assert torch.equal(part, expected[name]), name
+
+
+def check_frozen(rank, world_size, folder):
     for scheme in SCHEMES[:4]:
         alone = Model()
         lowbit.quantize_(alone, scheme, is_conv)
         model = shard(copy.deepcopy(alone))
         assert relative(model(image()).detach(), alone(image()).detach()) < 1e-6, scheme
         assert model.first.weight.to_local().shape[0] < 9
+        if isinstance(scheme.weight.format, Int):  # gloo moves no float8
+            check_gathered(rank, model, alone)
+        path = f"{folder}/{SCHEMES.index(scheme)}"
+        dcp.save(get_model_state_dict(model), checkpoint_id=path)
+        other = Model()
+        lowbit.quantize_(other, scheme, is_conv)
+        with torch.no_grad():
+            for part in other.state_dict().values():
+                as_bytes(part).zero_()
+        other = shard(other)
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(other, state)
+        assert torch.equal(other(image()), model(image())), scheme
     return True
 
 
 @pytest.mark.parametrize("check", [check_qat, check_frozen], ids=lambda f: f.__name__[6:])
-def test_two_processes(check):
-    assert launch(check, 2) == [True, True]
+def test_two_processes(check, tmp_path):
+    arguments = (str(tmp_path),) if check is check_frozen else ()
+    assert launch(check, 2, *arguments) == [True, True]
