@@ -22,15 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.convert import Filter, Schemes, check_module, find_targets
+from lowbit.convert import Filter, Schemes, check_module, find_targets, rounding_owners
 from lowbit.learned_scales import learns_zero
 from lowbit.observer import Method, Observer, sum_over_ranks
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor import static_input
+from lowbit.tensor.conv_tensor import CONVOLUTIONS
 
 
 class _Watched(NamedTuple):
-    """The linears that share a weight, by their names, and the observer of their inputs."""
+    """The modules that share a weight, by their names, and the observer of their inputs."""
 
     names: list[str]
     modules: list[nn.Module]
@@ -48,9 +49,9 @@ def calibrate(
     percentile: float = 99.99,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[dict[str, tuple[float, float]]]:
-    """Inside the context, count the inputs of all linears with a static activation; at its end, set their scales.
+    """Inside the context, count the inputs of all layers with a static activation; at its end, set their scales.
 
-    `with … as ranges` gives a dict, filled at the end: the name of each linear to its range (low, high). A batch counts
+    `with … as ranges` gives a dict, filled at the end: the name of each layer to its range (low, high). A batch counts
     in the mode, train or eval, that the model has at the start: an evaluation in the midst of training changes nothing.
     Inside, products of a prepared model round its weights and not its inputs. If the context ends by an exception the
     scales stay as they were. An earlier calibration is replaced.
@@ -97,10 +98,10 @@ def calibrate(
 
 
 def _prepared(model: nn.Module) -> list[tuple[list[str], list[nn.Module], Spec]]:
-    """Names, linears and activation of each prepared weight with a static scale of its input."""
+    """Names, modules and activation of each prepared weight with a static scale of its input."""
     found: dict[int, tuple[list[str], list[nn.Module], Spec]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, static_input.Linear):
+        if isinstance(module, static_input.RoundsInput):
             spec: Any = module.input_spec
             names, modules, _ = found.setdefault(id(module.weight), ([], [], spec))
             names.append(name)
@@ -120,11 +121,11 @@ def _plain(
     found = []
     for target in targets:
         if isinstance(target.scheme, Scheme) and target.scheme.is_static:
-            linears = [o for o in target.owners if isinstance(o.module, nn.Linear)]
-            for owner in linears:
+            owners = rounding_owners(target)
+            for owner in owners:
                 _check_forward(owner.module, owner.fqn)
-            names = [owner.fqn.removesuffix(f".{owner.attribute}") for owner in linears]
-            modules = [owner.module for owner in linears]
+            names = [owner.fqn.removesuffix(f".{owner.attribute}") for owner in owners]
+            modules = [owner.module for owner in owners]
             assert target.scheme.activation is not None
             found.append((names, modules, target.scheme.activation))
     if not found:
@@ -136,8 +137,9 @@ def _plain(
 
 
 def _check_forward(module: nn.Module, fqn: str) -> None:
-    """Raise ValueError for a linear that may multiply something else than its input."""
-    if type(module).forward is not nn.Linear.forward:
+    """Raise ValueError for a linear or convolution that may multiply something else than its input."""
+    plain = {kind.forward for kind in (nn.Linear, *CONVOLUTIONS)}
+    if type(module).forward not in plain:
         raise ValueError(
             f"{fqn} belongs to a {type(module).__name__}, whose forward() may change its input before the product: "
             "leave it out by filter_fn or a pattern, or give it a scheme with a dynamic activation"
@@ -148,7 +150,7 @@ def _watch(each: _Watched) -> Iterator[RemovableHandle]:
     """Put the observer into its modules. Plain ones call it by a hook, prepared ones themselves."""
     for module in each.modules:
         module.add_module(static_input.OBSERVER, each.observer)
-        if not isinstance(module, static_input.Linear):
+        if not isinstance(module, static_input.RoundsInput):
             yield module.register_forward_pre_hook(_observe, with_kwargs=True)
 
 
@@ -178,7 +180,7 @@ def _finish(
     ranges = {}
     for each in watched:
         values = each.observer.range()
-        if not isinstance(each.modules[0], static_input.Linear):
+        if not isinstance(each.modules[0], static_input.RoundsInput):
             unknown = values.new_full((1,), torch.nan)
             zero: Tensor | None = unknown.clone() if learns_zero(each.spec) else None
             static_input.hold_input(each.modules, each.spec, (unknown, zero), learned=False)

@@ -12,19 +12,21 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor, check_weight
+from lowbit.tensor.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.dtensor import local
 from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]
 Schemes = Scheme | Mapping[str, Scheme | None]
 TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
-USES = ("linear", "embedding", "attention", "other")
+USES = ("linear", "embedding", "conv", "attention", "other")
 """How a module uses its weight, as schemes ask; "attention" is the `out_proj` of nn.MultiheadAttention."""
 
 
@@ -45,9 +47,20 @@ class Target:
     owners: tuple[Owner, ...]
 
 
-def linear_of(target: Target) -> Owner:
-    """The first nn.Linear that holds the weight. Its input stands for those of all."""
-    return next(owner for owner in target.owners if isinstance(owner.module, nn.Linear))
+def rounding_owners(target: Target) -> list[Owner]:
+    """The modules, linears or convolutions, that round their inputs by the scheme of the weight that they hold. With a
+    static scale the input of the first one stands for those of all."""
+    kinds = (nn.Linear, *CONVOLUTIONS)
+    return [owner for owner in target.owners if isinstance(owner.module, kinds)]
+
+
+def is_conv(target: Target) -> bool:
+    """Whether the weight is stored as `lowbit.tensor.conv_tensor` says."""
+    return _is_of_conv(target.owners[0])
+
+
+def _is_of_conv(owner: Owner) -> bool:
+    return isinstance(owner.module, CONVOLUTIONS) and owner.attribute == "weight"
 
 
 # ---- the report -----------------------------------------------------------------------------------------------
@@ -289,7 +302,11 @@ def _check_target(target: Target) -> None:
     if not isinstance(target.weight, LowbitTensor):  # training may start from a quantized one
         check_weight(target.weight, fqn)
     try:
-        target.scheme.check(target.weight)
+        if is_conv(target):
+            check_spec(target.scheme.weight)
+            target.scheme.check(torch.empty(matrix_shape(target.weight.shape), device="meta"))
+        else:
+            target.scheme.check(target.weight)
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from error
 
@@ -299,8 +316,15 @@ def _check_patterns(walk: _Walk) -> None:
     if unused:
         targets = walk.targets.values()
         names = [e.fqn for e in walk.report.entries][:3] or [t.owners[0].fqn for t in targets][:3]
+        left = [
+            f"{e.fqn}: {e.note}"
+            for e in walk.report.entries
+            if any(_matches(p, e.fqn) or _matches(p, e.fqn.rpartition(".")[0]) for p in unused)
+        ]
+        why = f"; left alone: {'; '.join(left[:3])}" if left else ""
         raise ValueError(
             f"the patterns {unused} chose no weight (a pattern before them may match first); names end like {names}"
+            f"{why}"
         )
 
 
@@ -393,8 +417,8 @@ def _is_linear(module: nn.Module, fqn: str) -> bool:
 
 
 def _has_own_product(module: nn.Module) -> bool:
-    """Whether the module multiplies by, or looks up, its parameter `weight` and no other."""
-    return isinstance(module, nn.Linear | nn.Embedding)
+    """Whether the module multiplies by, convolves with, or looks up its parameter `weight` and no other."""
+    return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:
@@ -427,8 +451,14 @@ def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) ->
             return "its max_norm rewrites rows at every lookup"
         if isinstance(module, nn.Embedding) and module.sparse and trains:
             return "its embedding has sparse=True, and a low-bit weight takes dense gradients"
-        if type(module).__module__.startswith("torch.nn") and not _has_own_product(module):
+        without = trains and isinstance(module, CONVOLUTIONS)
+        if without or (
+            type(module).__module__.startswith("torch.nn") and not _has_own_product(module)
+        ):
             return f"no low-bit product for {type(module).__name__}"
+    of_convolutions = [_is_of_conv(owner) for owner in owners]
+    if any(of_convolutions):
+        return None if all(of_convolutions) else "one weight of a convolution and of another module"
     if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
         return f"no low-bit product takes {weight.ndim} dimensions"
     return None
@@ -451,6 +481,8 @@ def _use(module: nn.Module, attentions: set[int]) -> str:
         return "attention"
     if isinstance(module, nn.Linear):
         return "linear"
+    if isinstance(module, CONVOLUTIONS):
+        return "conv"
     return "embedding" if isinstance(module, nn.Embedding) else "other"
 
 
@@ -483,7 +515,8 @@ def replace_weights(
             module.register_parameter(name, new)
         first, *others = (owner.fqn for owner in target.owners)
         left_behind = hand_over(target.weight, new, first, trainable)
-        about = note or target.scheme.describe(new.shape)
+        shape = matrix_shape(new.shape) if is_conv(target) else new.shape
+        about = note or target.scheme.describe(shape)
         about = f"{about}; {left_behind}" if left_behind else about
         report.entries.append(Entry(first, tuple(new.shape), True, about))
         report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]

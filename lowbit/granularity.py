@@ -11,7 +11,8 @@ parameters. The block has the rank of the tensor and tiles it.
 | `PerGroup(g)`    | (1, g)                   | N · K/g    |
 | `PerBlock(a, b)` | (a, b)                   | N/a · K/b  |
 
-Leading dimensions (experts, batch) are never shared: they get blocks of 1, except under `PerTensor`.
+Leading dimensions (experts, batch) are never shared: they get blocks of 1, except under `PerTensor`. The weight of a
+convolution counts as the matrix of its rows (`lowbit.tensor.conv_tensor`).
 
 A granularity of your own is a frozen dataclass in any file. Its fields are ints, and schemes, checkpoints and pickles
 then know it by the name of the class:

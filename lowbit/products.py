@@ -378,10 +378,13 @@ def check_first_derivative(weight: Weight) -> None:
         )
 
 
-def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def autocast_inputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: str = "linear"
+) -> tuple[Tensor, Tensor | None]:
     """Cast x and bias as `F.linear` does under autocast; the weight's values are cast once dequantized.
 
-    Raises ValueError where, without autocast, x and the weight or the bias differ in dtype.
+    Raises ValueError where, without autocast, x and the weight or the bias differ in dtype. `product`: how the message
+    names it.
     """
     takes_part = not x.is_meta and x.dtype is not torch.float64
     kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # the last takes longer
@@ -390,12 +393,12 @@ def autocast_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
         return x, None if bias is None else bias.to(x.dtype)
     if x.dtype != weight.dtype:
         raise ValueError(
-            f"linear of a {x.dtype} input with a weight of dtype {weight.dtype}: convert one "
+            f"{product} of a {x.dtype} input with a weight of dtype {weight.dtype}: convert one "
             "(model.to(dtype) keeps the codes) or use torch.autocast"
         )
     if bias is not None and bias.dtype != x.dtype:
         raise ValueError(
-            f"linear of a {x.dtype} input with a bias of dtype {bias.dtype}: convert it (bias.to(x.dtype)) or use "
+            f"{product} of a {x.dtype} input with a bias of dtype {bias.dtype}: convert it (bias.to(x.dtype)) or use "
             "torch.autocast"
         )
     return x, bias

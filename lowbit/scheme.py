@@ -398,9 +398,16 @@ class Scheme:
         rows = gran.shape[0] if isinstance(gran, PerBlock) and len(gran.shape) > 1 else 1
         if "embedding" in uses and rows > 1:
             return f"its rows would share scales in blocks of {rows}, and are looked up singly"
-        if self.is_static and "linear" not in uses:
+        of_input = None if self.activation is None else self.activation.granularity
+        if "conv" in uses and not isinstance(of_input, PerTensor | None):
+            return (
+                f"the input of a convolution has no rows, which an activation {of_input} gives scales; accepted: a "
+                "weight-only scheme, or an activation with PerTensor(), such as that of "
+                "Int8StaticActivationInt8Weight()"
+            )
+        if self.is_static and not {"linear", "conv"} & set(uses):
             return "no nn.Linear, whose input a static activation scale is calibrated for"
-        if self.is_static and not set(uses) <= {"linear", "embedding"}:
+        if self.is_static and not set(uses) <= {"linear", "embedding", "conv"}:
             return (
                 "one weight of an nn.Linear and of another module, whose input no static scale fits"
             )

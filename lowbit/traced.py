@@ -29,8 +29,10 @@ class TracedProduct:
     Attributes:
         layer: the name of the module; of the parameter, where that is not called `weight`.
         product: "output", "grad_input", "grad_weight", or "embedding" for a lookup in a low-bit table.
-        m: rows of the input, or indices of a lookup; 0 where the product did not run.
-        n, k: the weight is [n, k], also for the products of backward. Under tensor parallelism: on this rank.
+        m: rows of the input, positions of a convolution's output, or indices of a lookup; 0 where the product did not
+            run.
+        n, k: the weight is [n, k], also for the products of backward; that of a convolution is [n, k] as a matrix.
+            Under tensor parallelism: on this rank.
         weight: how the weight is stored, such as "int4-g128", "int8-row-int8-token" (the activation's format last),
             "QAT int4-g32", "int8 weight", "BitNet", or a dtype: what `LowbitTensor.stored_format` gives.
         ran_in: the format of the operands, "int8", "e4m3" or "e5m2", or a dtype.

@@ -337,8 +337,10 @@ _OPERANDS: dict[Any, tuple[tuple[int, str], tuple[int, str]]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul), ((0, "input"), (1, "other"))),
     **dict.fromkeys(_ADDMMS, ((1, "mat1"), (2, "mat2"))),
     **dict.fromkeys((F.linear, F.embedding), ((0, "input"), (1, "weight"))),
+    **dict.fromkeys((F.conv1d, F.conv2d), ((0, "input"), (1, "weight"))),
 }
 """Input and weight among the arguments of a function: position and name."""
+_CONVOLUTIONS = (F.conv1d, F.conv2d)
 
 
 class _Products(TorchFunctionMode):
@@ -366,20 +368,27 @@ class _Products(TorchFunctionMode):
             self._lookup(x, weight, result)
             return result
         if not notes and isinstance(weight, Tensor) and weight.ndim >= 2:
-            notes = self._noticed(func, x, weight)
+            notes = self._noticed(func, x, weight, result)
         self._follow(notes, x.requires_grad, weight.requires_grad, result)
         return result
 
-    def _noticed(self, func: Any, x: Tensor, weight: Tensor) -> list[Note]:
+    def _noticed(self, func: Any, x: Tensor, weight: Tensor, result: Tensor) -> list[Note]:
         local = _local(weight)
         is_plain = not is_low_bit(local)
-        if is_plain and func is not F.linear and self.watch.find(weight) is None:
+        takes_weights = func is F.linear or func in _CONVOLUTIONS
+        if is_plain and not takes_weights and self.watch.find(weight) is None:
             return []  # a product of two activations
-        n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
-        made = self._note(x, n, k, weight, PLAIN_WEIGHT)
+        if func in _CONVOLUTIONS:
+            n, k = _sizes_of_conv(local)
+            rows = _local(result).numel() // max(n, 1)
+            made = self.watch.note(rows, n, k, weight, PLAIN_WEIGHT)
+        else:
+            n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
+            made = self._note(x, n, k, weight, PLAIN_WEIGHT)
         if not is_plain:
             is_qat = isinstance(getattr(local, "scheme", None), Scheme)
-            made.why = ROUNDED if is_qat else DEQUANTIZED
+            rounds_input = getattr(local, "activation", None) is not None
+            made.why = ROUNDED if is_qat or rounds_input else DEQUANTIZED
             if getattr(local, "off", None) == "all":
                 made.why = SWITCHED_OFF
         elif made.layer in self.watch.left_alone:
@@ -439,6 +448,11 @@ class _Products(TorchFunctionMode):
                 record(made, "output", result_dtype)
         if notes and needed and node is not None:
             node.register_prehook(backward)
+
+
+def _sizes_of_conv(weight: Tensor) -> tuple[int, int]:
+    """N and K of a weight [N, C/groups, k…], of which an output position takes K products for each of N."""
+    return weight.shape[0], weight.shape[1:].numel()
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------
@@ -514,8 +528,9 @@ def _not_reached(model: nn.Module, reached: set[str]) -> Iterator[TracedProduct]
             layer = _layer(_plain_name(name), attribute)
             if layer not in reached:
                 product, form = "embedding" if is_lookup else "output", weight_format(_local(p))
-                sizes = (0, p.shape[-2], p.shape[-1])
-                yield TracedProduct(layer, product, *sizes, form, "", "", 0, NOT_REACHED)
+                is_conv = isinstance(module, nn.Conv1d | nn.Conv2d) and p.ndim > 2
+                n, k = _sizes_of_conv(p) if is_conv else p.shape[-2:]
+                yield TracedProduct(layer, product, 0, n, k, form, "", "", 0, NOT_REACHED)
 
 
 @contextmanager

@@ -99,12 +99,12 @@ def test_nothing_to_quantize(flow: Flow) -> None:
     check_refused(
         net, lambda: flow(net, INT4, lambda m, n: False), ValueError, "not selected by the filter"
     )
-    net = nn.Sequential(nn.Conv1d(4, 4, 3))
+    net = nn.Sequential(nn.Conv3d(4, 4, 3))
     check_refused(
         net,
         lambda: flow(net, INT4, lambda m, n: True),
         ValueError,
-        "0.weight: no low-bit product for Conv1d",
+        "0.weight: no low-bit product for Conv3d",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -14,10 +13,12 @@ from lowbit.convert import (
     Schemes,
     Target,
     find_targets,
-    linear_of,
+    is_conv,
     replace_weights,
+    rounding_owners,
 )
 from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.conv_tensor import ConvTensor
 from lowbit.tensor.static_input import check_input, held_for, input_qparams, take_input
 
 Scales = Literal["minmax", "searched"]
@@ -35,11 +36,13 @@ def quantize_(
         quantize_(model, {"lm_head": None, "re:layers\\\\.(0|1)\\\\..*": Int8WeightOnly(), "*": Int4WeightOnly()})
 
     Args:
-        model: any module. Weights become frozen `AffineTensor` or `Float8Tensor` parameters, on their device.
+        model: any module. Weights become frozen `AffineTensor` or `Float8Tensor` parameters, on their device; those of
+            convolutions `ConvTensor`.
         scheme: a `Scheme`, or a dict of patterns to a Scheme or None (leave alone). A pattern is a shell-style glob, or
             "re:" and a regular expression, over the name of the module or of its weight; the first match counts.
         filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. It can choose
-            `nn.Embedding` and modules of your own, whose 2-D and 3-D parameters (experts) are converted.
+            `nn.Embedding`, `nn.Conv1d`, `nn.Conv2d` and modules of your own, whose 2-D and 3-D parameters (experts) are
+            converted.
 
             The filter is called with the name of a module, e.g. "blocks.0.experts". If it refuses the module, it is
             called with the name of each parameter, so that `lambda module, name: name.endswith("experts.up")` converts
@@ -66,11 +69,10 @@ def quantize_(
     """
     if scales not in get_args(Scales):
         raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
-    make = AffineTensor.searched if scales == "searched" else AffineTensor.from_float
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)
-    linears = {owner.module for target in targets for owner in target.owners}
+    modules = {owner.module for target in targets for owner in target.owners}
     trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]
     if 0 < len(trained) < len(targets):
         warnings.warn(
@@ -78,8 +80,8 @@ def quantize_(
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    report = replace_weights(targets, report, lambda t: _quantized(t, make), trainable=False)
-    take_input(linears)
+    report = replace_weights(targets, report, lambda t: _quantized(t, scales), trainable=False)
+    take_input(modules)
     return report.count(model)
 
 
@@ -88,7 +90,7 @@ def _check_calibrated(target: Target) -> None:
     spec = target.scheme.activation
     if spec is None or not spec.static:
         return
-    owner = linear_of(target)
+    owner = rounding_owners(target)[0]
     if held_for(owner.module, spec) is None:
         has_other = "input_spec" in owner.module.__dict__
         why = "was calibrated for another scheme" if has_other else "has no static scale yet"
@@ -99,8 +101,10 @@ def _check_calibrated(target: Target) -> None:
     check_input(owner.module, owner.fqn)
 
 
-def _quantized(target: Target, make: Callable[..., Tensor]) -> Tensor:
+def _quantized(target: Target, scales: Scales) -> Tensor:
     spec = target.scheme.activation
     is_static = spec is not None and spec.static
-    of_input = input_qparams(linear_of(target).module, spec) if is_static else None
+    of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
+    kind = ConvTensor if is_conv(target) else AffineTensor
+    make = kind.searched if scales == "searched" else kind.from_float
     return make(target.weight, target.scheme, input_qparams=of_input)

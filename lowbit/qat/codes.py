@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Report, Target, replace_weights
 from lowbit.qat.exchange import learned_scales, prepared_targets
-from lowbit.tensor.learned_scales import ConstantCodesTensor
+from lowbit.qat.kinds import constant_codes_kind
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def freeze_codes_(model: nn.Module) -> list[Tensor]:
             continue
         weight: Any = target.weight
         seen = weight.quantized_by(*found)
-        new = ConstantCodesTensor(seen, target.scheme)
+        new: Any = constant_codes_kind(target)(seen, target.scheme)
         if not torch.equal(new.quantized_by(*found), seen):
             raise ValueError(
                 f"{target.owners[0].fqn} of {weight.weight.dtype} would change codes of {target.scheme.weight.format}; "

@@ -33,11 +33,10 @@ from lowbit.qat.exchange import (
     plain_weight,
     prepared_targets,
 )
+from lowbit.qat.kinds import prepared_kind
 from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
 from lowbit.scheme import Scheme, Spec, crop
 from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import LearnedScalesTensor
 from lowbit.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -68,7 +67,8 @@ def report(
             its device. Read once.
         scheme: a `Scheme` or dict of patterns, as `lowbit.quantize_` takes it; or several, the candidates of
             `SensitivityReport.plan`. None: the schemes, and the learned scales, of the prepared weights.
-        filter_fn: that of `lowbit.quantize_`: by default every `nn.Linear`; embeddings and experts as it chooses.
+        filter_fn: that of `lowbit.quantize_`: by default every `nn.Linear`; embeddings, convolutions and experts as it
+            chooses.
         loss: a function of model and batch, e.g. `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])`.
             "kl": the divergence of the output's logits from those in high precision, in nats a row (a token; padding
             counts). "error": ‖y − ŷ‖² / ‖y‖² of the output y. None: the output's `loss` where it has one, else "kl" of
@@ -185,15 +185,15 @@ class _Rounding:
                 f"{target.owners[0].fqn} is on the meta device; accepted: a model with weights"
             )
         parameters = learned_scales(target)
-        kind = FakeQuantizedTensor if parameters is None else LearnedScalesTensor
         self.learned = parameters
-        tensor: Any = kind(weight, scheme)
+        self.kind = prepared_kind(target, learned=parameters is not None)
+        tensor: Any = self.kind(weight, scheme)
         frozen: LowbitTensor = (
             tensor.frozen() if parameters is None else tensor.frozen_by(*parameters)
         )
         self.nbytes, self.plain_nbytes = frozen.nbytes_stored(), weight.nbytes
         self.format = tensor.stored_format().removeprefix("QAT ")
-        self.clipped = _clipped_share(weight, scheme.weight, parameters)
+        self.clipped = _clipped_share(tensor.rows(weight), scheme.weight, parameters)
         errors = _Tally()
         errors.add(weight, frozen.dequantize())
         self.weight_snr = errors.decibels()
@@ -207,8 +207,7 @@ class _Rounding:
                 activation = _WatchedSpec.of(activation, self.activation_tally, adds_up=True)
             watched_weight = _WatchedSpec.of(scheme.weight, self.weight_tally, adds_up=False)
             scheme = Scheme(watched_weight, activation)
-        kind = FakeQuantizedTensor if self.learned is None else LearnedScalesTensor
-        rounded = nn.Parameter(kind(plain_weight(target.weight), scheme), requires_grad=False)
+        rounded = nn.Parameter(self.kind(plain_weight(target.weight), scheme), requires_grad=False)
         return [
             Held(owner.module, type(owner.module), {owner.attribute: rounded})
             for owner in target.owners

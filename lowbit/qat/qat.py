@@ -23,11 +23,12 @@ from lowbit.convert import (
     Schemes,
     Target,
     find_targets,
-    linear_of,
     replace_weights,
+    rounding_owners,
 )
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
+from lowbit.qat.kinds import prepared_kind
 from lowbit.tensor.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
 from lowbit.tensor.base import check_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
@@ -61,14 +62,14 @@ def prepare_(
         model, scheme, filter_fn: those of `lowbit.quantize_`.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
             of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
-            `weight_zero` of each `nn.Linear` and `nn.Embedding` (`lowbit.learned_scales`). Other weights keep present
-            scales, and the report says so.
+            `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.learned_scales`).
+            Other weights keep present scales, and the report says so.
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
             in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
 
     A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.
-    With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its `nn.Linear`;
+    With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its module;
     otherwise these are buffers, which stay.
 
     Raises also:
@@ -85,15 +86,19 @@ def prepare_(
     for target in targets:
         _check_static(target, id(target.weight) in layers)
     modules = _modules(targets)
-    static = [(t.owners, t.scheme.activation) for t in targets if t.scheme.is_static]
+    static = [
+        (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
+    ]
     notes: dict[str, str | None] = {}
     if scales == "learned":
         notes = {t.owners[0].fqn: _why_present(t) for t in targets}
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
 
     def prepared(target: Target) -> Tensor:
-        kinds = _KINDS[id(target.weight) in layers]
-        return kinds[target.owners in learned](target.weight, target.scheme)
+        is_learned = target.owners in learned
+        merged = LearnedAdaptedTensor if is_learned else AdaptedTensor
+        kind = merged if id(target.weight) in layers else prepared_kind(target, is_learned)
+        return kind(target.weight, target.scheme)
 
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
@@ -102,9 +107,8 @@ def prepare_(
     for owners in learned:
         module, name, _ = owners[0]
         give_scales(getattr(module, name), [owner.module for owner in owners])
-    for owners, spec in static:
-        linears = [owner.module for owner in owners if isinstance(owner.module, nn.Linear)]
-        prepare_input(linears, spec, learned=owners in learned)
+    for owners, rounding, spec in static:
+        prepare_input([owner.module for owner in rounding], spec, learned=owners in learned)
     return report.count(model)
 
 
@@ -112,13 +116,6 @@ _ADAPTER_NOTES = {
     "merge": "of an adapter, which is added to the weight before it is rounded",
     "keep": "of an adapter, which stays beside the rounded weight",
 }
-
-
-_KINDS: dict[bool, dict[bool, type[FakeQuantizedTensor]]] = {
-    False: {False: FakeQuantizedTensor, True: LearnedScalesTensor},
-    True: {False: AdaptedTensor, True: LearnedAdaptedTensor},
-}
-"""The class of a prepared weight: whether adapters are merged into it, whether its scales are learned."""
 
 
 def _why_present(target: Target) -> str | None:
@@ -173,8 +170,8 @@ def convert_(model: nn.Module) -> Report:
         if isinstance(weight, LearnedScalesTensor):
             check_scales(module, fqn)
         if weight.scheme.is_static:
-            linear = linear_of(target)
-            check_input(linear.module, linear.fqn)
+            owner = rounding_owners(target)[0]
+            check_input(owner.module, owner.fqn)
         if id(weight) in layers:
             around, layer = layers[id(weight)]
             merged[id(weight)] = lora.final_adapters(layer, around)
@@ -192,7 +189,7 @@ def convert_(model: nn.Module) -> Report:
         if id(weight) in merged:
             return lora.quantized(target, merged[id(weight)])
         is_static, spec = target.scheme.is_static, target.scheme.activation
-        of_input = input_qparams(linear_of(target).module, spec) if is_static else None
+        of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
         if isinstance(weight, LearnedScalesTensor):
             return weight.frozen_by(*scales_of(target.owners[0].module), of_input)
         return weight.frozen(of_input)

@@ -223,9 +223,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        shape = tuple(self.shape)
-        if 0 in shape:  # an empty slice keeps the scales of the original
-            return self.scale.new_empty(shape, dtype=self.dtype)
+        if 0 in self.shape:  # an empty slice keeps the scales of the original
+            return self.scale.new_empty(tuple(self.shape), dtype=self.dtype)
+        shape = self.shape_of_codes(self.shape)
         if self.codes.is_cuda and self._fits_dequantize_op():
             return self._dequantize_by_op()
         if (values := self._dequantize_on_cpu()) is not None:
@@ -236,7 +236,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def _fits_dequantize_op(self) -> bool:
         spec = self.spec
         return (
-            type(self) is AffineTensor
+            self.stored_as == "integers"
             and spec.format in (Int(4), Int(8))
             and isinstance(spec.granularity, PerGroup | PerRow)
             and not spec.zero_point_is_value
@@ -245,13 +245,14 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
     def _dequantize_by_op(self) -> Tensor:
         """`dequantize` in one kernel, with the same bits."""
+        shape = self.shape_of_codes(self.shape)
         zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
         values = kernels.dequantize.dequantize(
             self.codes.flatten(0, -2),
             self.scale.flatten(0, -2),
             zero_point,
-            group_size=self.spec.block_size(self.shape)[-1],
-            size=self.shape[-1],
+            group_size=self.spec.block_size(shape)[-1],
+            size=shape[-1],
             dtype=self.dtype,
         )
         return values.view(self.shape)
@@ -259,6 +260,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
+        shape = self.shape_of_codes(shape)
         padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
         bits = self._stored_bits(self.spec)
         found: InnerShapes = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +48,10 @@ class ReadOnCpu:
 
     _reader: Reader | None = None
 
+    def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the blocks of the scheme divide, of a tensor of this shape that is not transposed."""
+        return tuple(shape)
+
     def values_for_product(self: Any) -> Tensor | None:
         """Values [K, N] of a float32 matrix, transposed, for a product that is done before this thread's next one.
 
@@ -73,7 +78,7 @@ class ReadOnCpu:
         if layout is None:
             return None
         values = layout.dequantize(self.codes, self.scale, self.zero_point).to(self.dtype)
-        shape = self.shape
+        shape = self.shape_of_codes(self.shape)
         if values.shape == shape:
             return values
         return crop(values.view(self.spec.padded_shape(shape)), shape)
@@ -127,7 +132,8 @@ def _reader_of(weight: Any) -> Reader:
     if reader is not None and reader[0] is weight.spec:
         return reader
     with torch._C.DisableTorchFunctionSubclass():
-        spec, shape, codes = weight.spec, weight.shape, weight.codes
+        spec, codes = weight.spec, weight.codes
+        shape = weight.shape_of_codes(weight.shape)
         is_plain = type(codes) is Tensor and codes.is_cpu and weight.stored_as in _LAYOUTS
         layout = _layout(spec, shape) if is_plain else None
         is_padded = layout is not None and layout.shape != shape

@@ -54,6 +54,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
     }
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off")
 
+    frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
+    """The class of its weight for inference. `representation_of` may choose a subclass."""
+
     scheme: Scheme
     off: Off
 
@@ -113,10 +116,15 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return stored.fake_quantized().transpose(-2, -1)
         return self.rounded(Values.apply(self))
 
+    def rows(self, values: Tensor) -> Tensor:
+        """Plain `values` of this weight in the shape that the blocks of its scheme divide."""
+        return values
+
     def rounded(self, values: Tensor) -> Tensor:
         """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
-        spec = self.scheme.weight
-        return spec.fake_quantize(values, representation_of(spec).scale_dtype(spec, values.dtype))
+        spec, scale_dtype = self.scheme.weight, representation_of(self.scheme.weight).scale_dtype
+        found = spec.fake_quantize(self.rows(values), scale_dtype(spec, values.dtype))
+        return found.reshape(values.shape)
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -141,7 +149,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
         """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`. `input_qparams`: those of
         the input, for a static activation."""
-        found = AffineTensor.from_float(self.weight, self.scheme, input_qparams=input_qparams)
+        found = self.frozen_as.from_float(self.weight, self.scheme, input_qparams=input_qparams)
         return found.to(self.dtype)  # type: ignore[return-value]
 
     @classmethod
@@ -159,13 +167,26 @@ class FakeQuantizedTensor(MasterWeightTensor):
     ) -> Tensor:
         """input [..., K] times `values`, what products see of this weight [N, K], transposed, plus bias [N]. `rounded`
         rounds the input, where its scale is static."""
-        x, bias = autocast_inputs(input, weight, bias)
+        return F.linear(*FakeQuantizedTensor.operands(input, weight, values, bias, rounded))
+
+    @staticmethod
+    def operands(
+        input: Tensor,
+        weight: Any,
+        values: Tensor,
+        bias: Tensor | None,
+        rounded: Callable[[Tensor], Tensor] | None = None,
+        product: str = "linear",
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The plain input, weight and bias that torch's own function multiplies: cast, the input rounded. Arguments are
+        those of `product`; the last one is the name of torch's function, for messages."""
+        x, bias = autocast_inputs(input, weight, bias, product)
         activation = weight.input_spec
         if rounded is not None and activation is not None:
             x = rounded(x)
         elif activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
-        return F.linear(x, values.to(x.dtype), bias)
+        return x, values.to(x.dtype), bias
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 A module has its scales in the parameter `weight_scale` beside `weight`, and zero points that the mapping chooses in
 `weight_zero`; `lowbit.learned_scales` defines both. An optimizer, a state dict, FSDP2 and a checkpoint treat them as
 any other parameter. A product needs the weight and the scales. `F.linear(x, module.weight)` has the weight alone, so
-here the module multiplies: `give_scales` makes each `nn.Linear` a `Linear` and each `nn.Embedding` an `Embedding`.
+here the module multiplies: `give_scales` makes each `nn.Linear` a `Linear`, each `nn.Embedding` an `Embedding`, and so
+for `nn.Conv1d` and `nn.Conv2d`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowbit.learned_scales import (
 )
 from lowbit.scheme import Int
 from lowbit.tensor import sharded_linear
-from lowbit.tensor.affine_tensor import AffineTensor, representation_of
+from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
@@ -49,7 +50,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
         weight and in the parameters `scale` and `zero`."""
         spec, weight = self.scheme.weight, Values.apply(self)
-        return learned_fake_quantize(weight, scale, zero, spec, self.constant_codes)
+        rows = self.rows(weight)
+        found = learned_fake_quantize(rows, scale, zero, spec, self.constant_codes)
+        return found.reshape(weight.shape)
 
     def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`quantized_by`, or the high-precision weight while its rounding is off."""
@@ -60,14 +63,14 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     ) -> LowbitTensor:
         """The weight for inference, in this tensor's dtype. `input_qparams`: as of `frozen`."""
         own = qparams(self.scheme.weight, scale, zero)
-        found = AffineTensor.from_float(self.weight, self.scheme, own, input_qparams)
+        found = self.frozen_as.from_float(self.weight, self.scheme, own, input_qparams)
         return found.to(self.dtype)  # type: ignore[return-value]
 
     def starting_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The values that its scales and zero points start from."""
         spec = self.scheme.weight
         dtype = representation_of(spec).scale_dtype(spec, self.weight.dtype)
-        return parameters_for(self.weight, spec, dtype)
+        return parameters_for(self.rows(self.weight), spec, dtype)
 
     def _without_scales(self, what: str) -> NotImplementedError:
         return self._unsupported(
@@ -265,7 +268,37 @@ class Embedding(nn.Embedding):
         return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
+class _Convolution:
+    """The forward of a convolution whose weight is quantized by scales of its own."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        values = weight.seen_by(*scales_of(self))
+        operands = FakeQuantizedTensor.operands(
+            input, weight, values, self.bias, product="convolution"
+        )
+        return self._conv_forward(*operands)
+
+
+class Conv1d(_Convolution, nn.Conv1d):
+    """nn.Conv1d whose weight is quantized by scales of its own."""
+
+
+class Conv2d(_Convolution, nn.Conv2d):
+    """nn.Conv2d whose weight is quantized by scales of its own."""
+
+
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+}
+
+
+def with_scales(plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of nn.Linear, nn.Embedding … that `give_scales` makes of a module of this class."""
+    return _KINDS[plain]
 
 
 def can_hold(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A linear whose input is rounded by a static scale, one for all inputs, in training.
+"""Linears and convolutions whose input is rounded by a static scale, one for all inputs, in training.
 
 `lowbit.calibrate` finds the scale and the zero point. The module holds them as `input_scale` and `input_zero` beside
 its weight, as `lowbit.learned_scales` defines parameters: divided by `RATE`. They are parameters where scales are
@@ -31,22 +31,14 @@ _CALIBRATE = (
 )
 
 
-class Linear(sharded_linear.Linear):
-    """nn.Linear of a fake-quantized weight, with a static scale of its input."""
+class RoundsInput(nn.Module):
+    """The part of a module with a static scale of its input that rounds it. The modules below have it."""
 
     is_calibrated = False
     """Whether eager code has found the scale to be a number. Not asked again, because the host would wait."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if learned_scales.has_scales(self):
-            quantized = weight.seen_by(*learned_scales.scales_of(self))
-        else:
-            quantized = weight.operand()
-        return FakeQuantizedTensor.product(input, weight, quantized, self.bias, self.rounded)
-
-    def rounded(self, x: Tensor) -> Tensor:
-        """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed."""
+    def rounded(self: Any, x: Tensor) -> Tensor:
+        """x as the product sees it, differentiable in x and in the scale; unchanged while observed."""
         observer: Any = self._modules.get(OBSERVER)
         if observer is not None:
             observer.observe(x)
@@ -63,10 +55,51 @@ class Linear(sharded_linear.Linear):
             return learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
         return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
 
-    def _check(self) -> None:
+    def _check(self: Any) -> None:
         if not self.weight.is_meta:
-            check_input(self, f"a linear of {self.in_features} inputs")
+            is_linear = isinstance(self, nn.Linear)
+            kind, inputs = ("linear", "inputs") if is_linear else ("convolution", "channels")
+            count = self.in_features if is_linear else self.in_channels
+            check_input(self, f"a {kind} of {count} {inputs}")
             self.is_calibrated = True
+
+    def _weight_seen(self: Any) -> Tensor:
+        """The weight as products see it now."""
+        weight: Any = self.weight
+        if learned_scales.has_scales(self):
+            return weight.seen_by(*learned_scales.scales_of(self))
+        return weight.operand()
+
+
+class Linear(RoundsInput, sharded_linear.Linear):
+    """nn.Linear of a fake-quantized weight, with a static scale of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        values = self._weight_seen()
+        return FakeQuantizedTensor.product(input, self.weight, values, self.bias, self.rounded)
+
+
+class _Convolution(RoundsInput):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        operands = FakeQuantizedTensor.operands(
+            input, self.weight, self._weight_seen(), self.bias, self.rounded, "convolution"
+        )
+        return self._conv_forward(*operands)
+
+
+class Conv1d(_Convolution, nn.Conv1d):
+    """nn.Conv1d of a fake-quantized weight, with a static scale of its input."""
+
+
+class Conv2d(_Convolution, nn.Conv2d):
+    """nn.Conv2d of a fake-quantized weight, with a static scale of its input."""
+
+
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+}
 
 
 def inputs_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -130,7 +163,8 @@ def held_for(module: nn.Module, spec: Spec) -> tuple[Tensor, Tensor | None] | No
 
 
 def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> None:
-    """Make these linears with prepared weights a `Linear`, whose scale is that of an earlier calibration, or NaN."""
+    """Make these modules with prepared weights a `Linear`, `Conv1d` or `Conv2d`, whose scale is that of an earlier
+    calibration, or NaN."""
     found = held_for(modules[0], spec)
     if found is None:
         device = modules[0].weight.device
@@ -138,18 +172,22 @@ def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> No
         found = unknown, unknown.clone() if learns_zero(spec) else None
     hold_input(modules, spec, found, learned)
     for module in modules:
-        module.__class__ = Linear
+        module.__class__ = next(k for plain, k in _KINDS.items() if isinstance(module, plain))
 
 
 def plain_input(modules: Iterable[nn.Module]) -> None:
     """Undo `prepare_input`, where it was called; before `drop_scales` and `make_plain`, of earlier steps."""
     for module in modules:
-        if type(module) is Linear:
-            take_input([module])
-            module.__dict__.pop("is_calibrated", None)
-            learned = learned_scales.has_scales(module)
-            plain = learned_scales.Linear if learned else sharded_linear.Linear
-            module.__class__ = plain  # type: ignore[assignment]
+        for plain, kind in _KINDS.items():
+            if type(module) is kind:
+                take_input([module])
+                module.__dict__.pop("is_calibrated", None)
+                if learned_scales.has_scales(module):
+                    plain = learned_scales.with_scales(plain)
+                elif plain is nn.Linear:
+                    plain = sharded_linear.Linear
+                module.__class__ = plain
+                break
 
 
 @torch.no_grad()

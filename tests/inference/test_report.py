@@ -163,13 +163,13 @@ def test_a_filter_sees_modules_and_names() -> None:
 
 
 def test_a_filter_that_takes_all_leaves_parameters_without_product() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3), nn.Bilinear(4, 4, 2), nn.LSTM(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv3d(2, 2, 3), nn.Bilinear(4, 4, 2), nn.LSTM(8, 8))
     report = lb.quantize_(model, INT8, lambda m, name: True)
     assert report.converted == ["0.weight"]
-    assert report.left["1.weight"] == "no low-bit product for Conv1d"
+    assert report.left["1.weight"] == "no low-bit product for Conv3d"
     assert report.left["2.weight"] == "no low-bit product for Bilinear"
     assert report.left["3.weight_ih_l0"] == "no low-bit product for LSTM"
-    model[1](model[0](torch.randn(2, 8)).t()[None].expand(1, 8, 2).repeat(1, 1, 2))
+    model[1](model[0](torch.randn(1, 2, 8, 8, 8)))
 
 
 def test_a_subclass_of_linear_is_converted() -> None:
@@ -291,11 +291,11 @@ def test_one_parameter_under_two_names_of_one_module_stays_one() -> None:
 
 
 def test_parameters_without_low_bit_product_are_reported() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 4))
+    model = nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.Linear(8, 4))
     report = lb.quantize_(model, lb.Int8WeightOnly(), lambda module, name: True)
-    assert report.left == {"0.weight": "no low-bit product for Conv2d"}
-    with pytest.raises(ValueError, match="no low-bit product for Conv2d"):
-        lb.quantize_(nn.Sequential(nn.Conv2d(3, 8, 3)), lb.Int8WeightOnly(), lambda m, n: True)
+    assert report.left == {"0.weight": "no low-bit product for ConvTranspose2d"}
+    with pytest.raises(ValueError, match="no low-bit product for Conv3d"):
+        lb.quantize_(nn.Sequential(nn.Conv3d(3, 8, 3)), lb.Int8WeightOnly(), lambda m, n: True)
 
 
 def test_an_embedding_whose_rows_would_share_scales_is_left_alone() -> None:

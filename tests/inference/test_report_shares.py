@@ -50,7 +50,7 @@ def test_weights_left_alone_are_reported_with_their_share() -> None:
     own = "filter_fn can select it, the default takes nn.Linear only"
     assert report.left == {
         "position": f"a parameter of a Mixed: {own}",
-        "conv.weight": "no low-bit product for Conv2d",
+        "conv.weight": "not selected by the filter",
         "c_attn.weight": f"a parameter of a Conv1D: {own}",
         "experts.up": f"a parameter of a Experts: {own}",
         "embedding.weight": "not selected by the filter",

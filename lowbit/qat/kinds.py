@@ -1,0 +1,24 @@
+"""The class of a prepared weight, by the module that holds it and by what is trained."""
+
+from __future__ import annotations
+
+from lowbit.convert import Target, is_conv
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.fake_quantized_conv import (
+    ConstantCodesConvTensor,
+    FakeQuantizedConvTensor,
+    LearnedScalesConvTensor,
+)
+from lowbit.tensor.learned_scales import ConstantCodesTensor, LearnedScalesTensor
+
+
+def prepared_kind(target: Target, learned: bool) -> type[FakeQuantizedTensor]:
+    """`learned`: whether its scales are parameters."""
+    if is_conv(target):
+        return LearnedScalesConvTensor if learned else FakeQuantizedConvTensor
+    return LearnedScalesTensor if learned else FakeQuantizedTensor
+
+
+def constant_codes_kind(target: Target) -> type[ConstantCodesTensor]:
+    """The class of a weight whose scales train alone."""
+    return ConstantCodesConvTensor if is_conv(target) else ConstantCodesTensor
