@@ -39,6 +39,7 @@ REFERENCE = "bf16"
 RUNS: dict[str, list[str]] = {
     REFERENCE: [],
     "int8": ["--lowbit.train", "int8(always=True)"],
+    "int8-nearest": ["--lowbit.train", "int8(always=True, stochastic_rounding=False)"],
     "float8": ["--lowbit.train", "float8(always=True)"],
     "AdamW8bit": ["--optimizer.name", "AdamW8bit"],
     "AdamW4bit": ["--optimizer.name", "AdamW4bit"],
