@@ -208,7 +208,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     def _check_experts_apart(self, what: str) -> None:
         """Raise NotImplementedError where experts share a scale: alone, one would be rounded by another one."""
-        is_stack = self.ndim == 3 and len(self) > 1 and self.scheme.weight.granularity.spans(0, 3)
+        is_stack = (
+            self.ndim == 3 and self.shape[0] > 1 and self.scheme.weight.granularity.spans(0, 3)
+        )
         if is_stack and self.rounds_weight:
             raise self._unsupported(
                 f"{what}, since they share scales (accepted: grouped and batched products of all of them, "

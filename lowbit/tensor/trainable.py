@@ -190,7 +190,7 @@ class TrainableTensor(LowbitTensor):
                 f"a product of {tuple(x.shape)} and {weight!r}; accepted: a weight [K, N], or [E, K, N] with an input "
                 "[E, M, K]"
             )
-        if x.shape[-1] != weight.shape[-2] or (weight.ndim == 3 and len(x) != len(weight)):
+        if x.shape[-1] != weight.shape[-2] or (weight.ndim == 3 and x.shape[0] != weight.shape[0]):
             raise ValueError(
                 f"a product of {tuple(x.shape)} and {tuple(weight.shape)}: K or the number of experts differs"
             )

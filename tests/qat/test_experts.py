@@ -267,7 +267,7 @@ def test_compiled_without_new_graphs_for_other_tokens(scheme, scales) -> None:
         model.zero_grad()
         y = run(x, ends)
         y.backward(grad)
-        assert relative(y, expected["output"]) < 2e-2
+        assert relative(y.detach(), expected["output"]) < 2e-2
         for name, p in model.named_parameters():
             assert relative(p.grad, expected[name]) < 4e-2, (counts, name)
     assert counted.frame_count == 1
