@@ -171,7 +171,8 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def matmul(cls, x: Any, weight: Any) -> Tensor:
         """As for every weight, and the product of experts [E, N, K] from the left with an input [E, K, M]. Experts
         multiply at once."""
-        if isinstance(x, FakeQuantizedTensor) and not isinstance(weight, LowbitTensor):
+        is_left = isinstance(x, FakeQuantizedTensor) and x.ndim == weight.ndim == 3
+        if is_left and not isinstance(weight, LowbitTensor):
             experts, inputs = x, weight
             cls.check_stacked(inputs.transpose(-2, -1), experts.transpose(-2, -1))
             inputs = experts.rounded_for_experts(inputs.transpose(-2, -1)).transpose(-2, -1)

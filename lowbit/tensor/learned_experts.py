@@ -66,9 +66,9 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
             "alike; accepted: whole experts on each rank (Shard(0)), for the parameters of scales too, or prepare_ "
             "with scales='present'"
         )
-    own = (
+    own: list[Any] = [
         None if t is None else t.to_local(grad_placements=placements) for t in (weight, scale, zero)
-    )
+    ]
     return DTensor.from_local(
         _seen_locally(*own),
         weight.device_mesh,
@@ -84,7 +84,7 @@ def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
     if weight.input_spec is None:
         return values
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.lowbit.rounding_inputs(weight, values)  # type: ignore[no-any-return]
+        return torch.ops.lowbit.rounding_inputs(weight, values)
 
 
 @FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)

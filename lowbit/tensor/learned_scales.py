@@ -63,8 +63,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
 
     def _is_stored_like(self, other: Tensor) -> bool:
         """Whatever the names of both."""
-        same = type(other) is type(self)
-        return super()._is_stored_like(other._with(attribute=self.attribute) if same else other)
+        if isinstance(other, LearnedScalesTensor):
+            other = other._with(attribute=self.attribute)
+        return super()._is_stored_like(other)
 
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
