@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -82,35 +83,27 @@ def whole(p):
 
 
 def check_as_one_process(rank, world_size):
-    """Outputs, gradients by name, and weights after steps; shards of as many experts, of more, and of none."""
-    for scheme in SCHEMES:
-        for experts in SIZES:
-            for dtype in (torch.float32, torch.bfloat16):
-                for scales in ("present", "learned"):
-                    alone = prepared(scheme, experts, scales, dtype)
-                    model = shard(copy.deepcopy(alone))
-                    where = (scheme, experts, dtype, scales)
-                    narrow = dtype is torch.bfloat16
-                    for _ in range(2):
-                        expected, found = step(alone, experts), step(model, experts)
-                        assert relative(found, expected) < (2e-2 if narrow else 1e-3), where
-                        for (name, p), q in zip(
-                            model.named_parameters(), alone.parameters(), strict=True
-                        ):
-                            # the gradient of a scale travels with a residual of one byte
-                            coarse = name.endswith(("_scale", "_zero"))
-                            bound = 3e-2 if narrow else 1e-2 if coarse else 1e-3
-                            if q.grad.norm() > 0:
-                                assert relative(whole(p.grad), q.grad) < bound, (*where, name)
-                        with torch.no_grad():
-                            for p in alone.parameters():
-                                p.sub_(p.grad, alpha=0.05)
-                        alone_state = {n: p.detach() for n, p in alone.state_dict().items()}
-                        set_model_state_dict(
-                            model,
-                            alone_state,
-                            options=StateDictOptions(full_state_dict=True),
-                        )
+    """Outputs and gradients by name, after a step too; shards of as many experts, of more, and of none."""
+    dtypes, kinds = (torch.float32, torch.bfloat16), ("present", "learned")
+    for where in itertools.product(SCHEMES, SIZES, dtypes, kinds):
+        scheme, experts, dtype, scales = where
+        alone = prepared(scheme, experts, scales, dtype)
+        model = shard(copy.deepcopy(alone))
+        narrow = dtype is torch.bfloat16
+        for _ in range(2):
+            expected, found = step(alone, experts), step(model, experts)
+            assert relative(found, expected) < (2e-2 if narrow else 1e-3), where
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                # the gradient of a scale travels with a residual of one byte
+                coarse = name.endswith(("_scale", "_zero"))
+                bound = 3e-2 if narrow else 1e-2 if coarse else 1e-3
+                if q.grad.norm() > 0:
+                    assert relative(whole(p.grad), q.grad) < bound, (*where, name)
+            with torch.no_grad():
+                for p in alone.parameters():
+                    p.sub_(p.grad, alpha=0.05)
+            state = {n: p.detach() for n, p in alone.state_dict().items()}
+            set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
     return True
 
 
