@@ -21,6 +21,7 @@ from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor, check_weight
 from lowbit.tensor.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.dtensor import local
+from lowbit.tensor.learned_scales import weight_scaled_by
 from lowbit.train_scheme import TrainingScheme
 
 Filter = Callable[[nn.Module, str], bool]
@@ -363,6 +364,8 @@ class _Walk:
 
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
         """The scheme for this weight, or as a str the reason why it is left alone."""
+        if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
+            return f"learned scales or zero points of {joined_name(prefix, weight)}"
         names = (prefix, owner.fqn)
         pattern = next((p for p in self.patterns if any(_matches(p, n) for n in names)), None)
         scheme = None if pattern is None else self.patterns[pattern]

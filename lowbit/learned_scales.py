@@ -35,6 +35,8 @@ from lowbit.scheme import Float8, Spec, crop
 
 RATE = 0.125
 """Scale per unit of its parameter."""
+PART = 2**24
+"""Elements of experts that are rounded at a time."""
 
 
 def learns_zero(spec: Spec) -> bool:
@@ -105,6 +107,18 @@ def learned_fake_quantize(
     return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
 
 
+def _parts(weight: Tensor, spec: Spec) -> list[slice]:
+    """Parts of the experts of a weight [E, …], one after another of which is rounded.
+
+    Temporaries take some 14 times the bytes of a bfloat16 part. torch.compile, which has no temporaries, gets one part.
+    """
+    whole = [slice(None)]
+    if weight.ndim < 3 or torch.compiler.is_compiling() or spec.block_size(weight.shape)[0] > 1:
+        return whole
+    step = max(PART // max(weight.shape[1:].numel(), 1), 1)
+    return [slice(i, i + step) for i in range(0, weight.shape[0], step)] or whole
+
+
 class _LearnedFakeQuantize(torch.autograd.Function):
     """Backward computes the codes again, so that forward keeps nothing but its arguments."""
 
@@ -119,19 +133,50 @@ class _LearnedFakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
         ctx.spec, ctx.constant_codes = spec, constant_codes
-        found = spec.quantize(weight, qparams=qparams(spec, scale, zero))
-        return spec.dequantize(*found, weight.shape, weight.dtype)
+        scale, zero_point = qparams(spec, scale, zero)
+
+        def rounded(part: slice) -> Tensor:
+            own = scale[part], None if zero_point is None else zero_point[part]
+            codes = spec.quantize(weight[part], qparams=own)
+            return spec.dequantize(*codes, weight[part].shape, weight.dtype)
+
+        parts = _parts(weight, spec)
+        if len(parts) == 1:
+            return rounded(parts[0])
+        values = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for part in parts:
+            values[part] = rounded(part)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
-        spec = ctx.spec
+        spec, grad = ctx.spec, grads[0]
         scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
-        codes, residual = codes_and_residual(weight, spec, scale, zero_point)
-        if ctx.constant_codes:
-            residual = steps_of(codes, spec, zero_point)
-        found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
-        return *found, None, None
+
+        def found(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+            own, zero = (None if t is None else t[part] for t in (zero_point, zero_parameter))
+            codes, residual = codes_and_residual(weight[part], spec, scale[part], own)
+            if ctx.constant_codes:
+                residual = steps_of(codes, spec, own)
+            return gradients(grad[part], codes, residual, spec, scale_parameter[part], zero)
+
+        parts = _parts(weight, spec)
+        if len(parts) == 1:
+            return *found(parts[0]), None, None
+        grad_weight = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        of_scales, of_zeros = [], []
+        for part in parts:
+            grad_weight[part], of_scale, of_zero = found(part)
+            of_scales.append(of_scale)
+            of_zeros += [] if of_zero is None else [of_zero]
+        return (
+            grad_weight,
+            torch.cat(of_scales),
+            torch.cat(of_zeros) if of_zeros else None,
+            None,
+            None,
+        )
 
 
 def codes_and_residual(

@@ -19,6 +19,7 @@ in `_OPERANDS` with the weight as second operand; it does not see an einsum.
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -173,6 +174,14 @@ class Watch:
         self.parameters = sorted(
             (*_memory(p), _layer(*_split(name))) for name, p in model.named_parameters()
         )
+        self.prepared = {
+            _layer(*_split(name)): _local(p)
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if _is_qat(_local(p))
+        }
+        """The prepared weight of a layer. Products may see its rounded values alone, as with learned scales."""
+        self.selected: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        """id of a copy of experts, `weight[indices]` → the copy, and the layer."""
         self.left_alone = {
             _layer(_plain_name(name), attribute): reason
             for name, module in model.named_modules()
@@ -193,6 +202,9 @@ class Watch:
         The running module comes first: it is the right one for a tied weight, and only it knows the memory that FSDP2
         gathers.
         """
+        alive, layer = self.selected.get(id(weight), (None, None))
+        if alive is not None and alive() is weight:
+            return layer
         start, _ = _memory(weight)
         if start == 0:
             return None
@@ -306,6 +318,11 @@ def is_low_bit(weight: Any) -> bool:
     return hasattr(type(weight), "inner_tensors")
 
 
+def _is_qat(weight: Any) -> bool:
+    """Whether a local tensor is a weight that `lowbit.qat` prepared."""
+    return is_low_bit(weight) and isinstance(getattr(weight, "scheme", None), Scheme)
+
+
 def _memory(weight: Tensor) -> tuple[int, int]:
     """The first address and the one after the last, of the first inner tensor; 0 and 0 where there is none."""
     local: Any = _local(weight)
@@ -354,7 +371,10 @@ class _Products(TorchFunctionMode):
         kwargs, thread = kwargs or {}, self.watch.thread
         looked_at = func in _OPERANDS or func is F.multi_head_attention_forward
         if not looked_at or thread.inside:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is Tensor.__getitem__ and isinstance(result, Tensor):
+                self._selected(args[0], result)
+            return result
         before = len(self.watch.notes)
         result = func(*args, **kwargs)
         notes = self.watch.notes[before:]
@@ -364,6 +384,9 @@ class _Products(TorchFunctionMode):
         (i, x_name), (j, weight_name) = _OPERANDS[func]
         x = args[i] if len(args) > i else kwargs[x_name]
         weight = args[j] if len(args) > j else kwargs[weight_name]
+        if not is_low_bit(_local(weight)) and self._is_stack(x):  # experts from the left
+            experts, x, weight = x, weight.transpose(-2, -1), x.transpose(-2, -1)
+            self._selected(experts, weight)
         if func is F.embedding:
             self._lookup(x, weight, result)
             return result
@@ -371,6 +394,17 @@ class _Products(TorchFunctionMode):
             notes = self._noticed(func, x, weight, result)
         self._follow(notes, x.requires_grad, weight.requires_grad, result)
         return result
+
+    def _is_stack(self, x: Any) -> bool:
+        """Whether x is a weight of experts, or a copy of some."""
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            return False
+        return is_low_bit(_local(x)) or self.watch.find(x) is not None
+
+    def _selected(self, weight: Tensor, experts: Tensor) -> None:
+        """Remember the layer of a copy of experts."""
+        if weight.ndim == experts.ndim == 3 and (layer := self.watch.find(weight)) is not None:
+            self.watch.selected[id(experts)] = weakref.ref(experts), layer
 
     def _noticed(self, func: Any, x: Tensor, weight: Tensor, result: Tensor) -> list[Note]:
         local = _local(weight)
@@ -385,12 +419,13 @@ class _Products(TorchFunctionMode):
         else:
             n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
             made = self._note(x, n, k, weight, PLAIN_WEIGHT)
-        if not is_plain:
-            is_qat = isinstance(getattr(local, "scheme", None), Scheme)
+        prepared = self.watch.prepared.get(made.layer)
+        if prepared is not None:
+            made.weight = weight_format(prepared)
+            made.why = SWITCHED_OFF if prepared.off == "all" else ROUNDED  # type: ignore[attr-defined]
+        elif not is_plain:
             rounds_input = getattr(local, "activation", None) is not None
-            made.why = ROUNDED if is_qat or rounds_input else DEQUANTIZED
-            if getattr(local, "off", None) == "all":
-                made.why = SWITCHED_OFF
+            made.why = ROUNDED if _is_qat(local) or rounds_input else DEQUANTIZED
         elif made.layer in self.watch.left_alone:
             made.why = f"left alone: {self.watch.left_alone[made.layer]}"
         return [made]

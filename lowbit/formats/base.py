@@ -52,5 +52,5 @@ class Format(ABC):
 
     @abstractmethod
     def config(self, weights: Mapping[str, LowbitTensor], plain: list[str]) -> dict[str, Any]:
-        """The "quantization_config" for these weights by their modules' names, which may be meta tensors, and for linears
-        that stay plain. Raises FormatError for weights that one config cannot describe together."""
+        """The "quantization_config" for these weights by their modules' names, which may be meta tensors, and for
+        linears that stay plain. Raises FormatError for weights that one config cannot describe together."""

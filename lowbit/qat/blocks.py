@@ -38,7 +38,7 @@ from lowbit.qat.exchange import (
     prepared_targets,
 )
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import SCALE, ZERO
+from lowbit.tensor.learned_scales import named_scales
 
 LAST_RATE = 0.05
 """The learning rate at the end of a block's training, as a share of that at its start."""
@@ -411,8 +411,9 @@ class _Run:
 def _groups(block: nn.Module, settings: _Settings) -> list[dict[str, Any]]:
     """The parameters to train, by learning rate."""
     rates: dict[float, list[Tensor]] = {}
-    for name, p in block.named_parameters():
-        rate = settings.scale_lr if name.endswith((SCALE, ZERO)) else settings.lr
+    scales = named_scales(block).values()
+    for p in block.parameters():
+        rate = settings.scale_lr if _holds([*scales], p) else settings.lr
         if p.requires_grad and rate > 0:
             rates.setdefault(rate, []).append(p)
     return [{"params": ps, "lr": rate, "weight_decay": 0.0} for rate, ps in rates.items()]

@@ -43,6 +43,7 @@ def freeze_codes_(model: nn.Module) -> list[Tensor]:
         weight: Any = target.weight
         seen = weight.quantized_by(*found)
         new: Any = constant_codes_kind(target)(seen, target.scheme)
+        new.attribute = weight.attribute
         if not torch.equal(new.quantized_by(*found), seen):
             raise ValueError(
                 f"{target.owners[0].fqn} of {weight.weight.dtype} would change codes of {target.scheme.weight.format}; "

@@ -132,4 +132,5 @@ def learned_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:
     """Scales and zero points of a weight that has parameters for them."""
     if not isinstance(target.weight, LearnedScalesTensor):
         return None
-    return scales_of(target.owners[0].module)
+    module, attribute, _ = target.owners[0]
+    return scales_of(module, attribute)

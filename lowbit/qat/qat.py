@@ -34,11 +34,12 @@ from lowbit.tensor.base import check_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import (
     LearnedScalesTensor,
-    can_hold,
     check_scales,
     drop_scales,
     give_scales,
+    is_layer,
     scales_of,
+    why_not_learned,
 )
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 from lowbit.tensor.static_input import check_input, input_qparams, plain_input, prepare_input
@@ -62,8 +63,9 @@ def prepare_(
         model, scheme, filter_fn: those of `lowbit.quantize_`.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
             of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
-            `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.learned_scales`).
-            Other weights keep present scales, and the report says so.
+            `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.learned_scales`),
+            and as `<name>_scale` and `<name>_zero` beside each 3-D weight (experts), which the module reads rounded in
+            its forward. Other weights keep present scales, and the report says so.
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
             in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
@@ -106,7 +108,7 @@ def prepare_(
     lora.merge_in_products(layers.values())
     for owners in learned:
         module, name, _ = owners[0]
-        give_scales(getattr(module, name), [owner.module for owner in owners])
+        give_scales(getattr(module, name), [(o.module, o.attribute) for o in owners])
     for owners, rounding, spec in static:
         prepare_input([owner.module for owner in rounding], spec, learned=owners in learned)
     return report.count(model)
@@ -120,8 +122,8 @@ _ADAPTER_NOTES = {
 
 def _why_present(target: Target) -> str | None:
     """Why the scales of a weight cannot be learned; None if they are."""
-    others = [o.module for o in target.owners if not can_hold(o.module)]
-    return f"present scales, as {type(others[0]).__name__} multiplies by itself" if others else None
+    reasons = (why_not_learned(owner.module, owner.attribute) for owner in target.owners)
+    return next((f"present scales, as {why}" for why in reasons if why is not None), None)
 
 
 def _check_static(target: Target, is_merged: bool) -> None:
@@ -133,7 +135,7 @@ def _check_static(target: Target, is_merged: bool) -> None:
         )
     if target.scheme.is_static:
         for module, _, fqn in target.owners:
-            if not can_hold(module):
+            if not is_layer(module):
                 raise ValueError(
                     f"{fqn} belongs to a {type(module).__name__}, which multiplies by itself and cannot round its "
                     "input by a static scale: leave it out by filter_fn or a pattern, or give it a dynamic activation"
@@ -164,11 +166,11 @@ def convert_(model: nn.Module) -> Report:
     for target in prepared_targets(
         model, "gather the state dict, load it into a prepared model on one process, convert that"
     ):
-        (module, _, fqn), weight = target.owners[0], target.weight
+        (module, attribute, fqn), weight = target.owners[0], target.weight
         assert isinstance(weight, FakeQuantizedTensor)
         check_weight(weight.weight, fqn)
         if isinstance(weight, LearnedScalesTensor):
-            check_scales(module, fqn)
+            check_scales(module, attribute, fqn)
         if weight.scheme.is_static:
             owner = rounding_owners(target)[0]
             check_input(owner.module, owner.fqn)
@@ -191,7 +193,8 @@ def convert_(model: nn.Module) -> Report:
         is_static, spec = target.scheme.is_static, target.scheme.activation
         of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
         if isinstance(weight, LearnedScalesTensor):
-            return weight.frozen_by(*scales_of(target.owners[0].module), of_input)
+            module, attribute, _ = target.owners[0]
+            return weight.frozen_by(*scales_of(module, attribute), of_input)
         return weight.frozen(of_input)
 
     modules = _modules(targets)

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowbit.convert import find_owners
 from lowbit.qat.switch import change, prepared_weights
 from lowbit.scheme import Int, Scheme
-from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import SCALE, ZERO
+from lowbit.tensor.learned_scales import named_scales
 from lowbit.tensor.regather import reshard
 
 
@@ -91,7 +89,7 @@ class Schedule:
                 f"bits={self.bits} end at {last}, and {least} is prepared for {own[least]} bits, which convert_ would "
                 f"not reach; accepted: a last stage of {own[least]} bits or fewer"
             )
-        if learned := list(_scales(self.model)):
+        if learned := list(named_scales(self.model)):
             raise ValueError(
                 f"bits with learned scales ({learned[0]}), which belong to one number of bits; accepted: a model that "
                 "is prepared without them, or no bits"
@@ -169,22 +167,9 @@ def _with_bits(scheme: Scheme, bits: int | None) -> Scheme:
     return replace(scheme, weight=replace(scheme.weight, format=replace(own, bits=bits)))
 
 
-def _scales(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Fully qualified name → learned scales and zero points, tied ones once."""
-    found = {}
-    for (module, name, fqn), *_ in find_owners(model).values():
-        if not isinstance(held_locally(module._parameters[name]), FakeQuantizedTensor):
-            continue
-        for beside in (SCALE, ZERO):
-            param = module._parameters.get(beside)
-            if param is not None:
-                found[fqn.removesuffix(name) + beside] = param
-    return found
-
-
 def _freeze(model: nn.Module, frozen: bool) -> None:
     reshard(model)  # an optimizer holds the shards; FSDP2 passes on whether they need a gradient
-    for param in _scales(model).values():
+    for param in named_scales(model).values():
         param.requires_grad_(not frozen)
         if frozen:
             param.grad = None  # an optimizer would use it again

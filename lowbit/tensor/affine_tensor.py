@@ -556,6 +556,11 @@ _OF_EXPERTS = {*GROUPED, *MATMULS}
 def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
     """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
     products round it, and the weight without that rule."""
+    if isinstance(x, AffineTensor) and not isinstance(weight, LowbitTensor) and weight.ndim == 3:
+        inputs, plain = _rounded_for_experts(
+            weight.transpose(-2, -1), x
+        )  # experts [E, N, K] from the left
+        return plain, inputs.transpose(-2, -1)
     is_stack = isinstance(weight, AffineTensor) and weight.ndim == 3
     if not is_stack or isinstance(x, LowbitTensor):
         return x, weight

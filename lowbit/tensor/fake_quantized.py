@@ -189,11 +189,29 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return x, values.to(x.dtype), bias
 
     @classmethod
+    def matmul(cls, x: Any, weight: Any) -> Tensor:
+        """As for every weight, and the product of experts [E, N, K] from the left with an input [E, K, M]. Experts
+        multiply at once."""
+        is_left = isinstance(x, FakeQuantizedTensor) and x.ndim == weight.ndim == 3
+        if is_left and not isinstance(weight, LowbitTensor):
+            experts, inputs = x, weight
+            cls.check_stacked(inputs.transpose(-2, -1), experts.transpose(-2, -1))
+            inputs = experts.rounded_for_experts(inputs.transpose(-2, -1)).transpose(-2, -1)
+            return torch.bmm(experts.operand().to(inputs.dtype), inputs)
+        cls.check_operands(x, weight)
+        if weight.ndim == 2:
+            return super().matmul(x, weight)
+        cls.check_stacked(x, weight)
+        return torch.bmm(weight.rounded_for_experts(x), weight.operand().to(x.dtype))
+
+    @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-        activation = weight.input_spec
-        if activation is not None and weight.transposed:  # stored as [E, N, K], as linears are
-            x = activation.fake_quantize(x)
+        x = weight.rounded_for_experts(x)
         return torch._grouped_mm(x, weight.operand().to(x.dtype), offs=offs)
+
+    def rounded_for_experts(self, x: Tensor) -> Tensor:
+        """x [..., K], the input of a product of all experts, rounded as for the converted weight."""
+        return x if self.input_spec is None else self.input_spec.fake_quantize(x)
 
     def values(self) -> Tensor:
         weight = super().values()
@@ -201,6 +219,25 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return super().inner_shapes(stored_shape(self, shape))
+
+    def _expert(self, index: int) -> Self:
+        self._check_experts_apart("selecting an expert")
+        return super()._expert(index)
+
+    def _take(self, rows: Tensor) -> Self:
+        self._check_experts_apart("selecting experts")
+        return super()._take(rows)
+
+    def _check_experts_apart(self, what: str) -> None:
+        """Raise NotImplementedError where experts share a scale: alone, one would be rounded by another one."""
+        is_stack = (
+            self.ndim == 3 and self.shape[0] > 1 and self.scheme.weight.granularity.spans(0, 3)
+        )
+        if is_stack and self.rounds_weight:
+            raise self._unsupported(
+                f"{what}, since they share scales (accepted: grouped and batched products of all of them, "
+                "scales='learned', or a granularity other than that of the whole tensor)"
+            )
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:

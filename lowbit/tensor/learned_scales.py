@@ -1,10 +1,12 @@
 """LearnedScalesTensor: a FakeQuantizedTensor whose scales and zero points are trained, as parameters of its module.
 
-A module has its scales in the parameter `weight_scale` beside `weight`, and zero points that the mapping chooses in
-`weight_zero`; `lowbit.learned_scales` defines both. An optimizer, a state dict, FSDP2 and a checkpoint treat them as
-any other parameter. A product needs the weight and the scales. `F.linear(x, module.weight)` has the weight alone, so
-here the module multiplies: `give_scales` makes each `nn.Linear` a `Linear`, each `nn.Embedding` an `Embedding`, and so
-for `nn.Conv1d` and `nn.Conv2d`.
+Beside the parameter `weight` a module has its scales in the parameter `weight_scale`, and zero points that the mapping
+chooses in `weight_zero`; `lowbit.learned_scales` defines both. Those of experts in a parameter `up` are `up_scale` and
+`up_zero`. An optimizer, a state dict, FSDP2 and a checkpoint treat them as any other parameter.
+
+A product needs the weight and the scales. `F.linear(x, module.weight)` has the weight alone, so here the module
+multiplies: `give_scales` makes each `nn.Linear` a `Linear`, each `nn.Embedding` an `Embedding`, and so for `nn.Conv1d`
+and `nn.Conv2d`, and gives a module of experts a class of `lowbit.tensor.learned_experts`.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from lowbit.scheme import Int
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
-from lowbit.tensor.dtensor import local
+from lowbit.tensor.dtensor import held_locally, local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
+from lowbit.tensor.learned_experts import scaled, scaled_by
 from lowbit.tensor.row_chunks import count_nonfinite
 from lowbit.tensor.trainable import GatheredForm, Values
 
-SCALE, ZERO = "weight_scale", "weight_zero"
-"""The names of the parameters beside `weight`."""
+SCALE, ZERO = "_scale", "_zero"
+"""The ends of the names of the parameters beside a weight, after the weight's own name."""
 RESIDUAL_STEPS = 254
 """Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
 
@@ -43,8 +46,26 @@ RESIDUAL_STEPS = 254
 class LearnedScalesTensor(FakeQuantizedTensor):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
+    meta_attrs: ClassVar[tuple[str, ...]] = (*FakeQuantizedTensor.meta_attrs, "attribute")
     constant_codes: ClassVar[bool] = False
     """Whether the gradient of scales is that of constant codes."""
+
+    attribute: str
+    """The name of the weight in its module, where FSDP2 looks for the scales."""
+
+    @classmethod
+    def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
+        return {**super()._meta_of(weight), "attribute": "weight"}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        return {**super().meta_from_json(data), "attribute": "weight"}
+
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whatever the names of both."""
+        if isinstance(other, LearnedScalesTensor):
+            other = other._with(attribute=self.attribute)
+        return super()._is_stored_like(other)
 
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
@@ -74,8 +95,8 @@ class LearnedScalesTensor(FakeQuantizedTensor):
 
     def _without_scales(self, what: str) -> NotImplementedError:
         return self._unsupported(
-            f"{what} without its scales, which are parameters of its module; call the module, or make it a weight for "
-            "inference by lowbit.qat.convert_(model)"
+            f"{what} without its scales, which are parameters of its module; call the module, whose forward has both, "
+            "prepare this weight with scales='present', or make it one for inference by lowbit.qat.convert_(model)"
         )
 
     def fake_quantized(self) -> Tensor:
@@ -112,7 +133,7 @@ class LearnedScalesTensor(FakeQuantizedTensor):
                 "convert_ stores another; accepted: autocast instead of the policy's param_dtype, or prepare_ with "
                 "scales='present'"
             )
-        scale, zero = scales_of(module)
+        scale, zero = scales_of(module, self.attribute)
         scale, zero = local(scale), None if zero is None else local(zero)
         sent: Any = self
         if self.rounds_weight:
@@ -126,7 +147,7 @@ class LearnedScalesTensor(FakeQuantizedTensor):
 
     def check_exact(self, module: nn.Module, mp_policy: Any) -> None:
         """Raise NotImplementedError where FSDP2 would round the scales before the product sees them."""
-        scale, _ = scales_of(module)
+        scale, _ = scales_of(module, self.attribute)
         if mp_policy.param_dtype not in (None, scale.dtype):
             raise NotImplementedError(
                 f"a weight of {self.weight.dtype} with learned scales of {self.scheme.weight}, gathered as "
@@ -301,38 +322,84 @@ def with_scales(plain: type[nn.Module]) -> type[nn.Module]:
     return _KINDS[plain]
 
 
-def can_hold(module: nn.Module) -> bool:
-    """Whether this module can multiply by a weight with learned scales."""
+# ---- the parameters of a module ------------------------------------------------------------------------------------
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
+    its product is known."""
     return type(module) in _KINDS
 
 
-def give_scales(weight: LearnedScalesTensor, modules: Iterable[nn.Module]) -> None:
-    """Register the scales and zero points of `weight` in the modules that hold it, which share them."""
+def why_not_learned(module: nn.Module, attribute: str) -> str | None:
+    """Why this weight of the module cannot have learned scales; None if it can."""
+    kind = type(module).__name__
+    weight = module._parameters[attribute]
+    if not (is_layer(module) and attribute == "weight"):
+        assert weight is not None
+        if weight.ndim != 3:
+            return f"{kind} multiplies by itself"
+        if type(module).forward is nn.Module.forward:
+            return f"{kind} has no forward, in which its products would see them"
+    taken = [attribute + end for end in (SCALE, ZERO) if hasattr(module, attribute + end)]
+    return f"{kind} has a {taken[0]} of its own" if taken else None
+
+
+def give_scales(weight: LearnedScalesTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
+    """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
+    module and the name of the weight there."""
     scale, zero = weight.starting_parameters()
     made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
-    for module in modules:
-        for name, parameter in made.items():
-            module.register_parameter(name, parameter)
-        module.__class__ = next(k for plain, k in _KINDS.items() if isinstance(module, plain))
+    for i, (module, attribute) in enumerate(holders):
+        if i == 0:
+            weight.attribute = attribute  # FSDP2 asks the first holder
+        for end, parameter in made.items():
+            module.register_parameter(attribute + end, parameter)
+        layer = next((k for plain, k in _KINDS.items() if isinstance(module, plain)), None)
+        module.__class__ = layer or scaled(type(module), attribute)
 
 
 def has_scales(module: nn.Module) -> bool:
-    """Whether `give_scales` was called for this module."""
-    return SCALE in module._parameters
+    """Whether `give_scales` was called for the weight of this layer."""
+    return "weight" + SCALE in module._parameters
 
 
-def scales_of(module: nn.Module) -> tuple[Any, Any]:
+def named_scales(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Fully qualified name → learned scales and zero points, those of tied weights once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for name, weight in module._parameters.items():
+            if isinstance(held_locally(weight), LearnedScalesTensor):
+                for end in (SCALE, ZERO):
+                    parameter = module._parameters[name + end]
+                    if parameter is not None:
+                        fqn = f"{prefix}.{name}{end}" if prefix else name + end
+                        found.setdefault(id(parameter), (fqn, parameter))
+    return dict(found.values())
+
+
+def weight_scaled_by(module: nn.Module, name: str) -> str | None:
+    """The name of the weight whose learned scales or zero points the module's parameter `name` is."""
+    for end in (SCALE, ZERO):
+        weight = name.removesuffix(end)
+        held = held_locally(module._parameters.get(weight))
+        if weight != name and isinstance(held, LearnedScalesTensor):
+            return weight
+    return None
+
+
+def scales_of(module: nn.Module, attribute: str = "weight") -> tuple[Any, Any]:
     """The parameters of scales and zero points; None for zero points that the mapping does not choose."""
-    return module._parameters[SCALE], module._parameters[ZERO]
+    return module._parameters[attribute + SCALE], module._parameters[attribute + ZERO]
 
 
-def check_scales(module: nn.Module, fqn: str) -> None:
+def check_scales(module: nn.Module, attribute: str, fqn: str) -> None:
     """Raise ValueError for scales or zero points that are NaN or infinite. `fqn`: the name of the weight."""
-    for name, parameter in zip((SCALE, ZERO), scales_of(module), strict=True):
+    for end, parameter in zip((SCALE, ZERO), scales_of(module, attribute), strict=True):
         if parameter is not None and (bad := count_nonfinite(parameter.detach())):
             raise ValueError(
-                f"{fqn.removesuffix('weight')}{name} has {bad} NaN or infinite values of {parameter.numel()}; go back "
-                "to a checkpoint before they came, and train on with a lower learning rate"
+                f"{fqn}{end} has {bad} NaN or infinite values of {parameter.numel()}; go back to a checkpoint before "
+                "they came, and train on with a lower learning rate"
             )
 
 
@@ -340,6 +407,14 @@ def drop_scales(module: nn.Module) -> None:
     """Undo `give_scales` for a module, if it was called for it."""
     for plain, kind in _KINDS.items():
         if type(module) is kind:
-            for name in (SCALE, ZERO):
-                del module._parameters[name]
-            module.__class__ = plain
+            _delete(module, ("weight",), plain)
+    names, plain = scaled_by(type(module))
+    if names:
+        _delete(module, names, plain)
+
+
+def _delete(module: nn.Module, names: Sequence[str], plain: type[nn.Module]) -> None:
+    for name in names:
+        for end in (SCALE, ZERO):
+            del module._parameters[name + end]
+    module.__class__ = plain

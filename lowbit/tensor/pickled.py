@@ -223,14 +223,11 @@ def _set_others(t: Any, others: Mapping[str, Any]) -> None:
 
 def _missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata that files of earlier versions lack: QAT weights, with a scheme, could be neither transposed nor
-    switched off."""
+    switched off, and those with learned scales were called "weight"."""
     missing = {*cls.meta_attrs} - {*found}
-    is_earlier = missing <= {"transposed", "off"} and "scheme" in found
-    return {
-        name: value
-        for name, value in {"transposed": False, "off": None}.items()
-        if name in missing and is_earlier
-    }
+    added = {"transposed": False, "off": None, "attribute": "weight"}
+    is_earlier = missing <= {*added} and "scheme" in found
+    return {name: value for name, value in added.items() if name in missing and is_earlier}
 
 
 def rebuild(

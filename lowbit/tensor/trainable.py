@@ -175,20 +175,25 @@ class TrainableTensor(LowbitTensor):
         """x [..., K] by weight [K, N], or x [E, M, K] by weight [E, K, N]: the linear of the transposed weight, one
         for each expert."""
         cls.check_operands(x, weight)
-        if weight.ndim != 2 and not x.ndim == weight.ndim == 3:
-            raise NotImplementedError(
-                f"a product of {tuple(x.shape)} and {weight!r}; accepted: a weight [K, N], or [E, K, N] with an input "
-                "[E, M, K]"
-            )
-        if x.shape[-1] != weight.shape[-2] or (weight.ndim == 3 and len(x) != len(weight)):
-            raise ValueError(
-                f"a product of {tuple(x.shape)} and {tuple(weight.shape)}: K or the number of experts differs"
-            )
+        cls.check_stacked(x, weight)
         stored_as_linear = weight.transpose(-2, -1)
         if weight.ndim == 2:
             return F.linear(x, stored_as_linear)
         pairs = zip(x.unbind(), stored_as_linear.unbind(), strict=True)
         return torch.stack([F.linear(own, expert) for own, expert in pairs])
+
+    @classmethod
+    def check_stacked(cls, x: Tensor, weight: Tensor) -> None:
+        """Raise NotImplementedError or ValueError unless x and the weight have shapes that `matmul` takes."""
+        if weight.ndim != 2 and not x.ndim == weight.ndim == 3:
+            raise NotImplementedError(
+                f"a product of {tuple(x.shape)} and {weight!r}; accepted: a weight [K, N], or [E, K, N] with an input "
+                "[E, M, K]"
+            )
+        if x.shape[-1] != weight.shape[-2] or (weight.ndim == 3 and x.shape[0] != weight.shape[0]):
+            raise ValueError(
+                f"a product of {tuple(x.shape)} and {tuple(weight.shape)}: K or the number of experts differs"
+            )
 
     @classmethod
     def addmm(

@@ -152,17 +152,6 @@ def check_compiled(rank, world_size):
     return True
 
 
-class Scaled(nn.Linear):
-    """A linear with a parameter named as a learned scale is."""
-
-    def __init__(self):
-        super().__init__(64, 64)
-        self.weight_scale = nn.Parameter(torch.ones(64))
-
-    def forward(self, x):
-        return super().forward(x) * self.weight_scale
-
-
 def trained(model, ranks, settings, steps=7):
     """Train with a schedule on the data of these ranks, and say in which steps the learned scale moved."""
     schedule = qat.Schedule(model, **settings)
@@ -187,17 +176,17 @@ def check_a_schedule(rank, world_size):
         {"start": 1, "freeze_scales": 4},
     ):
         whole = Model(64)
-        if "freeze_scales" in settings:
-            torch.manual_seed(0)  # the same on all ranks
-            whole.first = Scaled()
-        qat.prepare_(whole, INT4)
+        learned = "freeze_scales" in settings
+        qat.prepare_(whole, INT4, scales="learned" if learned else "present")
         model = shard(copy.deepcopy(whole))
         moved = trained(model, [rank], settings)
         assert moved == trained(whole, range(world_size), settings)
-        assert moved == [n < settings.get("freeze_scales", 7) for n in range(7)]
+        first, end = (settings["start"], settings["freeze_scales"]) if learned else (0, 7)
+        assert moved == [first <= n < end for n in range(7)]
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             error = relative(whole_of(p), whole_of(q))
-            assert error < 1e-5, (settings, error)
+            # the gradient of a scale travels with a residual of one byte
+            assert error < (1e-3 if learned else 1e-5), (settings, error)
     return True
 
 

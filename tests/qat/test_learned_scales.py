@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, qat
+from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, learned_scales, qat
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero, parameters_for, qparams
 from lowbit.scheme import Float8, Int, Scheme, Spec
@@ -99,11 +99,12 @@ def test_training_starts_at_searched_scales(spec, dtype):
     seed=st.integers(0, 2**31), name=st.sampled_from(sorted(SPECS)), dtype=st.sampled_from(DTYPES)
 )
 def test_trained_values_equal_converted_ones(seed, name, dtype):
-    """For scales of any sign and size, to the bit."""
+    """For scales of any sign and size, to the bit; a third of the weights are experts."""
     spec = SPECS[name]
-    w = values(8, 70, seed=seed, dtype=dtype)
+    shape = (3, 8, 70) if seed % 3 == 0 else (8, 70)
+    w = values(*shape, seed=seed, dtype=dtype)
     if seed % 5 == 0:
-        w[3] = 0
+        w[..., 3, :] = 0
     parameters = moved(parameters_for(w, spec, dtype), seed)
     weight = LearnedScalesTensor(w, Scheme(spec))
     converted = weight.frozen_by(*parameters)
@@ -177,6 +178,21 @@ def test_a_model_converts_to_what_was_trained(spec, dtype):
         assert torch.equal(prepared(tokens()), before)
     else:
         torch.testing.assert_close(prepared(tokens()), before, rtol=2e-2, atol=2e-2)
+
+
+def test_experts_are_rounded_in_parts(spec, monkeypatch):
+    """With the same bits, forward and backward, for parts of one expert or of two."""
+    found = []
+    for part in (2**24, 1, 2 * 24 * 96):
+        monkeypatch.setattr(learned_scales, "PART", part)
+        w = values(5, 24, 96, seed=3).requires_grad_()
+        own = parameters_for(w.detach(), spec, torch.float32)
+        own = [None if p is None else (0.6 * p).requires_grad_() for p in own]
+        rounded = learned_fake_quantize(w, *own, spec)
+        rounded.backward(values(5, 24, 96, seed=4))
+        found.append([rounded, w.grad, *(p.grad for p in own if p is not None)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_scales_move_and_stay_exact():

@@ -12,6 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowbit as lb
 from lowbit import qat
+from lowbit.granularity import PerGroup
+from lowbit.scheme import Int, Spec
 from tests.train.problems import values
 
 INT4 = lb.Int4WeightOnly(group_size=16)
@@ -91,11 +93,12 @@ def test_no_weight_gets_fewer_bits_than_its_scheme() -> None:
 
 
 def with_scales() -> nn.Sequential:
-    """The names of learned scales and zero points, beside one weight."""
-    model = network()
-    model[0].weight_scale = nn.Parameter(torch.ones(48, 2))
-    model[0].weight_zero = nn.Parameter(torch.ones(48, 2))
+    """Learned scales and zero points of one weight, and parameters of such names beside another one."""
+    model = network({"2": INT4})
+    spec = Spec(Int(4), PerGroup(16), "asymmetric")
+    qat.prepare_(model, {"0": lb.Scheme(spec)}, scales="learned")
     model[2].other_scale = nn.Parameter(torch.ones(3))
+    model[2].weight_scale = nn.Parameter(torch.ones(3))
     return model
 
 
@@ -116,6 +119,7 @@ def test_learned_scales_freeze() -> None:
     assert moved == [[True, True]] * 2 + [[False, False]] * 2
     assert not any(p.requires_grad for p in learned)
     assert model[2].other_scale.requires_grad and model[0].weight.requires_grad
+    assert model[2].weight_scale.requires_grad
     schedule.load_state_dict({"steps": 1})
     assert all(p.requires_grad for p in learned)
 

@@ -1,0 +1,145 @@
+"""QAT of the stock experts of transformers (grouped, batched, one by one) and of torchtitan."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lowbit as lb
+from lowbit import qat
+from lowbit.granularity import PerGroup
+from lowbit.scheme import Int, Scheme, Spec
+from tests.integrations.models import TOKENS, logits, mixtral, qwen3_moe, train
+from tests.train.problems import relative, values
+
+SCHEMES = {
+    "int4": lb.Int4WeightOnly(16),
+    "int3-asymmetric": Scheme(Spec(Int(3), PerGroup(16), "asymmetric")),
+    "int2": lb.Int2WeightOnly(16),
+    "int8-int4": lb.Int8DynamicActivationInt4Weight(16),
+    "float8-float8": lb.Float8DynamicActivationFloat8Weight(),
+}
+both_scales = pytest.mark.parametrize("scales", ["present", "learned"])
+
+
+def is_experts(module: nn.Module, name: str) -> bool:
+    return name.endswith("experts")
+
+
+def stock(make: Any, implementation: str) -> Any:
+    pytest.importorskip("transformers")
+    model = make()
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@both_scales
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe], ids=["mixtral", "qwen3-moe"])
+def test_converted_to_what_was_trained(make, implementation, name, scales) -> None:
+    model = stock(make, implementation)
+    kinds = [type(m) for m in model.modules()]
+    before = logits(model)
+    report = qat.prepare_(model, SCHEMES[name], is_experts, scales=scales)
+    assert len(report.converted) == 2
+    assert ("scale" in str([*model.state_dict()])) == (scales == "learned")
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), steps=3)
+    assert losses[-1] < losses[0]
+    y = logits(model)
+    products = [p for p in lb.trace(model, input_ids=TOKENS).products if ".experts." in p.layer]
+    assert {p.layer.rpartition(".")[2] for p in products} == {"gate_up_proj", "down_proj"}
+    assert all(p.calls and "rounded values" in p.why for p in products)
+    qat.convert_(model)
+    assert [type(m) for m in model.modules()] == kinds
+    assert torch.equal(logits(model), y) and not torch.equal(y, before)
+
+
+@both_scales
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_gradients_are_those_of_the_rounded_weights(implementation, scales) -> None:
+    """All paths sum the same gradients; with checkpointing they are the same to the bit."""
+    found = []
+    for path in ("grouped_mm", implementation, implementation):
+        model = stock(mixtral, path).train()
+        qat.prepare_(model, SCHEMES["int3-asymmetric"], is_experts, scales=scales)
+        if len(found) == 2:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    reference, own, again = found
+    for name, grad in own.items():
+        assert relative(grad, reference[name]) < 1e-4, name
+        assert torch.equal(again[name], grad), name
+
+
+@both_scales
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["int4", "int8-int4"])
+def test_compiled(name, implementation, scales) -> None:
+    """One graph for every number of tokens, and no break in it."""
+    model = stock(qwen3_moe, implementation).bfloat16().train()
+    qat.prepare_(model, SCHEMES[name], is_experts, scales=scales)
+    block = model.model.layers[0].mlp
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(block, fullgraph=True, backend=counted)
+    for tokens in (12, 20, 31):
+        x = values(1, tokens, 64, dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(x, 1)
+        y, expected = run(x), block(x)
+        assert relative(y.detach(), expected) < 2e-2
+        y.float().square().sum().backward()
+    assert counted.frame_count == 1
+    assert all(p.grad is not None for n, p in block.named_parameters() if n.startswith("experts"))
+
+
+def test_a_plan_for_experts_and_a_report() -> None:
+    model = stock(mixtral, "grouped_mm")
+    plan = {"*.gate_up_proj": SCHEMES["int2"], "*.down_proj": lb.Int8WeightOnly(), "lm_head": None}
+    plan |= {"*": lb.Int4WeightOnly(16)}
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) or is_experts(module, name)
+
+    qat.prepare_(model, plan, chosen, scales="learned")
+    report = qat.report(model, [{"input_ids": TOKENS, "labels": TOKENS}])
+    rows = {row.weight.rpartition(".")[2]: row for row in report.rows if ".experts." in row.weight}
+    assert rows["gate_up_proj"].format == "int2-g16-half_integer" and rows["gate_up_proj"].reached
+    assert rows["down_proj"].weight_snr > rows["gate_up_proj"].weight_snr + 15
+    state = copy.deepcopy(model.state_dict())
+    other = stock(mixtral, "grouped_mm")
+    qat.prepare_(other, plan, chosen, scales="learned")
+    other.load_state_dict(state)
+    assert torch.equal(logits(other), logits(model))
+
+
+@both_scales
+@pytest.mark.parametrize("use_grouped_mm", [False, True], ids=["loop", "grouped"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_experts_of_torchtitan(name, use_grouped_mm, scales, monkeypatch) -> None:
+    moe = pytest.importorskip("torchtitan.models.moe.moe")
+    # it pads the rows of each expert by a kernel of a GPU
+    monkeypatch.setattr(moe, "indices_padding_wrapper", lambda run: run)
+    experts = moe.GroupedExperts(64, 48, 4, use_grouped_mm)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        experts.init_weights(0.02)
+    model = nn.ModuleDict({"experts": experts})
+    report = qat.prepare_(model, SCHEMES[name], is_experts, scales=scales)
+    assert report.converted == ["experts.w1", "experts.w2", "experts.w3"]
+    counts = torch.tensor([5, 0, 20, 7])
+    x = values(32, 64)
+    y = experts(x, counts)
+    y.sum().backward()
+    assert all(p.grad is not None for p in experts.parameters())
+    with torch.no_grad():
+        y = experts(x, counts)
+    qat.convert_(model)
+    assert type(experts) is moe.GroupedExperts
+    assert torch.equal(experts(x, counts), y)
