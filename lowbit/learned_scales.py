@@ -105,6 +105,17 @@ def learned_fake_quantize(
     return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
 
 
+def with_gradients_of(
+    weight: Tensor,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+    spec: Spec,
+    constant_codes: bool = False,
+) -> Tensor:
+    """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes."""
+    return _Unrounded.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
+
+
 class _LearnedFakeQuantize(torch.autograd.Function):
     """Backward computes the codes again, so that forward keeps nothing but its arguments."""
 
@@ -132,6 +143,21 @@ class _LearnedFakeQuantize(torch.autograd.Function):
             residual = steps_of(codes, spec, zero_point)
         found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
         return *found, None, None
+
+
+class _Unrounded(_LearnedFakeQuantize):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: Spec,
+        constant_codes: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale, zero)
+        ctx.spec, ctx.constant_codes = spec, constant_codes
+        return weight.view_as(weight)
 
 
 def codes_and_residual(

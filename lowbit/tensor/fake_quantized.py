@@ -23,6 +23,13 @@ from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
+from lowbit.tensor.coded_linear import (
+    CodedWeight,
+    coded_linear,
+    coded_weight,
+    codes_again,
+    product_of,
+)
 from lowbit.tensor.trainable import (
     GROUPED,
     MATMULS,
@@ -31,6 +38,7 @@ from lowbit.tensor.trainable import (
     Values,
 )
 from lowbit.traced import specs_name
+from lowbit.train_scheme import MixedPrecision
 
 Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
@@ -52,18 +60,21 @@ class FakeQuantizedTensor(MasterWeightTensor):
         **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
         **dict.fromkeys(GROUPED, "grouped_mm"),
     }
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off", "gradients")
 
     scheme: Scheme
     off: Off
+    gradients: MixedPrecision | None
+    """How the products of gradients run in low bits, where the product itself does; None: in high precision."""
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {"transposed": False, "off": None}
+        return {"transposed": False, "off": None, "gradients": None}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {**super().meta_from_json(data), "transposed": False, "off": None}
+        own = {"transposed": False, "off": None, "gradients": None}
+        return {**super().meta_from_json(data), **own}
 
     def check_meta(self) -> None:
         super().check_meta()
@@ -71,10 +82,10 @@ class FakeQuantizedTensor(MasterWeightTensor):
             raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whether or not both are switched off."""
-        return super()._is_stored_like(
-            other._with(off=self.off) if type(other) is type(self) else other
-        )
+        """Whether or not both are switched off, and however their gradients are computed."""
+        if type(other) is type(self):
+            other = other._with(off=self.off, gradients=self.gradients)
+        return super()._is_stored_like(other)
 
     def switch(self, weights: bool, activations: bool) -> None:
         """Switch the rounding of the weight and of activations on or off, in place."""
@@ -118,6 +129,10 @@ class FakeQuantizedTensor(MasterWeightTensor):
         spec = self.scheme.weight
         return spec.fake_quantize(values, representation_of(spec).scale_dtype(spec, values.dtype))
 
+    def coded(self) -> CodedWeight:
+        """The rounded weight [N, K] for a product of codes."""
+        return coded_weight(Values.apply(self), self.scheme.weight)
+
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
         if self.flat_from is not None:
@@ -147,22 +162,30 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.operand(), bias)
+        return cls.product(input, weight, weight.operand, weight.coded, bias)
 
     @staticmethod
     def product(
         input: Tensor,
         weight: Any,
-        values: Tensor,
+        seen: Callable[[], Tensor],
+        coded: Callable[[], CodedWeight],
         bias: Tensor | None,
-        rounded: Callable[[Tensor], Tensor] | None = None,
+        static: Any = None,
     ) -> Tensor:
-        """input [..., K] times `values`, what products see of this weight [N, K], transposed, plus bias [N]. `rounded`
-        rounds the input, where its scale is static."""
+        """input [..., K] times what products see of this weight [N, K], transposed, plus bias [N].
+
+        Args:
+            seen, coded: give the operand, in high precision or as codes; one of them is called.
+            static: the module, where it rounds its input by a static scale.
+        """
         x, bias = autocast_inputs(input, weight, bias)
-        activation = weight.input_spec
-        if rounded is not None and activation is not None:
-            x = rounded(x)
+        multiplied = None if static is not None and static.is_observed else product_of(x, weight)
+        if multiplied is not None:
+            return coded_linear(x, weight, coded(), bias, multiplied, static)
+        values, activation = seen(), weight.input_spec
+        if static is not None and activation is not None:
+            x = static.rounded(x)
         elif activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
         return F.linear(x, values.to(x.dtype), bias)
@@ -298,6 +321,18 @@ class _FromCodes(torch.autograd.Function):
         return torch.where(inside, grads[0], 0.0)
 
 
+class _Connected(_FromCodes):
+    """Its gradient, of a tensor whose values nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
+        fmt = weight.scheme.weight.format
+        low, high = fmt.quant_min, fmt.quant_max
+        inside = within_range(weight.codes.float(), fmt.dtype, low, high)
+        ctx.save_for_backward(crop(inside, weight.shape))
+        return weight.scale.new_empty(()).expand(weight.shape)
+
+
 class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     """The form that FSDP2 gathers a FakeQuantizedTensor to: codes before the clamp, which give the same products and
     gradients to the bit."""
@@ -312,6 +347,10 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
         if self.transposed:
             return super().fake_quantized()
         return _FromCodes.apply(self)
+
+    def coded(self) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, _Connected.apply(self), self.codes)
 
     def dequantize(self) -> Tensor:
         with torch.no_grad():

@@ -18,9 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.learned_scales import as_parameters, learned_fake_quantize, learns_zero, qparams
+from lowbit.learned_scales import (
+    as_parameters,
+    learned_fake_quantize,
+    learns_zero,
+    qparams,
+    with_gradients_of,
+)
 from lowbit.scheme import Spec
 from lowbit.tensor import learned_scales, sharded_linear
+from lowbit.tensor.coded_linear import constant_input
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 
@@ -39,11 +46,28 @@ class Linear(sharded_linear.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
+        seen, coded = weight.operand, weight.coded
         if learned_scales.has_scales(self):
-            quantized = weight.seen_by(*learned_scales.scales_of(self))
-        else:
-            quantized = weight.operand()
-        return FakeQuantizedTensor.product(input, weight, quantized, self.bias, self.rounded)
+            seen, coded = learned_scales.operands(weight, *learned_scales.scales_of(self))
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, self)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a calibration sees the inputs, which then pass unrounded."""
+        return self._modules.get(OBSERVER) is not None
+
+    def coded(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [M, K], of which there is some, for a product of codes: codes, the handle, and the scale [1, 1]
+        (`lowbit.tensor.coded_linear`)."""
+        self._check_calibrated()
+        weight: Any = self.weight
+        spec = weight.scheme.activation
+        scale = inputs_of(self)[0].float().view(1, 1)  # type: ignore[union-attr]
+        own, _ = qparams(spec, scale, None)
+        if SCALE not in self._parameters:
+            return *constant_input(x, spec, own), own
+        codes, _, _ = spec.quantize(x.detach(), qparams=(own, None))
+        return codes, with_gradients_of(x, scale, None, spec), own
 
     def rounded(self, x: Tensor) -> Tensor:
         """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed."""
@@ -51,8 +75,7 @@ class Linear(sharded_linear.Linear):
         if observer is not None:
             observer.observe(x)
             return x
-        if not self.is_calibrated and not torch.compiler.is_compiling():
-            self._check()
+        self._check_calibrated()
         weight: Any = self.weight
         spec = weight.scheme.activation
         # model.to(bfloat16) rounds them too; in float32 they are what the converted weight stores
@@ -63,7 +86,9 @@ class Linear(sharded_linear.Linear):
             return learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
         return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
 
-    def _check(self) -> None:
+    def _check_calibrated(self) -> None:
+        if self.is_calibrated or torch.compiler.is_compiling():
+            return
         if not self.weight.is_meta:
             check_input(self, f"a linear of {self.in_features} inputs")
             self.is_calibrated = True
