@@ -23,13 +23,13 @@ weights and scales alike, which leaves the codes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.affine import dequantize_affine, half_step, unclamped_codes
+from lowbit.affine import computed_again, dequantize_affine, half_step, unclamped_codes
 from lowbit.code_range import clamped, within_range
 from lowbit.scheme import Float8, Spec, crop
 
@@ -135,17 +135,26 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        weight, scale_parameter, zero_parameter = ctx.saved_tensors
-        spec = ctx.spec
-        scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
-        codes, residual = codes_and_residual(weight, spec, scale, zero_point)
-        if ctx.constant_codes:
-            residual = steps_of(codes, spec, zero_point)
-        found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
-        return *found, None, None
+        return _gradients_of(ctx, grads[0], lambda scale: scale)
 
 
-class _Unrounded(_LearnedFakeQuantize):
+def _gradients_of(
+    ctx: Any, grad: Tensor, again: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    """The backward pass of `_LearnedFakeQuantize`; `again` gets the scale from which it computes codes."""
+    weight, scale_parameter, zero_parameter = ctx.saved_tensors
+    spec = ctx.spec
+    scale, zero_point = qparams(spec, again(scale_parameter), zero_parameter)
+    codes, residual = codes_and_residual(weight, spec, scale, zero_point)
+    if ctx.constant_codes:
+        residual = steps_of(codes, spec, zero_point)
+    found = gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
+    return *found, None, None
+
+
+class _Unrounded(torch.autograd.Function):
+    """`with_gradients_of`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -158,6 +167,10 @@ class _Unrounded(_LearnedFakeQuantize):
         ctx.save_for_backward(weight, scale, zero)
         ctx.spec, ctx.constant_codes = spec, constant_codes
         return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        return _gradients_of(ctx, grads[0], computed_again)
 
 
 def codes_and_residual(

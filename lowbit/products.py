@@ -689,10 +689,15 @@ class CodesProduct(NamedTuple):
         return kernels.scaled_mm.scaled_mm(codes, weight_codes, *scales, bias=bias, out_dtype=dtype)
 
 
+def _has_no_zero_points(weight: Described) -> bool:
+    activation = weight.activation
+    return activation is not None and not (activation.has_zero_point or weight.spec.has_zero_point)
+
+
 def codes_format(weight: Described) -> str | None:
     """The format in which `codes_product` may multiply, "int8" or "e4m3"; None where it never does."""
     spec, activation = weight.spec, weight.activation
-    if activation is None or activation.has_zero_point or spec.has_zero_point:
+    if activation is None or not _has_no_zero_points(weight):
         return None
     formats = [f for f in (Int(8), Float8()) if spec.format == activation.format == f]
     if not formats or not (_is_rowwise(weight, formats[0]) or _has_static_scale(weight)):
@@ -702,7 +707,7 @@ def codes_format(weight: Described) -> str | None:
 
 def codes_product(x: Tensor, weight: Described) -> CodesProduct | None:
     """How `BUILT_IN` multiplies x by such a weight in 8 bits; None where it does not, or where x has a zero point."""
-    if codes_format(weight) is None:
+    if not _has_no_zero_points(weight):
         return None
     if _has_dynamic_kernel(x, weight, None):
         return CodesProduct(by_kernel=True, quantizes=True)

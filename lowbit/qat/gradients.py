@@ -37,7 +37,8 @@ def check_gradients(gradients: Any) -> None:
 def low_bit_gradients(
     targets: Sequence[Target], gradients: MixedPrecision | None
 ) -> list[tuple[Owner, ...]]:
-    """The owners of each weight whose gradients run by the scheme `gradients`: those of products of codes in its format.
+    """The owners of each weight whose gradients run by the scheme `gradients`: its product may be one of codes in that
+    format.
 
     Raises ValueError where it fits none of some weights, or where a device lacks its units.
     """

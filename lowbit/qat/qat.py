@@ -103,6 +103,9 @@ def prepare_(
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
 
     in_low_bits = low_bit_gradients(targets, gradients)
+    if gradients is not None:
+        for target in targets:
+            _add(notes, target, gradients_note(gradients, target.owners in in_low_bits))
 
     def prepared(target: Target) -> Tensor:
         kinds = _KINDS[id(target.weight) in layers]
@@ -111,9 +114,6 @@ def prepare_(
         return made
 
     report = replace_weights(targets, report, prepared, trainable=True)
-    if gradients is not None:
-        for target in targets:
-            _add(notes, target, gradients_note(gradients, target.owners in in_low_bits))
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_shardable(modules)
     lora.merge_in_products(layers.values())

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit import tracer
+from lowbit.affine import computed_again
 from lowbit.packing import pack, unpack
 from lowbit.products import (
     CodesProduct,
@@ -169,7 +170,7 @@ def coded_linear(
     check_linear(x, weight)
     (n, k), m = weight.shape, math.prod(x.shape[:-1])
     gradients: MixedPrecision | None = weight.gradients
-    why = IN_HIGH_PRECISION
+    why: str | None = tracer.ROUNDED
     if gradients is not None:
         why = gradients.plain_because(x.device, m, n, k)
         gradients = None if why is not None else gradients
@@ -189,14 +190,10 @@ def coded_linear(
         turned = (transposed_codes(codes, k), scale.view(1)) if turned_as else None
         found = CodedInput(codes, scale, handle, turned)
     how = _How(product, weight.scheme.weight, gradients, note, x.dtype, own.handle.dtype)
-    kept = found.turned or (found.codes, found.scale)
-    operands = (found.codes, found.scale, own.codes, own.scale, own.source, *kept)
+    turned = found.turned or (None, None)
+    operands = (found.codes, found.scale, own.codes, own.scale, own.source, *turned)
     y = _CodedLinear.apply(found.handle, own.handle, bias, how, *operands)
     return unflattened(y, x)
-
-
-IN_HIGH_PRECISION = "gradients in high precision; lowbit.qat.prepare_ takes a scheme for them"
-"""The reason that a trace gives."""
 
 
 class _How(NamedTuple):
@@ -216,9 +213,10 @@ class _CodedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How, *operands: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How, *operands: Any
     ) -> Tensor:
-        codes, scale, w_codes, w_scale, source, *kept = operands
+        codes, scale, w_codes, w_scale, source, *turned = operands
+        kept = (codes, scale) if turned[0] is None else turned
         for_x, for_weight = ctx.needs_input_grad[:2]
         ctx.how, ctx.shape = how, weight.shape
         ctx.kept_of_weight = 2 if for_x else 0
@@ -266,7 +264,7 @@ class _CodedLinear(torch.autograd.Function):
             grad_weight = (grad.t() @ values.to(grad.dtype)).to(how.weight_dtype)
         if for_bias:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, *[None] * 8
+        return grad_x, grad_weight, grad_bias, *[None] * 8  # how and operands
 
 
 def _name(codes: Tensor) -> str:
@@ -280,7 +278,5 @@ def codes_again(spec: Spec, source: Tensor, scale: Tensor) -> Codes:
         return source, scale
     if not source.dtype.is_floating_point:
         return source.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype), scale
-    if torch.compiler.is_compiling():
-        # The compiler would merge this with the forward pass, and keep the codes meanwhile. It cannot see through cast.
-        scale = torch.ops.lowbit.cast(scale, scale.dtype)
+    scale = computed_again(scale)
     return spec.quantize(source, qparams=(scale, None))[0], scale

@@ -169,26 +169,33 @@ class FakeQuantizedTensor(MasterWeightTensor):
         input: Tensor,
         weight: Any,
         seen: Callable[[], Tensor],
-        coded: Callable[[], CodedWeight],
+        coded: Callable[[], CodedWeight] | None,
         bias: Tensor | None,
         static: Any = None,
     ) -> Tensor:
         """input [..., K] times what products see of this weight [N, K], transposed, plus bias [N].
 
         Args:
-            seen, coded: give the operand, in high precision or as codes; one of them is called.
+            seen: gives the operand in high precision.
+            coded: gives it as codes, where the converted weight multiplies codes; None keeps high precision.
             static: the module, where it rounds its input by a static scale.
         """
         x, bias = autocast_inputs(input, weight, bias)
-        multiplied = None if static is not None and static.is_observed else product_of(x, weight)
-        if multiplied is not None:
-            return coded_linear(x, weight, coded(), bias, multiplied, static)
+        is_observed = static is not None and static.is_observed
+        found = None if coded is None or is_observed else product_of(x, weight)
+        if coded is not None and found is not None:
+            return coded_linear(x, weight, coded(), bias, found, static)
         values, activation = seen(), weight.input_spec
         if static is not None and activation is not None:
             x = static.rounded(x)
         elif activation is not None and not weight.transposed:  # as for the converted weight
             x = activation.fake_quantize(x)
         return F.linear(x, values.to(x.dtype), bias)
+
+    @classmethod
+    def product_of_expert(cls, x: Tensor, weight: Any) -> Tensor:
+        """In high precision, as converted experts multiply."""
+        return cls.product(x, weight, weight.operand, None, None)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
