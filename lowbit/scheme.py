@@ -324,8 +324,8 @@ class Spec:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`quantize` without the clamp: codes in the narrowest dtype that still shows which of them clip.
 
-        The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes; float8 for
-        float8, which never clips at its own scale.
+        The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes of which some may
+        clip; float8 for float8, which never clips at its own scale.
         """
         x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype)
@@ -334,13 +334,13 @@ class Spec:
         codes = unclamped_codes(
             x, self.block_size(x.shape), scale, zero_point, fmt.dtype, low, high
         )
-        return self.narrowed(codes), scale, zero_point
+        return self.narrowed(codes, self.may_clip(scale_dtype)), scale, zero_point
 
-    def narrowed(self, codes: Tensor) -> Tensor:
+    def narrowed(self, codes: Tensor, may_clip: bool = True) -> Tensor:
         """float32 codes before the clamp, in the dtype that `unclamped_codes` names."""
         fmt = self.format
         low, high = fmt.quant_min, fmt.quant_max
-        if isinstance(fmt, Float8):
+        if isinstance(fmt, Float8) or not may_clip:
             return codes.clamp(low, high).to(fmt.dtype)
         dtype = torch.int8 if low > -128 and high < 127 else torch.int16
         return codes.clamp(low - 1, high + 1).to(dtype)
