@@ -23,7 +23,7 @@ weights and scales alike, which leaves the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,9 @@ def learned_fake_quantize(
 
     Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`.
     """
-    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
+    return _LearnedFakeQuantize.apply(
+        weight, scale_parameter, zero_parameter, spec, constant_codes, True
+    )
 
 
 def with_gradients_of(
@@ -113,7 +115,9 @@ def with_gradients_of(
     constant_codes: bool = False,
 ) -> Tensor:
     """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes."""
-    return _Unrounded.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
+    return _LearnedFakeQuantize.apply(
+        weight, scale_parameter, zero_parameter, spec, constant_codes, False
+    )
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):
@@ -127,50 +131,28 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         zero: Tensor | None,
         spec: Spec,
         constant_codes: bool,
+        rounds: bool,
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
-        ctx.spec, ctx.constant_codes = spec, constant_codes
+        ctx.spec, ctx.constant_codes, ctx.rounds = spec, constant_codes, rounds
+        if not rounds:
+            return weight.view_as(weight)
         found = spec.quantize(weight, qparams=qparams(spec, scale, zero))
         return spec.dequantize(*found, weight.shape, weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        return _gradients_of(ctx, grads[0], lambda scale: scale)
-
-
-def _gradients_of(
-    ctx: Any, grad: Tensor, again: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-    """The backward pass of `_LearnedFakeQuantize`; `again` gets the scale from which it computes codes."""
-    weight, scale_parameter, zero_parameter = ctx.saved_tensors
-    spec = ctx.spec
-    scale, zero_point = qparams(spec, again(scale_parameter), zero_parameter)
-    codes, residual = codes_and_residual(weight, spec, scale, zero_point)
-    if ctx.constant_codes:
-        residual = steps_of(codes, spec, zero_point)
-    found = gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
-    return *found, None, None
-
-
-class _Unrounded(torch.autograd.Function):
-    """`with_gradients_of`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        spec: Spec,
-        constant_codes: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scale, zero)
-        ctx.spec, ctx.constant_codes = spec, constant_codes
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        return _gradients_of(ctx, grads[0], computed_again)
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+        weight, scale_parameter, zero_parameter = ctx.saved_tensors
+        spec = ctx.spec
+        own = scale_parameter if ctx.rounds else computed_again(scale_parameter)
+        scale, zero_point = qparams(spec, own, zero_parameter)
+        codes, residual = codes_and_residual(weight, spec, scale, zero_point)
+        if ctx.constant_codes:
+            residual = steps_of(codes, spec, zero_point)
+        found = gradients(grads[0], codes, residual, spec, scale_parameter, zero_parameter)
+        return *found, None, None, None
 
 
 def codes_and_residual(

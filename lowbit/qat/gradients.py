@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.convert import Owner, Target
-from lowbit.products import Described, codes_format
-from lowbit.tensor.affine_tensor import representation_of
+from lowbit.products import codes_format
+from lowbit.tensor.coded_linear import described
 from lowbit.train_scheme import MixedPrecision
 
 _ACCEPTED = "accepted: None, Int8MixedPrecision() for int8 x int8, Float8MixedPrecision() for float8 x float8"
@@ -56,12 +56,10 @@ def low_bit_gradients(
 
 
 def _fits(target: Target, gradients: MixedPrecision) -> bool:
-    spec, weight = target.scheme.weight, target.weight
+    weight = target.weight
     if weight.ndim != 2:
         return False
-    stored_as = representation_of(spec).stored_as
-    described = Described(weight.shape, spec, target.scheme.activation, stored_as)
-    return codes_format(described) == gradients.forward_format
+    return codes_format(described(weight.shape, target.scheme)) == gradients.forward_format
 
 
 def gradients_note(gradients: MixedPrecision, fits: bool) -> str:

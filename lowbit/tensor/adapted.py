@@ -95,7 +95,8 @@ class AdaptedTensor(FakeQuantizedTensor):
         """x [..., K] times the rounded merged weight [N, K], transposed, plus bias [N]."""
 
         def product(x: Tensor, bias: Tensor | None, merged: Tensor, learned: Learned) -> Tensor:
-            seen, coded = (partial(of, merged, learned) for of in (self._seen, self._coded))
+            seen = partial(self._seen, merged, learned)
+            coded = partial(self._coded, merged, learned)
             return FakeQuantizedTensor.product(x, self, seen, coded, bias)
 
         return self._computed_again(product, adapters, x, bias, learned)

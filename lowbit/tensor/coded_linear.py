@@ -35,7 +35,7 @@ from lowbit.products import (
     refuse_second_derivative,
     unflattened,
 )
-from lowbit.scheme import Spec
+from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.low_bit_linear import (
     Codes,
@@ -73,11 +73,10 @@ class CodedInput(NamedTuple):
     """x^ of the formula, transposed: codes [K, M16], and the scale of each row or of all."""
 
 
-def described(weight: Any) -> Described:
-    """The weight that a FakeQuantizedTensor converts to."""
-    spec = weight.scheme.weight
-    stored_as = representation_of(spec).stored_as
-    return Described(weight.shape, spec, weight.scheme.activation, stored_as)
+def described(shape: torch.Size, scheme: Scheme) -> Described:
+    """The weight of this shape that a scheme converts to."""
+    stored_as = representation_of(scheme.weight).stored_as or ""
+    return Described(shape, scheme.weight, scheme.activation, stored_as)
 
 
 def product_of(x: Tensor, weight: Any) -> CodesProduct | None:
@@ -86,7 +85,7 @@ def product_of(x: Tensor, weight: Any) -> CodesProduct | None:
     rounds = weight.rounds_weight and weight.input_spec is not None
     if not rounds or weight.transposed or weight.ndim != 2:
         return None
-    return codes_product(x, described(weight))
+    return codes_product(x, described(weight.shape, weight.scheme))
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
@@ -187,11 +186,11 @@ def coded_linear(
         found = dynamic_input(flat, x, spec, product, turned_as)
     else:
         codes, handle, scale = static.coded(flat)
-        turned = (transposed_codes(codes, k), scale.view(1)) if turned_as else None
-        found = CodedInput(codes, scale, handle, turned)
+        columns = (transposed_codes(codes, k), scale.view(1)) if turned_as else None
+        found = CodedInput(codes, scale, handle, columns)
     how = _How(product, weight.scheme.weight, gradients, note, x.dtype, own.handle.dtype)
-    turned = found.turned or (None, None)
-    operands = (found.codes, found.scale, own.codes, own.scale, own.source, *turned)
+    kept = (None, None) if found.turned is None else found.turned
+    operands = (found.codes, found.scale, own.codes, own.scale, own.source, *kept)
     y = _CodedLinear.apply(found.handle, own.handle, bias, how, *operands)
     return unflattened(y, x)
 
@@ -233,38 +232,40 @@ class _CodedLinear(torch.autograd.Function):
         low = how.gradients
         rows = for_x and low is not None and low.grad_input
         columns = for_weight and low is not None and low.grad_weight
-        grad_x = grad_weight = grad_bias = w_codes = w_scale = quantized = None
-        if for_x:
-            w_codes, w_scale = codes_again(how.spec, *of_weight)
+        own: Any = codes_again(how.spec, *of_weight) if for_x else None
+        quantized: Any = None
         if rows or columns:
-            factor = w_scale.float().flatten() if rows else None
+            factor = own[1].float().flatten() if rows else None
             quantized = quantized_gradient(grad, low, rows=rows, columns=columns, factor=factor)
-        if rows:
-            turned = transposed_codes(w_codes, ctx.shape[1])
-            grad_x = low_bit_product(
-                how.note,
-                "grad_input",
-                low.backward_format,
-                quantized[:2],
-                (turned, None),
-                how.dtype,
-            )
-        elif for_x:
-            tracer.record(how.note, "grad_input", grad.dtype)
-            grad_x = grad @ how.spec.dequantize(w_codes, w_scale, None, ctx.shape, grad.dtype)
-        if columns:
-            grad_weight = low_bit_product(
-                *(how.note, "grad_weight", low.backward_format),
-                *(quantized[2:], of_x, how.weight_dtype),
-            )
-        elif for_weight:
-            tracer.record(how.note, "grad_weight", grad.dtype)
-            codes, scale = of_x
-            values = codes[:, : ctx.shape[1]].float() * scale
-            grad_weight = (grad.t() @ values.to(grad.dtype)).to(how.weight_dtype)
-        if for_bias:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, *[None] * 8  # how and operands
+        grad_x = grad_weight = None
+        if for_x:
+            grad_x = _grad_input(how, grad, quantized[:2] if rows else None, own, ctx.shape)
+        if for_weight:
+            own_columns = quantized[2:] if columns else None
+            grad_weight = _grad_weight(how, grad, own_columns, of_x, ctx.shape[1])
+        return grad_x, grad_weight, grad.sum(0) if for_bias else None, *[None] * 8
+
+
+def _grad_input(
+    how: _How, grad: Tensor, codes: Codes | None, weight: Codes, shape: torch.Size
+) -> Tensor:
+    """dx [M, K]; `codes`: dy · sw along its rows, where the product runs in low bits."""
+    if codes is None or how.gradients is None:
+        tracer.record(how.note, "grad_input", grad.dtype)
+        return grad @ how.spec.dequantize(*weight, None, shape, grad.dtype)
+    turned = transposed_codes(weight[0], shape[1])
+    fmt = how.gradients.backward_format
+    return low_bit_product(how.note, "grad_input", fmt, codes, (turned, None), how.dtype)
+
+
+def _grad_weight(how: _How, grad: Tensor, codes: Codes | None, x: Codes, k: int) -> Tensor:
+    """dw [N, K]; `codes`: dy along its columns, where the product runs in low bits. `x`: then transposed."""
+    if codes is None or how.gradients is None:
+        tracer.record(how.note, "grad_weight", grad.dtype)
+        values = x[0][:, :k].float() * x[1]
+        return (grad.t() @ values.to(grad.dtype)).to(how.weight_dtype)
+    fmt = how.gradients.backward_format
+    return low_bit_product(how.note, "grad_weight", fmt, codes, x, how.weight_dtype)
 
 
 def _name(codes: Tensor) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,7 @@ from tests.distributed.launch import launch
 from tests.distributed.test_train_fsdp import shard
 from tests.kernels.interpreted import interpreted
 from tests.qat.lora_layers import LoraLayer
-from tests.train.problems import linear, outcome, relative, snr, values
+from tests.train.problems import linear, outcome, peak_of_a_step, relative, snr, values
 
 INT8 = lowbit.Int8DynamicActivationInt8Weight()
 STATIC = lowbit.Int8StaticActivationInt8Weight()
@@ -194,6 +195,20 @@ def test_gradients_against_float64(scheme: Scheme, scales: Any, gradients: Any) 
         exact = gradients is None or name in ("output", "0.bias")
         least = 100 if exact else 18 if name.endswith("_scale") else 35
         assert snr(found[name], value) > least, (name, snr(found[name], value))
+
+
+@SCALES
+@pytest.mark.parametrize("gradients", [None, LOW], ids=["high", "low"])
+def test_gradients_under_autocast(scales: Any, gradients: Any) -> None:
+    """Products of bfloat16 inputs; gradients of float32 parameters."""
+    model = prepared(INT8, scales, gradients)
+    x, upstream = values(53, 67, seed=5), values(53, 48, seed=3)
+    wanted = expected(model, INT8, x, upstream)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outcome(model, x, upstream.bfloat16())
+    for name, value in wanted.items():
+        assert found[name].dtype is (torch.bfloat16 if name == "output" else torch.float32)
+        assert snr(found[name], value) > (15 if name.endswith("_scale") else 30), name
 
 
 @pytest.mark.parametrize("low", [(True, False), (False, True)], ids=["input", "weight"])
@@ -460,6 +475,24 @@ def check_sharded(rank: int, world_size: int) -> bool:
     return True
 
 
+def check_replicated(rank: int, world_size: int) -> bool:
+    """DistributedDataParallel: the mean of both ranks' gradients."""
+    for scales in ("present", "learned"):
+        alone: Any = Pair(33)
+        qat.prepare_(alone, INT8, scales=scales, gradients=LOW)
+        model = DistributedDataParallel(copy.deepcopy(alone))
+        model(values(16, 64, seed=rank)).square().sum().backward()
+        for seed in range(world_size):
+            (alone(values(16, 64, seed=seed)).square().sum() / world_size).backward()
+        for (name, p), own in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            assert relative(p.grad, own.grad) < 1e-5, (scales, name)
+    return True
+
+
+def test_replicated() -> None:
+    assert launch(check_replicated, 2) == [True, True]
+
+
 def test_sharded() -> None:
     assert launch(check_sharded, 2) == [True, True]
 
@@ -518,12 +551,6 @@ def test_less_memory_than_bfloat16_on_a_gpu(gradients: Any) -> None:
             qat.prepare_(model, INT8, gradients=gradients)
         model.compile()
         x = values(4, 4096, 2048, dtype=torch.bfloat16).cuda()
-        for _ in range(2):
-            model.zero_grad()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            model(x).float().square().mean().backward()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(peak_of_a_step(model, x))
         del model, x
     assert peaks[1] <= peaks[0], [peak / 2**20 for peak in peaks]
