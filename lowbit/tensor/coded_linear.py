@@ -96,9 +96,11 @@ def coded_weight(values: Tensor, spec: Spec) -> CodedWeight:
     own = values.detach()
     dtype = representation_of(spec).scale_dtype(spec, values.dtype)
     scale, _ = spec.choose_qparams(own, dtype)
+    if not spec.may_clip(dtype):
+        codes, _, _ = spec.quantize(own, qparams=(scale, None))
+        return CodedWeight(codes, scale, values, own)
     codes, inside = spec.quantize_by(own, scale)
-    handle = _Inside.apply(values, inside) if spec.may_clip(dtype) else values
-    return CodedWeight(codes, scale, handle, own)
+    return CodedWeight(codes, scale, _Inside.apply(values, inside), own)
 
 
 class _Inside(torch.autograd.Function):
