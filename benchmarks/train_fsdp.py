@@ -41,7 +41,13 @@ from benchmarks.train_llama import (
 )
 from benchmarks.train_llama import SCHEMES as PRODUCT_SCHEMES
 from benchmarks.train_peers import PEERS
-from lowbit import Int4WeightOnly, Int8Weight, qat
+from lowbit import (
+    Int4WeightOnly,
+    Int8DynamicActivationInt8Weight,
+    Int8MixedPrecision,
+    Int8Weight,
+    qat,
+)
 from lowbit_kernels import launches
 from recipes.llama import Llama, LlamaConfig
 
@@ -62,10 +68,17 @@ def fake_quantize_blocks(model: Llama) -> None:
     qat.prepare_(model, {"head": None, "*": Int4WeightOnly(group_size=128)})
 
 
+def in_int8(model: Llama) -> None:
+    """QAT of int8 x int8 in the blocks, with gradients in int8."""
+    gradients = Int8MixedPrecision()
+    qat.prepare_(model, {"head": None, "*": Int8DynamicActivationInt8Weight()}, gradients=gradients)
+
+
 SCHEMES: dict[str, Any] = {
     **{name: PRODUCT_SCHEMES[name] for name in ("int8", "float8 rowwise")},
     "int8 weights and products": Int8Weight(True, True, True),
     "QAT int4 g128": fake_quantize_blocks,
+    "QAT int8 x int8": in_int8,
 }
 
 

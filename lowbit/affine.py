@@ -147,6 +147,12 @@ def round_to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
 
 
+def computed_again(x: Tensor) -> Tensor:
+    """x for a backward pass that computes something again. torch.compile would merge that with the forward pass, and
+    keep the result meanwhile; it cannot see through this op. In eager mode x itself."""
+    return torch.ops.lowbit.cast(x, x.dtype) if torch.compiler.is_compiling() else x
+
+
 def _symmetric_scale(
     mapping: Mapping, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
 ) -> Tensor:

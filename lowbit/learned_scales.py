@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.affine import dequantize_affine, half_step, unclamped_codes
+from lowbit.affine import computed_again, dequantize_affine, half_step, unclamped_codes
 from lowbit.code_range import clamped, within_range
 from lowbit.scheme import Float8, Spec, crop
 
@@ -104,7 +104,22 @@ def learned_fake_quantize(
 
     Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`.
     """
-    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, constant_codes)
+    return _LearnedFakeQuantize.apply(
+        weight, scale_parameter, zero_parameter, spec, constant_codes, True
+    )
+
+
+def with_gradients_of(
+    weight: Tensor,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+    spec: Spec,
+    constant_codes: bool = False,
+) -> Tensor:
+    """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes."""
+    return _LearnedFakeQuantize.apply(
+        weight, scale_parameter, zero_parameter, spec, constant_codes, False
+    )
 
 
 def _parts(weight: Tensor, spec: Spec) -> list[slice]:
@@ -130,9 +145,12 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         zero: Tensor | None,
         spec: Spec,
         constant_codes: bool,
+        rounds: bool,
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
-        ctx.spec, ctx.constant_codes = spec, constant_codes
+        ctx.spec, ctx.constant_codes, ctx.rounds = spec, constant_codes, rounds
+        if not rounds:
+            return weight.view_as(weight)
         scale, zero_point = qparams(spec, scale, zero)
 
         def rounded(part: slice) -> Tensor:
@@ -149,10 +167,13 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
         spec, grad = ctx.spec, grads[0]
-        scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
+        again = scale_parameter if ctx.rounds else computed_again(scale_parameter)
+        scale, zero_point = qparams(spec, again, zero_parameter)
 
         def found(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
             own, zero = (None if t is None else t[part] for t in (zero_point, zero_parameter))
@@ -163,20 +184,15 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
         parts = _parts(weight, spec)
         if len(parts) == 1:
-            return *found(parts[0]), None, None
+            return *found(parts[0]), None, None, None
         grad_weight = torch.empty_like(grad, memory_format=torch.contiguous_format)
         of_scales, of_zeros = [], []
         for part in parts:
             grad_weight[part], of_scale, of_zero = found(part)
             of_scales.append(of_scale)
             of_zeros += [] if of_zero is None else [of_zero]
-        return (
-            grad_weight,
-            torch.cat(of_scales),
-            torch.cat(of_zeros) if of_zeros else None,
-            None,
-            None,
-        )
+        of_zero = torch.cat(of_zeros) if of_zeros else None
+        return grad_weight, torch.cat(of_scales), of_zero, None, None, None
 
 
 def codes_and_residual(

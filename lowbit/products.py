@@ -34,7 +34,7 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerToken
-from lowbit.scheme import Float8, Int
+from lowbit.scheme import Float8, Int, Spec
 from lowbit_kernels.weight_operands import GROUP_STEP, HALVES
 
 Weight = Any
@@ -371,11 +371,22 @@ def _check_addend(
 
 def check_first_derivative(weight: Weight) -> None:
     """Raise NotImplementedError in a backward pass that itself should be differentiated."""
+    if _is_differentiated():
+        raise weight._unsupported(f"second derivatives ({_FIRST_ONLY})")
+
+
+def refuse_second_derivative(what: str) -> None:
+    """`check_first_derivative` where no weight is at hand, for an error that names `what`."""
+    if _is_differentiated():
+        raise NotImplementedError(f"second derivatives of {what} ({_FIRST_ONLY})")
+
+
+_FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"
+
+
+def _is_differentiated() -> bool:
     # AOTAutograd needs no second derivative, but traces with gradients enabled.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise weight._unsupported(
-            "second derivatives (accepted: backward() and autograd.grad without create_graph=True)"
-        )
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def autocast_inputs(
@@ -551,11 +562,11 @@ def _has_static_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     if not x.is_cuda or not _has_static_scale(weight) or weight.activation.has_zero_point:
         return False
     n, k = weight.shape
-    formats = weight.activation.format.dtype, weight.codes.dtype
+    formats = weight.activation.format.dtype, weight.spec.format.dtype
     fits = formats in kernels.scaled_mm.OPERANDS and x.dtype is not torch.float64
     if k % 16 or 0 in (x.numel(), n) or not fits:
         return False
-    if weight.codes.dtype is torch.int8:
+    if weight.spec.format.dtype is torch.int8:
         return weight.spec.format == Int(8) and k <= kernels.dynamic_linear.MOST_K
     return n % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
@@ -592,7 +603,8 @@ def int8_static_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor
     sums = kernels.scaled_mm.int8_sums(codes, weight.codes)
     if zero_point is not None:
         sums = sums - zero_point.int() * weight.codes.sum(1, dtype=torch.int32)
-    return _scaled_sums(sums, scale, x, weight, bias)
+    y = _scaled_sums(sums, scale, weight.scale, bias, x.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[1])
 
 
 def _can_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
@@ -613,20 +625,102 @@ def int8_dynamic_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tenso
     """int8 by int8 in torch._int_mm: exact int32 sums, then token scale times row scale in float32."""
     codes, token_scale, _ = weight.activation.quantize(x.reshape(-1, x.shape[-1]))
     tracer.multiplies_in("int8")
-    return _scaled_sums(
-        kernels.scaled_mm.int8_sums(codes, weight.codes), token_scale, x, weight, bias
-    )
+    sums = kernels.scaled_mm.int8_sums(codes, weight.codes)
+    y = _scaled_sums(sums, token_scale, weight.scale, bias, x.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[1])
 
 
 def _scaled_sums(
-    sums: Tensor, scale: Tensor, x: Tensor, weight: Weight, bias: Tensor | None
+    sums: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of x from its int32 sums [M, N]; `scale`: of x, [M, 1] or [1, 1]."""
+    """The product of x from its int32 sums [M, N]; `scale`: of x, [M, 1] or [1, 1]; `weight_scale`: [N, 1]."""
     # Multiply by the weight's scale first: that of x may be huge, and the sum could overflow on the way.
-    y = sums.float() * weight.scale.float().t() * scale
+    y = sums.float() * weight_scale.float().t() * scale
     if bias is not None:
         y = y + bias.float()
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
+    return y.to(dtype)
+
+
+# ---- the same products of codes that the caller has -----------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    """What the conditions above read of a converted weight [N, K] without zero points that is not made yet."""
+
+    shape: torch.Size
+    spec: Spec
+    activation: Spec | None
+    stored_as: str
+    zero_point: None = None
+    transposed: bool = False
+
+
+class CodesProduct(NamedTuple):
+    """How a converted weight multiplies codes of x, for a caller that has those of both and keeps them."""
+
+    by_kernel: bool
+    """Whether `scaled_mm` multiplies, as in "dynamic_linear" for many tokens and in "static_linear", or torch._int_mm
+    does."""
+    quantizes: bool
+    """Whether `quantize_tokens` gives the codes of x, or the spec of the activation does."""
+
+    def codes_of(self, x: Tensor, activation: Spec) -> tuple[Tensor, Tensor]:
+        """Codes [M, K or more] and scale [M, 1] of x [M, K], by the dynamic `activation`."""
+        if not self.quantizes:
+            return activation.quantize(x)[:2]
+        format = kernels.dynamic_linear.FORMATS[activation.format.dtype]
+        codes, scale = kernels.quantize_tokens.quantize_tokens(x, format)
+        return codes, scale.view(-1, 1)
+
+    def multiply(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight_codes: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The product [M, N] in `dtype`, of x's codes and scale [M, 1] or [1, 1], and the weight's and [N, 1]."""
+        if not self.by_kernel:
+            sums = kernels.scaled_mm.int8_sums(codes, weight_codes)
+            return _scaled_sums(sums, scale, weight_scale, bias, dtype)
+        if padding := codes.shape[1] - weight_codes.shape[1]:
+            padded = F.pad(weight_codes.view(torch.int8), (0, padding))
+            weight_codes = padded.view(weight_codes.dtype)
+        scales = scale.view(-1), weight_scale.float().flatten()
+        return kernels.scaled_mm.scaled_mm(codes, weight_codes, *scales, bias=bias, out_dtype=dtype)
+
+
+def _has_no_zero_points(weight: Described) -> bool:
+    activation = weight.activation
+    return activation is not None and not (activation.has_zero_point or weight.spec.has_zero_point)
+
+
+def codes_format(weight: Described) -> str | None:
+    """The format in which `codes_product` may multiply, "int8" or "e4m3"; None where it never does."""
+    spec, activation = weight.spec, weight.activation
+    if activation is None or not _has_no_zero_points(weight):
+        return None
+    formats = [f for f in (Int(8), Float8()) if spec.format == activation.format == f]
+    if not formats or not (_is_rowwise(weight, formats[0]) or _has_static_scale(weight)):
+        return None
+    return kernels.dynamic_linear.FORMATS[formats[0].dtype]
+
+
+def codes_product(x: Tensor, weight: Described) -> CodesProduct | None:
+    """How `BUILT_IN` multiplies x by such a weight in 8 bits; None where it does not, or where x has a zero point."""
+    if not _has_no_zero_points(weight):
+        return None
+    if _has_dynamic_kernel(x, weight, None):
+        return CodesProduct(by_kernel=True, quantizes=True)
+    if _can_int_mm(x, weight, None):
+        return CodesProduct(by_kernel=False, quantizes=False)
+    if _has_static_kernel(x, weight, None):
+        return CodesProduct(by_kernel=True, quantizes=False)
+    if _can_static_int_mm(x, weight, None):
+        return CodesProduct(by_kernel=False, quantizes=False)
+    return None
 
 
 # ---- ternary weights ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from lowbit.affine import (
     quantize_affine,
     unclamped_codes,
 )
-from lowbit.code_range import FLOAT8_DTYPES, FLOATS
+from lowbit.code_range import FLOAT8_DTYPES, FLOATS, clamped, within_range
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
 from lowbit.search import search_qparams_affine
 
@@ -268,6 +268,24 @@ class Spec:
         )
         return codes, scale, zero_point
 
+    def quantize_by(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of `quantize` by a scale that is given, without zero points, and where they do not clip."""
+        x, fmt = self.pad(x), self.format
+        low, high = fmt.quant_min, fmt.quant_max
+        codes = unclamped_codes(x, self.block_size(x.shape), scale, None, fmt.dtype, low, high)
+        inside = within_range(codes, fmt.dtype, low, high)
+        return clamped(codes, fmt.dtype, low, high), inside
+
+    def may_clip(self, scale_dtype: torch.dtype) -> bool:
+        """Whether values may clip by the scale that `choose_qparams` gives in this dtype.
+
+        "symmetric_no_clipping_err" and float8 put the largest value on the last code. The rounding of a scale to
+        bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most, and ties round to the even last
+        code. In float16 small scales are subnormal and have fewer digits.
+        """
+        exact = self.mapping == "symmetric_no_clipping_err" or isinstance(self.format, Float8)
+        return self.static or not exact or scale_dtype is torch.float16
+
     def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
         """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
 
@@ -306,8 +324,8 @@ class Spec:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`quantize` without the clamp: codes in the narrowest dtype that still shows which of them clip.
 
-        The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes; float8 for
-        float8, which never clips at its own scale.
+        The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes of which some may
+        clip; float8 for float8, which never clips at its own scale.
         """
         x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype)
@@ -316,13 +334,13 @@ class Spec:
         codes = unclamped_codes(
             x, self.block_size(x.shape), scale, zero_point, fmt.dtype, low, high
         )
-        return self.narrowed(codes), scale, zero_point
+        return self.narrowed(codes, self.may_clip(scale_dtype)), scale, zero_point
 
-    def narrowed(self, codes: Tensor) -> Tensor:
+    def narrowed(self, codes: Tensor, may_clip: bool = True) -> Tensor:
         """float32 codes before the clamp, in the dtype that `unclamped_codes` names."""
         fmt = self.format
         low, high = fmt.quant_min, fmt.quant_max
-        if isinstance(fmt, Float8):
+        if isinstance(fmt, Float8) or not may_clip:
             return codes.clamp(low, high).to(fmt.dtype)
         dtype = torch.int8 if low > -128 and high < 127 else torch.int16
         return codes.clamp(low - 1, high + 1).to(dtype)

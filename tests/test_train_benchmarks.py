@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import train_linear, train_llama, train_peers
+from benchmarks import train_linear, train_llama, train_peers, train_qat
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
 from benchmarks.train_llama import measure_training, training_step
@@ -87,3 +87,18 @@ def test_a_peer_converts_the_model_and_a_linear() -> None:
     assert torch.allclose(y, 2 * x @ weight.T)
     (grad,) = torch.autograd.grad(y.sum(), weight)
     assert torch.allclose(grad, 2 * x.sum(0).expand(40, 64))
+
+
+@pytest.mark.parametrize("index", range(len(train_qat.SCHEMES) + 1))
+def test_a_step_of_qat(index: int) -> None:
+    """Where the benchmark asks for gradients in low bits, each layer has two such products, in each of four steps."""
+    config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
+    candidate = list(train_qat.candidates((2, 16)))[index]
+    scheme, layers = candidate.scheme, 0
+    if scheme is not None and scheme.gradients is not None and scheme.scheme == train_qat.INT8:
+        scheme = replace(scheme, gradients=replace(scheme.gradients, always=True))
+        layers = 7 + scheme.head
+    small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
+    with scaled_products() as calls:
+        assert measure_training(small, 2).seconds > 0
+    assert sum(calls.values()) == 4 * 2 * layers, candidate.name

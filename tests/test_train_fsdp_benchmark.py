@@ -47,7 +47,7 @@ def test_low_bit_weights_travel_in_a_byte_and_products_run() -> None:
         assert cost.parameters == 2 * BLOCK + REST and cost.gathered == elements, name
         assert cost.seconds > 0 and cost.tokens == 2 * 2 * 16 and cost.peak is None
         assert cost.forward > 0 and cost.backward > 0
-        if name in ("bf16", "QAT int4 g128"):
+        if name == "bf16" or name.startswith("QAT"):
             assert cost.sent == 2 * elements and cost.products == 0, name
             continue
         assert cost.products == 2 * 3 * (2 * 7 + 1), name  # ranks; y, dx, dw; blocks and the head

@@ -28,6 +28,7 @@ from lowbit.convert import (
 )
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
+from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
 from lowbit.qat.kinds import prepared_kind
 from lowbit.tensor.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
 from lowbit.tensor.base import check_weight
@@ -43,6 +44,7 @@ from lowbit.tensor.learned_scales import (
 )
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 from lowbit.tensor.static_input import check_input, input_qparams, plain_input, prepare_input
+from lowbit.train_scheme import MixedPrecision
 
 
 def prepare_(
@@ -52,6 +54,7 @@ def prepare_(
     *,
     scales: Literal["present", "learned"] = "present",
     adapters: Literal["merge", "keep"] = "merge",
+    gradients: MixedPrecision | None = None,
 ) -> Report:
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
@@ -69,18 +72,26 @@ def prepare_(
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
             in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
+        gradients: None: the products of gradients run in high precision, which is the straight-through estimator
+            itself. `Int8MixedPrecision()` for int8 × int8 schemes, `Float8MixedPrecision()` for float8 × float8: they
+            run in these formats too, as in `lowbit.train`, which is faster and rounds gradients
+            (`lowbit.tensor.coded_linear`). Its `output` stays True, as the scheme itself says how outputs are computed.
+            Weights of other schemes keep high precision, and the report says so.
 
     A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.
     With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its module;
     otherwise these are buffers, which stay.
 
     Raises also:
+        TypeError: `gradients` is no scheme of mixed precision.
+        ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units.
         NotImplementedError: adapters that cannot be merged, by name (`lowbit.qat.lora`). The model is then as it was.
     """
     if scales not in ("present", "learned"):
         raise ValueError(f"scales must be 'present' or 'learned', got {scales!r}")
     if adapters not in ("merge", "keep"):
         raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
+    check_gradients(gradients)
     inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
     targets, report = find_targets(model, scheme, lora.without_adapters(filter_fn, inside))
     layers = lora.layers_of(model, targets) if adapters == "merge" else {}
@@ -96,11 +107,18 @@ def prepare_(
         notes = {t.owners[0].fqn: _why_present(t) for t in targets}
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
 
+    in_low_bits = low_bit_gradients(targets, gradients)
+    if gradients is not None:
+        for target in targets:
+            _add(notes, target, gradients_note(gradients, target.owners in in_low_bits))
+
     def prepared(target: Target) -> Tensor:
         is_learned = target.owners in learned
         merged = LearnedAdaptedTensor if is_learned else AdaptedTensor
         kind = merged if id(target.weight) in layers else prepared_kind(target, is_learned)
-        return kind(target.weight, target.scheme)
+        made = kind(target.weight, target.scheme)
+        made.gradients = gradients if target.owners in in_low_bits else None
+        return made
 
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
@@ -140,6 +158,11 @@ def _check_static(target: Target, is_merged: bool) -> None:
                     f"{fqn} belongs to a {type(module).__name__}, which multiplies by itself and cannot round its "
                     "input by a static scale: leave it out by filter_fn or a pattern, or give it a dynamic activation"
                 )
+
+
+def _add(notes: dict[str, str | None], target: Target, note: str) -> None:
+    fqn = target.owners[0].fqn
+    notes[fqn] = "; ".join(filter(None, (notes.get(fqn), note)))
 
 
 def _with_note(entry: Entry, note: str | None) -> Entry:

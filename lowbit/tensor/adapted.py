@@ -13,6 +13,7 @@ input, W, A and B alone, as LoRA without rounding does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import lowbit_kernels as kernels
 from lowbit.learned_scales import learned_fake_quantize
 from lowbit.products import check_first_derivative
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.coded_linear import CodedWeight, coded_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.learned_scales import LearnedScalesTensor
@@ -93,8 +95,9 @@ class AdaptedTensor(FakeQuantizedTensor):
         """x [..., K] times the rounded merged weight [N, K], transposed, plus bias [N]."""
 
         def product(x: Tensor, bias: Tensor | None, merged: Tensor, learned: Learned) -> Tensor:
-            values = self._seen(merged, learned)
-            return FakeQuantizedTensor.product(x, self, values, bias)
+            seen = partial(self._seen, merged, learned)
+            coded = partial(self._coded, merged, learned)
+            return FakeQuantizedTensor.product(x, self, seen, coded, bias)
 
         return self._computed_again(product, adapters, x, bias, learned)
 
@@ -119,6 +122,10 @@ class AdaptedTensor(FakeQuantizedTensor):
         if scale is None:
             return self.rounded(merged)
         return learned_fake_quantize(merged, scale, zero, self.scheme.weight)
+
+    def _coded(self, merged: Tensor, learned: Learned) -> CodedWeight:
+        """The same for a product of codes."""
+        return coded_weight(merged, self.scheme.weight)
 
     def _computed_again(
         self,
@@ -151,6 +158,14 @@ class AdaptedTensor(FakeQuantizedTensor):
 
 class LearnedAdaptedTensor(AdaptedTensor, LearnedScalesTensor):
     """An AdaptedTensor whose scales are parameters of the base layer."""
+
+    def _coded(self, merged: Tensor, learned: Learned) -> CodedWeight:
+        scale, zero = learned
+        return (
+            super()._coded(merged, learned)
+            if scale is None
+            else self.coded_values(merged, scale, zero)
+        )
 
     @pre_all_gather
     def fsdp_pre_all_gather(

@@ -23,6 +23,13 @@ from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
+from lowbit.tensor.coded_linear import (
+    CodedWeight,
+    coded_linear,
+    coded_weight,
+    codes_again,
+    product_of,
+)
 from lowbit.tensor.trainable import (
     GROUPED,
     MATMULS,
@@ -31,6 +38,7 @@ from lowbit.tensor.trainable import (
     Values,
 )
 from lowbit.traced import specs_name
+from lowbit.train_scheme import MixedPrecision
 
 Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
@@ -52,21 +60,24 @@ class FakeQuantizedTensor(MasterWeightTensor):
         **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
         **dict.fromkeys(GROUPED, "grouped_mm"),
     }
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off", "gradients")
 
     frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
     """The class of its weight for inference. `representation_of` may choose a subclass."""
 
     scheme: Scheme
     off: Off
+    gradients: MixedPrecision | None
+    """How the products of gradients run in low bits, where the product itself does; None: in high precision."""
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {"transposed": False, "off": None}
+        return {"transposed": False, "off": None, "gradients": None}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {**super().meta_from_json(data), "transposed": False, "off": None}
+        own = {"transposed": False, "off": None, "gradients": None}
+        return {**super().meta_from_json(data), **own}
 
     def check_meta(self) -> None:
         super().check_meta()
@@ -74,10 +85,10 @@ class FakeQuantizedTensor(MasterWeightTensor):
             raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whether or not both are switched off."""
-        return super()._is_stored_like(
-            other._with(off=self.off) if type(other) is type(self) else other
-        )
+        """Whether or not both are switched off, and however their gradients are computed."""
+        if type(other) is type(self):
+            other = other._with(off=self.off, gradients=self.gradients)
+        return super()._is_stored_like(other)
 
     def switch(self, weights: bool, activations: bool) -> None:
         """Switch the rounding of the weight and of activations on or off, in place."""
@@ -126,6 +137,10 @@ class FakeQuantizedTensor(MasterWeightTensor):
         found = spec.fake_quantize(self.rows(values), scale_dtype(spec, values.dtype))
         return found.reshape(values.shape)
 
+    def coded(self) -> CodedWeight:
+        """The rounded weight [N, K] for a product of codes."""
+        return coded_weight(Values.apply(self), self.scheme.weight)
+
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
         if self.flat_from is not None:
@@ -155,19 +170,31 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.operand(), bias)
+        return cls.product(input, weight, weight.operand, weight.coded, bias)
 
     @staticmethod
     def product(
         input: Tensor,
         weight: Any,
-        values: Tensor,
+        seen: Callable[[], Tensor],
+        coded: Callable[[], CodedWeight] | None,
         bias: Tensor | None,
-        rounded: Callable[[Tensor], Tensor] | None = None,
+        static: Any = None,
     ) -> Tensor:
-        """input [..., K] times `values`, what products see of this weight [N, K], transposed, plus bias [N]. `rounded`
-        rounds the input, where its scale is static."""
-        return F.linear(*FakeQuantizedTensor.operands(input, weight, values, bias, rounded))
+        """input [..., K] times what products see of this weight [N, K], transposed, plus bias [N].
+
+        Args:
+            seen: gives the operand in high precision.
+            coded: gives it as codes, where the converted weight multiplies codes; None keeps high precision.
+            static: the module, where it rounds its input by a static scale.
+        """
+        input, bias = autocast_inputs(input, weight, bias)
+        is_observed = static is not None and static.is_observed
+        found = None if coded is None or is_observed else product_of(input, weight)
+        if coded is not None and found is not None:
+            return coded_linear(input, weight, coded(), bias, found, static)
+        rounded = None if static is None else static.rounded
+        return F.linear(*FakeQuantizedTensor.operands(input, weight, seen(), bias, rounded))
 
     @staticmethod
     def operands(
@@ -178,8 +205,13 @@ class FakeQuantizedTensor(MasterWeightTensor):
         rounded: Callable[[Tensor], Tensor] | None = None,
         product: str = "linear",
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The plain input, weight and bias that torch's own function multiplies: cast, the input rounded. Arguments are
-        those of `product`; the last one is the name of torch's function, for messages."""
+        """The plain input, weight and bias that torch's own function multiplies: cast, the input rounded.
+
+        Args:
+            values: what products see of the weight.
+            rounded: rounds the input, where its scale is static.
+            product: the name of torch's function, for messages.
+        """
         x, bias = autocast_inputs(input, weight, bias, product)
         activation = weight.input_spec
         if rounded is not None and activation is not None:
@@ -203,6 +235,11 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return super().matmul(x, weight)
         cls.check_stacked(x, weight)
         return torch.bmm(weight.rounded_for_experts(x), weight.operand().to(x.dtype))
+
+    @classmethod
+    def product_of_expert(cls, x: Tensor, weight: Any) -> Tensor:
+        """In high precision, as converted experts multiply."""
+        return cls.product(x, weight, weight.operand, None, None)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
@@ -356,6 +393,18 @@ class _FromCodes(torch.autograd.Function):
         return torch.where(inside, grads[0], 0.0)
 
 
+class _Connected(_FromCodes):
+    """Its gradient, of a tensor whose values nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
+        fmt = weight.scheme.weight.format
+        low, high = fmt.quant_min, fmt.quant_max
+        inside = within_range(weight.codes.float(), fmt.dtype, low, high)
+        ctx.save_for_backward(crop(inside, weight.shape))
+        return weight.scale.new_empty(()).expand(weight.shape)
+
+
 class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     """The form that FSDP2 gathers a FakeQuantizedTensor to: codes before the clamp, which give the same products and
     gradients to the bit."""
@@ -370,6 +419,10 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
         if self.transposed:
             return super().fake_quantized()
         return _FromCodes.apply(self)
+
+    def coded(self) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, _Connected.apply(self), self.codes)
 
     def dequantize(self) -> Tensor:
         with torch.no_grad():

@@ -90,7 +90,7 @@ def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
 @FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)
 def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
     weight, values = args
-    meta = {"scheme": weight.scheme, "transposed": False, "off": "weights"}
+    meta = {**weight.meta(), "transposed": False, "off": "weights"}
     return FakeQuantizedTensor.from_inner({"weight": values}, meta, values.shape, values.dtype)
 
 

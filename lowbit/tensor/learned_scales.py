@@ -11,7 +11,8 @@ and `nn.Conv2d`, and gives a module of experts a class of `lowbit.tensor.learned
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -25,11 +26,13 @@ from lowbit.learned_scales import (
     learned_fake_quantize,
     parameters_for,
     qparams,
+    with_gradients_of,
 )
 from lowbit.scheme import Int
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
+from lowbit.tensor.coded_linear import CodedWeight, codes_again
 from lowbit.tensor.dtensor import held_locally, local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
@@ -79,6 +82,18 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         """`quantized_by`, or the high-precision weight while its rounding is off."""
         return self.quantized_by(scale, zero) if self.rounds_weight else self.high_precision()
 
+    def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        """`quantized_by` for a product of codes."""
+        return self.coded_values(Values.apply(self), scale, zero)
+
+    def coded_values(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        """Plain `values` [N, K] for a product of codes."""
+        spec, own = self.scheme.weight, values.detach()
+        by, _ = qparams(spec, scale, zero)
+        codes, _, _ = spec.quantize(own, qparams=(by, None))
+        handle = with_gradients_of(values, scale, zero, spec, self.constant_codes)
+        return CodedWeight(codes, by, handle, own)
+
     def frozen_by(
         self, scale: Tensor, zero: Tensor | None, input_qparams: Qparams | None = None
     ) -> LowbitTensor:
@@ -100,6 +115,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         )
 
     def fake_quantized(self) -> Tensor:
+        raise self._without_scales("a product")
+
+    def coded(self) -> CodedWeight:
         raise self._without_scales("a product")
 
     def dequantize(self) -> Tensor:
@@ -202,6 +220,15 @@ class _FromCodes(torch.autograd.Function):
         )
 
 
+class _Connected(_FromCodes):
+    """Its gradients, of a tensor whose values nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        return weight.scale.new_empty(()).expand(weight.shape)
+
+
 class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
     """The form that FSDP2 gathers a LearnedScalesTensor to: its codes before the clamp, which give the same products
     and gradients of the weight to the bit. The gradient of a scale takes (ŵ − w)/s to 1/254."""
@@ -217,6 +244,10 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
         """The scales of the codes are exact. Those of the module may have been rounded for the forward pass."""
         return _FromCodes.apply(self, scale, zero)
 
+    def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, _Connected.apply(self, scale, zero), self.codes)
+
     def fsdp_pre_all_gather(self, *args: Any) -> Any:
         return LowbitTensor.fsdp_pre_all_gather(self, *args)
 
@@ -229,6 +260,14 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
         return shapes
 
 
+def operands(
+    weight: LearnedScalesTensor, scale: Tensor, zero: Tensor | None
+) -> tuple[Callable[[], Tensor], Callable[[], CodedWeight]]:
+    """What `FakeQuantizedTensor.product` takes of a weight with these scales. No method, as torch.compile takes methods
+    of tensors for operations, which return tensors."""
+    return partial(weight.seen_by, scale, zero), partial(weight.coded_by, scale, zero)
+
+
 class Linear(sharded_linear.Linear):
     """nn.Linear whose weight is quantized by scales of its own."""
 
@@ -238,9 +277,8 @@ class Linear(sharded_linear.Linear):
             return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
         if weight.off == "all":
             return F.linear(input, weight.high_precision(), self.bias)
-        return FakeQuantizedTensor.product(
-            input, weight, weight.seen_by(*scales_of(self)), self.bias
-        )
+        seen, coded = operands(weight, *scales_of(self))
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias)
 
     def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
         """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
@@ -259,8 +297,8 @@ class Linear(sharded_linear.Linear):
                 scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
             return scale.redistribute(placements=own).to_local(grad_placements=grads)
 
-        values = weight.seen_by(*map(part, scales_of(self)))
-        return FakeQuantizedTensor.product(x, weight, values, None)
+        seen, coded = operands(weight, *map(part, scales_of(self)))
+        return FakeQuantizedTensor.product(x, weight, seen, coded, None)
 
 
 class Embedding(nn.Embedding):

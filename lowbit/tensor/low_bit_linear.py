@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from lowbit.tracer import Note
 
 MOST_TERMS = 2**17
 """Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of a matrix along its rows, and of its transpose along its columns."""
 Codes = tuple[Tensor, Tensor]
 """Codes [rows, columns rounded up to 16], and the scale of each row or of all. In blocks: codes [rows, columns rounded
 up to 128], and scales as `lowbit_kernels.block_scaled_mm` takes them."""
@@ -105,10 +108,8 @@ class _Linear(torch.autograd.Function):
             if w_scale.numel() > 1 and not scheme.in_blocks:
                 factor, w_scale, one_scale = w_scale, None, False
         if rows or columns:
-            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
-            options = {"seed": seed, "row_factor": factor, "tensorwise": one_scale}
-            codes, scale, codes_t, scale_t = _quantize(
-                grad, scheme, fmt, rows=rows, columns=columns, **options
+            codes, scale, codes_t, scale_t = quantized_gradient(
+                grad, scheme, rows=rows, columns=columns, factor=factor, tensorwise=one_scale
             )
         if rows:
             other = turned, w_scale
@@ -125,6 +126,21 @@ class _Linear(torch.autograd.Function):
         if for_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def quantized_gradient(
+    grad: Tensor,
+    scheme: Any,
+    *,
+    rows: bool,
+    columns: bool,
+    factor: Tensor | None = None,
+    tensorwise: bool = False,
+) -> Quantized:
+    """`_quantize` of the output's gradient, as the scheme rounds it. `factor`: multiplied into the rows."""
+    seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
+    options = {"seed": seed, "row_factor": factor, "tensorwise": tensorwise}
+    return _quantize(grad, scheme, scheme.backward_format, rows=rows, columns=columns, **options)
 
 
 def seed_of(grad: Tensor, seed: int) -> Tensor:
@@ -175,9 +191,9 @@ def low_bit_product(
 
 # ---- the quantized input, shared by layers that read the same one ---------------------------------------------------
 
-Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
-_last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
+_last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
 
 def _quantize(
@@ -213,30 +229,41 @@ def quantized_input(
     x: Tensor, scheme: Any, *, rows: bool, columns: bool, offsets: Tensor | None = None
 ) -> Quantized:
     """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient; with `offsets`,
-    `quantize_grouped`. Returns the last result again if x is the last input, as for the layers of query, key and value.
+    `quantize_grouped`. Shared as `of_last_input` says.
+    """
+    grouped = None if offsets is None or torch.compiler.is_compiling() else _Same(offsets)
+
+    def found() -> Quantized:
+        flat = x.detach().reshape(-1, x.shape[-1])
+        fmt = scheme.forward_format
+        if offsets is None:
+            return _quantize(flat, scheme, fmt, rows=rows, columns=columns)
+        if columns:
+            return kernels.quantize_grouped.quantize_grouped(flat, offsets, fmt, rows=rows)
+        # rows do not depend on the expert
+        return kernels.quantize_rowcol.quantize_rowcol(flat, fmt, rows=rows, columns=False)
+
+    return of_last_input(x, (scheme, rows, columns, grouped), found)
+
+
+def of_last_input(x: Tensor, key: tuple[Any, ...], found: Callable[[], Made]) -> Made:
+    """`found()`, a function of x and `key`, or the last result again if both are the last ones, as for the layers of
+    query, key and value.
 
     Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
     inputs and results. Under torch.compile the compiler merges equal operations itself.
     """
     global _last
-    may_share = not torch.compiler.is_compiling() and x.grad_fn is not None
-    captured = may_share and x.is_cuda and torch.cuda.is_current_stream_capturing()
-    grouped = None if offsets is None or not may_share else _Same(offsets)
-    key = (x._version, captured, scheme, rows, columns, grouped) if may_share else None
+    if torch.compiler.is_compiling() or x.grad_fn is None:
+        return found()
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (x._version, captured, *key)
     last = _last
-    if may_share and last is not None and last[0]() is x and last[1] == key:
+    if last is not None and last[0]() is x and last[1] == key:
         return last[2]
-    flat = x.detach().reshape(-1, x.shape[-1])
-    fmt = scheme.forward_format
-    if offsets is None:
-        found = _quantize(flat, scheme, fmt, rows=rows, columns=columns)
-    elif columns:
-        found = kernels.quantize_grouped.quantize_grouped(flat, offsets, fmt, rows=rows)
-    else:  # rows do not depend on the expert
-        found = kernels.quantize_rowcol.quantize_rowcol(flat, fmt, rows=rows, columns=False)
-    if may_share:
-        _last = (weakref.ref(x, _forget), key, found)
-    return found
+    made = found()
+    _last = (weakref.ref(x, _forget), key, made)
+    return made
 
 
 def _forget(reference: weakref.ref[Tensor]) -> None:

@@ -18,9 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.learned_scales import as_parameters, learned_fake_quantize, learns_zero, qparams
+from lowbit.learned_scales import (
+    as_parameters,
+    learned_fake_quantize,
+    learns_zero,
+    qparams,
+    with_gradients_of,
+)
 from lowbit.scheme import Spec
 from lowbit.tensor import learned_scales, sharded_linear
+from lowbit.tensor.coded_linear import constant_input
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 
@@ -37,14 +44,31 @@ class RoundsInput(nn.Module):
     is_calibrated = False
     """Whether eager code has found the scale to be a number. Not asked again, because the host would wait."""
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether a calibration sees the inputs, which then pass unrounded."""
+        return self._modules.get(OBSERVER) is not None
+
+    def coded(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [M, K], of which there is some, for a product of codes: codes, the handle, and the scale [1, 1]
+        (`lowbit.tensor.coded_linear`)."""
+        self._check_calibrated()
+        weight: Any = self.weight
+        spec = weight.scheme.activation
+        scale = inputs_of(self)[0].float().view(1, 1)  # type: ignore[union-attr]
+        own, _ = qparams(spec, scale, None)
+        if SCALE not in self._parameters:
+            return *constant_input(x, spec, own), own
+        codes, _, _ = spec.quantize(x.detach(), qparams=(own, None))
+        return codes, with_gradients_of(x, scale, None, spec), own
+
     def rounded(self: Any, x: Tensor) -> Tensor:
-        """x as the product sees it, differentiable in x and in the scale; unchanged while observed."""
+        """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed."""
         observer: Any = self._modules.get(OBSERVER)
         if observer is not None:
             observer.observe(x)
             return x
-        if not self.is_calibrated and not torch.compiler.is_compiling():
-            self._check()
+        self._check_calibrated()
         weight: Any = self.weight
         spec = weight.scheme.activation
         # model.to(bfloat16) rounds them too; in float32 they are what the converted weight stores
@@ -55,7 +79,9 @@ class RoundsInput(nn.Module):
             return learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
         return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
 
-    def _check(self: Any) -> None:
+    def _check_calibrated(self: Any) -> None:
+        if self.is_calibrated or torch.compiler.is_compiling():
+            return
         if not self.weight.is_meta:
             is_linear = isinstance(self, nn.Linear)
             kind, inputs = ("linear", "inputs") if is_linear else ("convolution", "channels")
@@ -63,26 +89,25 @@ class RoundsInput(nn.Module):
             check_input(self, f"a {kind} of {count} {inputs}")
             self.is_calibrated = True
 
-    def _weight_seen(self: Any) -> Tensor:
-        """The weight as products see it now."""
-        weight: Any = self.weight
-        if learned_scales.has_scales(self):
-            return weight.seen_by(*learned_scales.scales_of(self))
-        return weight.operand()
-
 
 class Linear(RoundsInput, sharded_linear.Linear):
     """nn.Linear of a fake-quantized weight, with a static scale of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        values = self._weight_seen()
-        return FakeQuantizedTensor.product(input, self.weight, values, self.bias, self.rounded)
+        weight: Any = self.weight
+        seen, coded = weight.operand, weight.coded
+        if learned_scales.has_scales(self):
+            seen, coded = learned_scales.operands(weight, *learned_scales.scales_of(self))
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, self)
 
 
 class _Convolution(RoundsInput):
     def forward(self: Any, input: Tensor) -> Tensor:
+        weight = self.weight
+        learned = learned_scales.has_scales(self)
+        seen = weight.seen_by(*learned_scales.scales_of(self)) if learned else weight.operand()
         operands = FakeQuantizedTensor.operands(
-            input, self.weight, self._weight_seen(), self.bias, self.rounded, "convolution"
+            input, weight, seen, self.bias, self.rounded, "convolution"
         )
         return self._conv_forward(*operands)
 

@@ -180,7 +180,12 @@ class TrainableTensor(LowbitTensor):
         if weight.ndim == 2:
             return F.linear(x, stored_as_linear)
         pairs = zip(x.unbind(), stored_as_linear.unbind(), strict=True)
-        return torch.stack([F.linear(own, expert) for own, expert in pairs])
+        return torch.stack([cls.product_of_expert(own, expert) for own, expert in pairs])
+
+    @classmethod
+    def product_of_expert(cls, x: Tensor, weight: Any) -> Tensor:
+        """x [M, K] times one expert [N, K], transposed."""
+        return F.linear(x, weight)
 
     @classmethod
     def check_stacked(cls, x: Tensor, weight: Tensor) -> None:

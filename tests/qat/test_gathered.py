@@ -45,6 +45,8 @@ def test_one_byte_an_element() -> None:
     weight = FakeQuantizedTensor(torch.randn(8, 64), lowbit.Int4WeightOnly(group_size=32))
     codes = weight._wire().codes
     assert codes.dtype is torch.int8 and codes.shape == (8, 64)
+    weight = FakeQuantizedTensor(torch.randn(8, 64), lowbit.Int8DynamicActivationInt8Weight())
+    assert weight._wire().codes.dtype is torch.int8  # of which none clips
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -69,6 +69,17 @@ def outcome(model: nn.Module, x: Tensor, upstream: Tensor | None = None) -> dict
     return {"output": y.detach(), "input": x.grad, **grads}
 
 
+def peak_of_a_step(model: nn.Module, x: Tensor) -> int:
+    """Bytes of GPU memory that forward and backward take beyond what is there before; of the second of two."""
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).float().square().mean().backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def snr(found: Tensor, expected: Tensor) -> float:
     """Signal to noise in decibels, 20 log10 ‖expected‖ / ‖found − expected‖."""
     expected = expected.double()
