@@ -1,4 +1,4 @@
-"""Fake quantization in one pass: round to a grid and back, with the gradients of the weight, the scale and the zero point.
+"""Fake quantization in one pass: round to a grid and back, with the gradients of values, scales and zero points.
 
 Each row of x [R, C] is cut into blocks of G elements, the last one shorter. A block has a scale s and, for most
 mappings, a zero point. Either both are given, or they are computed from the block's range, stretched to include zero,
@@ -177,20 +177,24 @@ def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
     return bits.flatten(-2)[..., :group_size].flatten(1)[:, :columns] != 0
 
 
-def zero_outside_(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
-    """`grad` [R, C], contiguous, with 0 where not `inside`, in place."""
-    if not (runs_on(grad.device) and grad.is_contiguous() and grad.numel()):
-        kept = unpack_inside(inside, group_size, grad.shape[1])
-        return grad.masked_fill_(kept.logical_not_(), 0.0)
-    block = 1024
+def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
+    """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
+    with it."""
+    if torch.compiler.is_compiling() or not (grad.numel() and runs_on(grad.device)):
+        return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    rows, columns = grad.shape
+    out = grad.new_empty((rows, columns))
+    block = min(1024, triton.next_power_of_2(columns))
+    chunks = triton.cdiv(columns, block)
     with torch.cuda.device_of(grad):
-        _zero_outside[(triton.cdiv(grad.numel(), block),)](
-            *(grad, inside, grad.numel(), grad.shape[1], inside.shape[1], inside.shape[2]),
+        _zero_outside[(rows * chunks,)](
+            *(grad, inside, out, columns, chunks, grad.stride(0), *inside.shape[1:]),
             GROUP=group_size,
             BLOCK=block,
             num_warps=4,
         )
-    return grad
+    return out
 
 
 # ---- the formulas in PyTorch ---------------------------------------------------------------------------------------
@@ -587,19 +591,25 @@ def _gradients(
 
 @jit
 def _zero_outside(
-    grad, inside, total, columns, groups, bytes, GROUP: tl.constexpr, BLOCK: tl.constexpr
+    grad,
+    inside,
+    out,
+    columns,
+    chunks,  # programs of a row
+    stride,  # of a row of grad
+    groups,
+    bytes,  # of a block
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < total
-    row, column = at // columns, (at % columns).to(tl.int32)
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
     element = column % GROUP
     byte = (row * groups + column // GROUP) * bytes + element // 8
-    bit = tl.load(inside + byte, mask=mask, other=0).to(tl.int32) >> (element % 8)
-    tl.store(
-        grad + at,
-        tl.zeros((BLOCK,), tl.float32).to(grad.dtype.element_ty),
-        mask=mask & ((bit & 1) == 0),
-    )
+    bit = (tl.load(inside + byte, mask=mask, other=0).to(tl.int32) >> (element % 8)) & 1
+    g = tl.load(grad + row * stride + column, mask=mask & (bit == 1), other=0)
+    tl.store(out + row * columns + column, g, mask=mask)
 
 
 def _tiling(columns: int, group_size: int, total: int) -> dict[str, int]:

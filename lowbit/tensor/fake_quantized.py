@@ -23,6 +23,8 @@ from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
+from lowbit.tensor.fused_rounding import fake_quantize
+from lowbit.tensor.rounded_linear import Rounding, rounded_linear
 from lowbit.tensor.trainable import (
     GROUPED,
     MATMULS,
@@ -53,6 +55,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
         **dict.fromkeys(GROUPED, "grouped_mm"),
     }
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off")
+
+    constant_codes: ClassVar[bool] = False
+    """Whether the gradient of learned scales is that of constant codes."""
 
     scheme: Scheme
     off: Off
@@ -115,8 +120,13 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     def rounded(self, values: Tensor) -> Tensor:
         """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
-        spec = self.scheme.weight
-        return spec.fake_quantize(values, representation_of(spec).scale_dtype(spec, values.dtype))
+        rounding = rounding_of(self, values.dtype)
+        return fake_quantize(values, rounding.weight, rounding.scale_dtype)
+
+    @property
+    def rounds_again(self) -> bool:
+        """Whether `rounded_product` can multiply by this weight."""
+        return self.rounds_weight and not self.transposed and self.ndim == 2
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -147,7 +157,23 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
+        if weight.rounds_again:
+            return cls.rounded_product(input, weight, bias)
         return cls.product(input, weight, weight.operand(), bias)
+
+    @staticmethod
+    def rounded_product(
+        input: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+    ) -> Tensor:
+        """`product` of a weight that `rounds_again`. It keeps no rounded tensor for backward. `scale` and `zero`: the
+        parameters of learned scales."""
+        x, bias = autocast_inputs(input, weight, bias)
+        values = Values.apply(weight)
+        return rounded_linear(x, values, bias, rounding_of(weight, values.dtype), scale, zero)
 
     @staticmethod
     def product(
@@ -164,14 +190,14 @@ class FakeQuantizedTensor(MasterWeightTensor):
         if rounded is not None and activation is not None:
             x = rounded(x)
         elif activation is not None and not weight.transposed:  # as for the converted weight
-            x = activation.fake_quantize(x)
+            x = fake_quantize(x, activation)
         return F.linear(x, values.to(x.dtype), bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
         activation = weight.input_spec
         if activation is not None and weight.transposed:  # stored as [E, N, K], as linears are
-            x = activation.fake_quantize(x)
+            x = fake_quantize(x, activation)
         return torch._grouped_mm(x, weight.operand().to(x.dtype), offs=offs)
 
     def values(self) -> Tensor:
@@ -274,6 +300,16 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
 
 
+def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
+    """How products round their operands, where the plain values of `weight` are of `dtype`.
+
+    It is no method, since Dynamo takes each method of a tensor for an operation that returns tensors.
+    """
+    spec = weight.scheme.weight
+    scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
+    return Rounding(spec, scale_dtype, weight.input_spec, weight.constant_codes)
+
+
 def _plain(x: Any) -> Any:
     return x.high_precision() if isinstance(x, FakeQuantizedTensor) else x
 
@@ -307,6 +343,11 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
+
+    @property
+    def rounds_again(self) -> bool:
+        """Its codes are rounded already."""
+        return False
 
     def fake_quantized(self) -> Tensor:
         if self.transposed:

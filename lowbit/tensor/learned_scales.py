@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from lowbit.learned_scales import (
     codes_and_residual,
     gradients,
-    learned_fake_quantize,
     parameters_for,
     qparams,
 )
@@ -30,6 +29,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
+from lowbit.tensor.fused_rounding import learned_fake_quantize
 from lowbit.tensor.row_chunks import count_nonfinite
 from lowbit.tensor.trainable import GatheredForm, Values
 
@@ -42,9 +42,6 @@ RESIDUAL_STEPS = 254
 class LearnedScalesTensor(FakeQuantizedTensor):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
-    constant_codes: ClassVar[bool] = False
-    """Whether the gradient of scales is that of constant codes."""
-
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
         weight and in the parameters `scale` and `zero`."""
@@ -54,6 +51,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`quantized_by`, or the high-precision weight while its rounding is off."""
         return self.quantized_by(scale, zero) if self.rounds_weight else self.high_precision()
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """Without scales, only while the rounding of the weight is off."""
+        cls.check_operands(input, weight)
+        return cls.product(input, weight, weight.operand(), bias)
 
     def frozen_by(
         self, scale: Tensor, zero: Tensor | None, input_qparams: Qparams | None = None
@@ -189,6 +192,11 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
     scale: Tensor
     zero_point: Tensor | None
 
+    @property
+    def rounds_again(self) -> bool:
+        """Its codes are rounded already."""
+        return False
+
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The scales of the codes are exact. Those of the module may have been rounded for the forward pass."""
         return _FromCodes.apply(self, scale, zero)
@@ -214,6 +222,8 @@ class Linear(sharded_linear.Linear):
             return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
         if weight.off == "all":
             return F.linear(input, weight.high_precision(), self.bias)
+        if weight.rounds_again:
+            return FakeQuantizedTensor.rounded_product(input, weight, self.bias, *scales_of(self))
         return FakeQuantizedTensor.product(
             input, weight, weight.seen_by(*scales_of(self)), self.bias
         )
