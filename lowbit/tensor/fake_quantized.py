@@ -23,7 +23,7 @@ from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
-from lowbit.tensor.fused_rounding import fake_quantize
+from lowbit.tensor.fused_rounding import Inside, fake_quantize
 from lowbit.tensor.rounded_linear import Rounding, rounded_linear
 from lowbit.tensor.trainable import (
     GROUPED,
@@ -172,8 +172,12 @@ class FakeQuantizedTensor(MasterWeightTensor):
         """`product` of a weight that `rounds_again`. It keeps no rounded tensor for backward. `scale` and `zero`: the
         parameters of learned scales."""
         x, bias = autocast_inputs(input, weight, bias)
-        values = Values.apply(weight)
-        return rounded_linear(x, values, bias, rounding_of(weight, values.dtype), scale, zero)
+        operand = weight.operand_of_rounding()
+        return rounded_linear(x, operand, bias, rounding_of(weight, operand.dtype), scale, zero)
+
+    def operand_of_rounding(self) -> Tensor:
+        """What `rounded_linear` takes."""
+        return Values.apply(self)
 
     @staticmethod
     def product(
@@ -319,19 +323,13 @@ class _FromCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
-        fmt, codes = weight.scheme.weight.format, weight.codes
-        low, high = fmt.quant_min, fmt.quant_max
-        inside = within_range(codes.float(), fmt.dtype, low, high)
-        ctx.save_for_backward(crop(inside, weight.shape))
-        clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
-        return weight.scheme.weight.dequantize(
-            clamped.to(fmt.dtype), weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
-        )
+        values, inside = weight.decoded()
+        ctx.save_for_backward(inside.mask)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inside,) = ctx.saved_tensors
-        return torch.where(inside, grads[0], 0.0)
+        return Inside(*ctx.saved_tensors).passed(grads[0])
 
 
 class GatheredWeight(GatheredForm, FakeQuantizedTensor):
@@ -344,10 +342,19 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     scale: Tensor
     zero_point: Tensor | None
 
-    @property
-    def rounds_again(self) -> bool:
-        """Its codes are rounded already."""
-        return False
+    def operand_of_rounding(self) -> Tensor:
+        return self
+
+    def decoded(self) -> tuple[Tensor, Inside]:
+        """The values in the dtype of the scales, and where their gradient passes."""
+        fmt, codes = self.scheme.weight.format, self.codes
+        low, high = fmt.quant_min, fmt.quant_max
+        inside = within_range(codes.float(), fmt.dtype, low, high)
+        clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
+        values = self.scheme.weight.dequantize(
+            clamped.to(fmt.dtype), self.scale, self.zero_point, self.shape, self.scale.dtype
+        )
+        return values, Inside(crop(inside, self.shape))
 
     def fake_quantized(self) -> Tensor:
         if self.transposed:

@@ -166,19 +166,12 @@ class _FromCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight.detach(), scale, zero)
-        spec, fmt = weight.scheme.weight, weight.scheme.weight.format
-        codes = weight.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
-        return spec.dequantize(
-            codes, weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
-        )
+        return weight.decoded()[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         weight, scale, zero = ctx.saved_tensors
-        residual = weight.residual.float() / RESIDUAL_STEPS
-        return gradients(
-            grads[0], weight.codes.float(), residual, weight.scheme.weight, scale, zero
-        )
+        return weight.gradients_by(grads[0], scale, zero)
 
 
 class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
@@ -192,13 +185,26 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
     scale: Tensor
     zero_point: Tensor | None
 
-    @property
-    def rounds_again(self) -> bool:
-        """Its codes are rounded already."""
-        return False
+    def operand_of_rounding(self) -> Tensor:
+        return self
+
+    def decoded(self) -> tuple[Tensor, None]:
+        """The values in the dtype of the scales, which are exact. Those of the module may have been rounded for the
+        forward pass."""
+        fmt = self.scheme.weight.format
+        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
+        return self.scheme.weight.dequantize(
+            codes, self.scale, self.zero_point, self.shape, self.scale.dtype
+        ), None
+
+    def gradients_by(
+        self, grad: Tensor, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
+        residual = self.residual.float() / RESIDUAL_STEPS
+        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
 
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The scales of the codes are exact. Those of the module may have been rounded for the forward pass."""
         return _FromCodes.apply(self, scale, zero)
 
     def fsdp_pre_all_gather(self, *args: Any) -> Any:

@@ -27,6 +27,7 @@ from lowbit.learned_scales import qparams
 from lowbit.products import unflattened
 from lowbit.scheme import Spec
 from lowbit.tensor import fused_rounding
+from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.fused_rounding import fake_quantize, learned_fake_quantize
 
 
@@ -60,7 +61,7 @@ class _RoundedLinear(torch.autograd.Function):
         zero: Tensor | None,
         rounding: Rounding,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, scale, zero)
+        ctx.save_for_backward(x, _alias(weight), bias, scale, zero)
         ctx.rounding = rounding
         own = x
         if rounding.activation is not None:
@@ -87,6 +88,9 @@ class _RoundedLinear(torch.autograd.Function):
             grad_weight = (grad.t() @ own).to(weight.dtype)
             if scale is None:
                 grad_weight = from_weight.passed(grad_weight)
+            elif isinstance(weight, LowbitTensor):
+                found = weight.gradients_by(grad_weight, scale, zero)  # type: ignore[attr-defined]
+                grad_weight, grad_scale, grad_zero = found
             else:
                 grad_weight, grad_scale, grad_zero = fused_rounding.learned_gradients(
                     grad_weight, weight, rounding.weight, (scale, zero), rounding.constant_codes
@@ -94,6 +98,11 @@ class _RoundedLinear(torch.autograd.Function):
         if needs[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, grad_scale, grad_zero, None
+
+
+def _alias(weight: Tensor) -> Tensor:
+    """A low-bit weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass."""
+    return weight.detach() if isinstance(weight, LowbitTensor) else weight
 
 
 def _rounded_weight(
@@ -106,6 +115,9 @@ def _rounded_weight(
 ) -> tuple[Tensor, Any]:
     """The weight as the product sees it, and where its gradient passes (not for learned scales)."""
     spec = rounding.weight
+    if isinstance(weight, LowbitTensor):
+        values, inside = weight.decoded()  # type: ignore[attr-defined]
+        return values.to(dtype), inside
     if scale is None:
         masked = after is not None
         return fused_rounding.rounded(weight, spec, rounding.scale_dtype, dtype, after, masked)
@@ -137,7 +149,10 @@ def _kept(
     """The product as operations that autograd records one by one."""
     if rounding.activation is not None:
         x = fake_quantize(x, rounding.activation)
-    if scale is None:
+    if isinstance(weight, LowbitTensor):
+        own: Any = weight
+        values = own.fake_quantized() if scale is None else own.quantized_by(scale, zero)
+    elif scale is None:
         values = fake_quantize(weight, rounding.weight, rounding.scale_dtype)
     else:
         spec, constant = rounding.weight, rounding.constant_codes
@@ -153,14 +168,17 @@ def rounded_linear(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """x [..., K] times the plain weight [N, K] transposed, both rounded, plus bias [N]: differentiable in all tensors.
+    """x [..., K] times the weight [N, K] transposed, both rounded, plus bias [N]: differentiable in all tensors.
 
-    `scale` and `zero` are the parameters of learned scales; None for scales that the weight itself gives.
+    The weight is plain, or the form of codes that FSDP2 gathers: `decoded()` gives its values and where their gradient
+    passes, and `gradients_by` the gradients where scales are learned. `scale` and `zero` are the parameters of learned
+    scales; None for scales that the weight itself gives.
     """
     compiling = torch.compiler.is_compiling()
     keeps = not compiling and torch._C._are_functorch_transforms_active()
     if compiling:
-        keeps = not fused_rounding.runs(rounding.weight, weight, in_backward=True)
+        is_plain = not isinstance(weight, LowbitTensor)
+        keeps = not (is_plain and fused_rounding.runs(rounding.weight, weight, in_backward=True))
     if keeps or not torch.is_grad_enabled():
         return _kept(x, weight, bias, scale, zero, rounding)
     if compiling and rounding.activation is not None:

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.fake_quantize import CASES, Case
+from lowbit.affine import unclamped_codes
 from lowbit.code_range import within_range
-from lowbit.scheme import crop
+from lowbit.granularity import PerRow
+from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero
+from lowbit.scheme import Int, Spec, crop
 from lowbit_kernels.fake_quantize import (
+    fake_quantize_gradients,
     gradients_reference,
     reference,
     unpack_inside,
@@ -124,6 +128,8 @@ def gradient_arguments(case: Case, device: str = "cpu", constant_codes: bool = F
     signs = torch.ones_like(scale)
     signs.view(-1)[::2] = -1
     scale = scale * 0.75 * signs if case.grid.format != "e4m3" else scale * 0.75
+    if case.spec.mapping == "half_integer":
+        zero_point = scale * 0.5
     grad = torch.randn_like(x.float()).to(case.dtype)
     return (grad, x, scale, zero_point, case.group_size, *case.grid, constant_codes)
 
@@ -138,3 +144,132 @@ def under_triton() -> dict[str, bool]:
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_interpreted_kernels(under_triton: dict[str, bool], case: Case) -> None:
     assert under_triton[case.name]
+
+
+@pytest.mark.parametrize("case", SMALL[:4] + SMALL[-9:], ids=lambda c: c.name)
+def test_operators_are_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments())
+    if case in EXACT:
+        torch.library.opcheck(GRADIENTS.default, gradient_arguments(case))
+
+
+@pytest.mark.parametrize("case", [c for c in EXACT if "groups" in c.name], ids=lambda c: c.name)
+def test_gradients_are_those_of_learned_scales(case: Case) -> None:
+    grad, x, scale, zero_point, *_ = gradient_arguments(case)
+    zero = None
+    if learns_zero(case.spec):
+        is_code = case.spec.mapping == "asymmetric"
+        value = -zero_point.float() * scale.float() if is_code else zero_point.float()
+        zero = (value / RATE).requires_grad_()
+    parameter = (scale.float() / RATE).requires_grad_()
+    own = x.float().requires_grad_()
+    learned_fake_quantize(own, parameter, zero, case.spec).backward(grad.float())
+    found = fake_quantize_gradients(
+        grad.float(), x, scale, zero_point, case.grid, group_size=case.group_size
+    )
+    torch.testing.assert_close(found[0], own.grad, rtol=0, atol=0)
+    torch.testing.assert_close(found[1] * RATE, parameter.grad, rtol=1e-4, atol=1e-4)
+    if zero is not None:
+        torch.testing.assert_close(found[2] * RATE, zero.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_no_code_clips_where_the_spec_says_so(bits: int, dtype: torch.dtype) -> None:
+    """Every bfloat16 number as the end of a block, at either side, and with a larger other end."""
+    ends = torch.arange(2**15 - 2**7, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    fine = ends.float() * torch.linspace(1, 2, len(ends))
+    for signed in (True, False):
+        spec = Spec(Int(bits, signed), PerRow(), "symmetric_no_clipping_err")
+        assert spec.never_clips(dtype) and not spec.never_clips(torch.float16)
+        for low, high in ((-1.0, 0.0), (0.0, 1.0), (-1.0, 0.9), (-0.9, 1.0)):
+            for own in (ends.float(), fine):
+                x = torch.stack([own * low, own * high], 1)
+                x = x[x.isfinite().all(1)]
+                scale, zero_point = spec.choose_qparams(x, dtype)
+                limits = (spec.format.quant_min, spec.format.quant_max)
+                codes = unclamped_codes(x, (1, 2), scale, zero_point, spec.format.dtype, *limits)
+                assert within_range(codes, spec.format.dtype, *limits).all()
+
+
+def test_output_dtype_is_rounded_once() -> None:
+    case = Case("", 5, 96, SMALL[0].spec, torch.float32)
+    arguments = case.arguments()
+    narrow = OP(*arguments[:-2], torch.bfloat16, False)[0]
+    assert equal_bits(narrow, OP(*arguments)[0].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({0: torch.ones(4)}, ValueError, "flatten"),
+        ({0: torch.ones(4, 4, dtype=torch.float64)}, TypeError, "float64"),
+        ({3: 0}, ValueError, "group_size"),
+        ({4: "absmax"}, ValueError, "mapping"),
+        ({5: "int3"}, ValueError, "format"),
+        ({1: torch.ones(1, 1)}, ValueError, "scale"),
+        ({4: "asymmetric", 1: torch.ones(4, 1)}, ValueError, "zero_point"),
+        ({8: torch.float64}, TypeError, "float64"),
+        ({5: "e4m3", 4: "asymmetric"}, ValueError, "float8"),
+    ],
+)
+def test_errors_name_what_is_wrong(change: dict, error: type, message: str) -> None:
+    arguments: list = [torch.ones(4, 4), None, None, 4, "symmetric", "int8", -8.0, 7.0]
+    arguments += [torch.float32, torch.float32, True]
+    for place, value in change.items():
+        arguments[place] = value
+    with pytest.raises(error, match=message):
+        OP(*arguments)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
+def test_cuda_equals_the_maths_of_lowbit(case: Case) -> None:
+    """Equal to PyTorch on the GPU and on the CPU, for given parameters and computed ones, extremes included."""
+    for x in (case.x("cuda"), extreme(case, "cuda")):
+        assert _agrees(OP, case, x)
+        on_cpu = OP(x.cpu(), *case.arguments()[1:])[0]
+        assert equal_bits(OP(x, *case.arguments("cuda")[1:])[0].cpu(), on_cpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CASES if c.large], ids=lambda c: c.name)
+def test_cuda_equals_the_maths_of_lowbit_on_large_shapes(case: Case) -> None:
+    assert _agrees(OP, case, case.x("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
+def test_cuda_gradients(case: Case) -> None:
+    assert _gradients_agree(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_gradients_are_deterministic() -> None:
+    case = next(c for c in CASES if c.large)
+    arguments = gradient_arguments(case, "cuda")
+    first, second = GRADIENTS(*arguments), GRADIENTS(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT[:6], ids=lambda c: c.name)
+def test_cuda_operators_are_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments("cuda"))
+    torch.library.opcheck(GRADIENTS.default, gradient_arguments(case, "cuda"))
+
+
+@pytest.mark.gpu
+def test_cuda_offsets_of_64_bits() -> None:
+    """2^31 elements and more, in bfloat16."""
+    spec = SMALL[0].spec
+    case = Case("", 70_001, 32_768, spec, torch.bfloat16)
+    x = torch.empty(case.rows, case.columns, dtype=torch.bfloat16, device="cuda").normal_()
+    values, bits = OP(x, *Case("", 1, 32_768, spec).arguments("cuda")[1:])
+    for rows in (slice(0, 3), slice(65_530, 65_540), slice(-3, None)):
+        wanted, inside, *_ = expected(x[rows], case)
+        assert equal_bits(values[rows], wanted)
+        assert torch.equal(unpack_inside(bits[rows], case.group_size, case.columns), inside)
