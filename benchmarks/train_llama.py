@@ -5,7 +5,7 @@ last problem the process has limited memory: the states of torch's optimizer do 
 says so. `train_llama` compares low-bit products and weights with plain bfloat16. They take part in the seven linears of
 each block, and in the head, which is tied to the embedding, except for linears too small to gain, as `prepare_`
 reports; int8 weights take part only in the blocks. Rows marked "recomputed" keep only the results of products for the
-backward pass (`lowbit.train.keep_products`).
+backward pass (`lowbit.train.keep_products`). `train_qat` fake-quantizes the blocks.
 
 Blocks and loss are compiled anew for each row: past its limit of recompilations torch.compile runs them uncompiled.
 """
@@ -40,10 +40,16 @@ from benchmarks.train_peers import PEERS
 from lowbit import (
     Float8BlockMixedPrecision,
     Float8MixedPrecision,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
     Int8MixedPrecision,
     Int8Weight,
+    Scheme,
+    qat,
     train,
 )
+from lowbit.tensor import fused_rounding
 from recipes.llama import Llama, LlamaConfig
 
 LLAMA_1B_CONFIG = LlamaConfig(
@@ -327,3 +333,69 @@ def low_bit_candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
 def train_llama() -> Iterator[Problem]:
     batch = (4, 4096)
     yield Problem(f"batch {batch[0]} x {batch[1]}", list(low_bit_candidates(batch)), REFERENCE)
+
+
+# ---- QAT -------------------------------------------------------------------------------------------------------------
+
+QAT_SCHEMES: dict[str, Scheme] = {
+    "int4 g128": Int4WeightOnly(128),
+    "int4 x int8": Int8DynamicActivationInt4Weight(32),
+    "int8 x int8": Int8DynamicActivationInt8Weight(),
+}
+
+
+def prepare_for_qat(scheme: Scheme, scales: Any, kernel: Any, model: Llama) -> None:
+    """Fake-quantize the blocks. `kernel`: where compiled graphs call the fused kernel."""
+    fused_rounding.IN_GRAPHS = kernel
+    qat.prepare_(model, {"head": None, "*": scheme}, scales=scales)
+
+
+def qat_candidates(batch: tuple[int, int], compile: bool) -> Iterator[TrainingCandidate]:
+    """Each scheme with scales of the present weight and with learned ones. Compiled, also with the kernel in other
+    parts of the graphs than by default."""
+    candidate = partial(TrainingCandidate, torch_fused(), batch, compile=compile)
+    default = fused_rounding.IN_GRAPHS
+    for name, scheme in QAT_SCHEMES.items():
+        for scales in ("present", "learned"):
+            prepare = partial(prepare_for_qat, scheme, scales, default)
+            yield candidate(products=f"{name}, {scales}", scheme=prepare)
+    if compile:
+        for where in ("nowhere", "backward", "everywhere"):
+            for name in () if where == default else ("int4 g128", "int4 x int8"):
+                prepare = partial(prepare_for_qat, QAT_SCHEMES[name], "present", where)
+                yield candidate(products=f"{name}, present, kernel {where}", scheme=prepare)
+    yield candidate()
+
+
+def qat_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    cost: TrainingCost = row.measured
+    plain = result.reference.measured
+    peaks = (cost.peak, plain and plain.peak)
+    return [
+        f"{cost.seconds * 1e3:.1f}",
+        ratio(cost.seconds, plain and plain.seconds),
+        "" if cost.peak is None else f"{cost.peak:.2f}",
+        "" if None in peaks else f"{peaks[0] / peaks[1]:.3f}",
+        *kind_cells(cost.kinds),
+    ]
+
+
+QAT_TABLE = Table(
+    columns=(
+        *("step ms", "/ bf16", "peak GiB", "/ bf16's"),
+        *(f"{name} GiB" for name in KINDS),
+    ),
+    measure=measure_training,
+    cells=qat_cells,
+    legend="Forward, backward and optimizer step; medians. *peak*: the most memory of tensors in a step, by the "
+    "allocator. The last columns divide the peak: *activations* are what the forward pass has allocated and not freed, "
+    "*other* the temporary tensors of the backward pass. *kernel*: where compiled graphs call the fused kernel.",
+)
+
+
+@benchmark("train_qat", "a training step of QAT, 1.2B Llama, compiled and eager", table=QAT_TABLE)
+def train_qat() -> Iterator[Problem]:
+    batch = (4, 4096)
+    for how, compile in (("compiled", True), ("eager", False)):
+        name = f"{how}, batch {batch[0]} x {batch[1]}"
+        yield Problem(name, list(qat_candidates(batch, compile)), REFERENCE)

@@ -87,3 +87,17 @@ def test_a_peer_converts_the_model_and_a_linear() -> None:
     assert torch.allclose(y, 2 * x @ weight.T)
     (grad,) = torch.autograd.grad(y.sum(), weight)
     assert torch.allclose(grad, 2 * x.sum(0).expand(40, 64))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_the_steps_of_qat(compile: bool) -> None:
+    config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
+    found = list(train_llama.qat_candidates((2, 16), compile))
+    assert len({c.name for c in found}) == len(found) == (11 if compile else 7)
+    assert found[-1].name == train_llama.REFERENCE
+    for candidate in found:
+        small = replace(candidate, config=config, device="cpu", compile=False)
+        assert measure_training(small, 2).seconds > 0
+    row = Row(found[0], measure_training(replace(found[0], config=config, device="cpu"), 2))
+    result = Result(Problem("p", found[:1], ""), [row])
+    assert len(train_llama.qat_cells(row, result, 1.0)) == len(train_llama.QAT_TABLE.columns)

@@ -98,8 +98,8 @@ def _case(name: str, n: int, k: int, group: int | None, kind: str, **options: An
 
 
 CASES = [
-    *(_case(*shape, kind, **options) for kind in specs() for *shape, options in SHAPES),
-    *(_case(*shape, kind, **options) for kind in ("int4", "e4m3") for *shape, options in EDGES),
+    *(_case(n, r, c, g, kind, **o) for kind in specs() for n, r, c, g, o in SHAPES),
+    *(_case(n, r, c, g, kind, **o) for kind in ("int4", "e4m3") for n, r, c, g, o in EDGES),
     _case("llama-1b-up", 8192, 2048, 128, "int4", scale_dtype=torch.bfloat16, large=True),
     _case(
         "llama-1b-down", 2048, 8192, 32, "int4-unclipped", scale_dtype=torch.bfloat16, large=True

@@ -412,10 +412,9 @@ def _chosen(
 
 @jit
 def _round(
-    x,
-    s,  # [blocks, 1]
-    z,
-    inverse,
+    x,  # [blocks, elements]
+    scale,  # [blocks]
+    zero,
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
     LOW: tl.constexpr,
@@ -424,6 +423,8 @@ def _round(
     MARGIN: tl.constexpr,  # by which a code inside may exceed the range
 ):
     """Codes before the clamp (those far outside: nearer), where they are inside, codes after it, and values."""
+    s, z = scale[:, None], zero[:, None]
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     if FLOAT8:
         code = x * inverse
         own = rounded_to_float8(tl.minimum(tl.maximum(code, LOW), HIGH), code, False, HIGH)
@@ -463,6 +464,35 @@ def _tile(row, group, exists, start, columns, stride, GROUP: tl.constexpr, SIZE:
 
 
 @jit
+def _given(scale, zero, block, exists, ZERO: tl.constexpr):
+    s = tl.load(scale + block, mask=exists, other=1).to(tl.float32)
+    z = s * 0
+    if ZERO != 0:
+        z = tl.load(zero + block, mask=exists, other=0).to(tl.float32)
+    return s, z
+
+
+@jit
+def _store_bits(
+    bits,
+    inside,  # [BLOCKS, SIZE], elements of the blocks from `start` on
+    block,
+    exists,
+    start,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    BYTES: tl.constexpr = (GROUP + 7) // 8
+    bit = 1 << (tl.arange(0, SIZE) % 8)
+    set_bits = tl.where(inside, bit[None, :], 0)
+    packed = tl.sum(tl.reshape(set_bits, (BLOCKS, SIZE // 8, 8)), 2)
+    byte = start // 8 + tl.arange(0, SIZE // 8)
+    place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
+    tl.store(bits + place, packed.to(tl.uint8), mask=exists[:, None] & (byte < BYTES)[None, :])
+
+
+@jit
 def _forward(
     x,
     scale,  # unused unless GIVEN
@@ -494,43 +524,30 @@ def _forward(
         at, mask = _tile(row, group, exists, 0, columns, stride, GROUP, SIZE)
         values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
     if GIVEN:
-        s = tl.load(scale + block, mask=exists, other=1).to(tl.float32)
-        z = s * 0
-        if ZERO != 0:
-            z = tl.load(zero + block, mask=exists, other=0).to(tl.float32)
+        s, z = _given(scale, zero, block, exists, ZERO)
     else:
-        low = tl.zeros((BLOCKS, SIZE), tl.int32)
-        high = tl.zeros((BLOCKS, SIZE), tl.int32)
         if KEPT:
             low, high = _extremes(values)
         else:
+            low = tl.zeros((BLOCKS, SIZE), tl.int32)
+            high = tl.zeros((BLOCKS, SIZE), tl.int32)
             for start in tl.range(0, GROUP, SIZE):
                 at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
                 found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
                 negative, positive = _extremes(found)
                 low = tl.maximum(low, negative)
                 high = tl.maximum(high, positive)
-        s, z = _chosen(tl.max(low, 1), tl.max(high, 1), MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
-    inverse = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+        low, high = tl.max(low, 1), tl.max(high, 1)
+        s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
     for start in tl.range(0, GROUP, SIZE):
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
         if not KEPT:
             at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
             values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-        _, inside, _, value = _round(
-            *(values, s[:, None], z[:, None], inverse[:, None]),
-            *(ZERO, FLOAT8, LOW, HIGH, MID, MARGIN),
-        )
+        _, inside, _, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
         tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
         if INSIDE:
-            BYTES: tl.constexpr = (GROUP + 7) // 8
-            bit = 1 << (tl.arange(0, SIZE) % 8)
-            set_bits = tl.where(inside & mask, bit[None, :], 0)
-            packed = tl.sum(tl.reshape(set_bits, (BLOCKS, SIZE // 8, 8)), 2)
-            byte = start // 8 + tl.arange(0, SIZE // 8)
-            place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
-            written = exists[:, None] & (byte < BYTES)[None, :]
-            tl.store(bits + place, packed.to(tl.uint8), mask=written)
+            _store_bits(bits, inside & mask, block, exists, start, GROUP, BLOCKS, SIZE)
 
 
 @jit
@@ -560,11 +577,7 @@ def _gradients(
     SIZE: tl.constexpr,
 ):
     block, row, group, exists = _place(groups, total, BLOCKS)
-    s = tl.load(scale + block, mask=exists, other=1).to(tl.float32)
-    z = s * 0
-    if ZERO != 0:
-        z = tl.load(zero + block, mask=exists, other=0).to(tl.float32)
-    inverse = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
+    s, z = _given(scale, zero, block, exists, ZERO)
     of_scale = tl.zeros((BLOCKS, SIZE), tl.float32)
     of_zero = tl.zeros((BLOCKS, SIZE), tl.float32)
     for start in tl.range(0, GROUP, SIZE):
@@ -572,14 +585,11 @@ def _gradients(
         values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
         at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
         g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-        code, inside, own, value = _round(
-            *(values, s[:, None], z[:, None], inverse[:, None]),
-            *(ZERO, FLOAT8, LOW, HIGH, MID, MARGIN),
-        )
-        if CONSTANT:
+        code, inside, own, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        if CONSTANT:  # noqa: SIM108, a condition of the compiler
             factor = code - z[:, None] if ZERO == 1 else code - CODE_OF_Z
         else:
-            factor = (value - values) * inverse[:, None]
+            factor = (value - values) / s[:, None]
         of_scale += g * tl.where(inside, factor, own - CODE_OF_Z)
         of_zero += tl.where(inside, 0.0, g)
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
@@ -802,8 +812,8 @@ def _fake_gradients(
     constant_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high), grad)
-    sums = [x.new_empty(scale.shape, dtype=torch.float32) for _ in range(2)]
-    return grad.new_empty(grad.shape), *sums
+    of_scale = x.new_empty(scale.shape, dtype=torch.float32)
+    return grad.new_empty(grad.shape), of_scale, torch.empty_like(of_scale)
 
 
 def _check_dtypes(*dtypes: torch.dtype) -> None:

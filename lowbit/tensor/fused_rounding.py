@@ -15,12 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+import lowbit_kernels as kernels
 from lowbit import learned_scales
 from lowbit.learned_scales import RATE, codes_and_residual, gradients, qparams, steps_of
 from lowbit.scheme import Spec
-from lowbit_kernels import fake_quantize as kernel
 from lowbit_kernels.library import FLOATS
-from lowbit_kernels.triton_runtime import runs_on
 
 Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
@@ -38,7 +37,7 @@ def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
         accepted = ("backward", "everywhere") if in_backward else ("everywhere",)
         found = IN_GRAPHS in accepted and in_graphs(x)
     else:
-        found = runs_on(x.device)
+        found = kernels.fake_quantize.runs_on(x.device)
     return (
         found
         and type(spec) is Spec  # a subclass may observe what it rounds
@@ -53,10 +52,12 @@ def in_graphs(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _grid(spec: Spec) -> kernel.Grid:
+def _grid(spec: Spec) -> Any:
     fmt = spec.format
-    names = {dtype: name for name, dtype in kernel.FORMATS.items()}
-    return kernel.Grid(spec.mapping, names[fmt.dtype], float(fmt.quant_min), float(fmt.quant_max))
+    names = {dtype: name for name, dtype in kernels.fake_quantize.FORMATS.items()}
+    return kernels.fake_quantize.Grid(
+        spec.mapping, names[fmt.dtype], float(fmt.quant_min), float(fmt.quant_max)
+    )
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -85,9 +86,9 @@ class Inside:
             return torch.where(self.mask, grad, 0.0)
         flat = _flat(grad)
         if torch.is_grad_enabled():  # differentiable
-            kept = kernel.unpack_inside(self.mask, self.group_size, flat.shape[1])
+            kept = kernels.fake_quantize.unpack_inside(self.mask, self.group_size, flat.shape[1])
             return torch.where(kept, flat, 0.0).view(grad.shape)
-        return kernel.zero_outside(flat, self.mask, self.group_size).view(grad.shape)
+        return kernels.fake_quantize.zero_outside(flat, self.mask, self.group_size).view(grad.shape)
 
 
 def rounded(
@@ -111,7 +112,7 @@ def rounded(
     group_size = spec.block_size(x.shape)[-1]
     # Values of float32 are rounded to `dtype` by the kernel. Others are first rounded to their own dtype.
     direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else None
-    values, bits = kernel.fake_quantize(
+    values, bits = kernels.fake_quantize.fake_quantize(
         _flat(x),
         _grid(spec),
         group_size=group_size,
@@ -135,7 +136,7 @@ def rounded_by(
         return spec.dequantize(*codes, x.shape, x.dtype).to(dtype)
     scale, zero_point = _in_blocks(found)
     direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else None
-    values, _ = kernel.fake_quantize(
+    values, _ = kernels.fake_quantize.fake_quantize(
         _flat(x),
         _grid(spec),
         group_size=spec.block_size(x.shape)[-1],
@@ -167,7 +168,7 @@ def learned_gradients(
         return gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
     blocks, zeros = _in_blocks((scale, zero_point))
     assert blocks is not None
-    grad_x, of_scale, of_zero = kernel.fake_quantize_gradients(
+    grad_x, of_scale, of_zero = kernels.fake_quantize.fake_quantize_gradients(
         _flat(grad),
         _flat(x),
         blocks,
@@ -198,7 +199,8 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return Inside(*ctx.saved_tensors, ctx.group_size).passed(grads[0]), None, None
+        (mask,) = ctx.saved_tensors
+        return Inside(mask, ctx.group_size).passed(grads[0]), None, None
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):

@@ -87,7 +87,7 @@ class _RoundedLinear(torch.autograd.Function):
         if needs[1] or needs[3] or needs[4]:
             grad_weight = (grad.t() @ own).to(weight.dtype)
             if scale is None:
-                grad_weight = from_weight.passed(grad_weight)
+                grad_weight = from_weight.passed(grad_weight)  # type: ignore[union-attr]
             elif isinstance(weight, LowbitTensor):
                 found = weight.gradients_by(grad_weight, scale, zero)  # type: ignore[attr-defined]
                 grad_weight, grad_scale, grad_zero = found
@@ -132,7 +132,7 @@ def _differentiable_gradients(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients with a graph, for second derivatives."""
-    y = _kept(*operands, rounding)  # type: ignore[arg-type]
+    y = _kept(*operands, rounding)  # type: ignore[arg-type, call-arg]
     wanted = [t for t, need in zip(operands, needs, strict=False) if need and t is not None]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
     return (*(next(found) if need else None for need in needs[: len(operands)]), None)

@@ -153,8 +153,9 @@ def test_operators_are_registered_well(case: Case) -> None:
         torch.library.opcheck(GRADIENTS.default, gradient_arguments(case))
 
 
+@pytest.mark.parametrize("constant_codes", [False, True])
 @pytest.mark.parametrize("case", [c for c in EXACT if "groups" in c.name], ids=lambda c: c.name)
-def test_gradients_are_those_of_learned_scales(case: Case) -> None:
+def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool) -> None:
     grad, x, scale, zero_point, *_ = gradient_arguments(case)
     zero = None
     if learns_zero(case.spec):
@@ -163,9 +164,16 @@ def test_gradients_are_those_of_learned_scales(case: Case) -> None:
         zero = (value / RATE).requires_grad_()
     parameter = (scale.float() / RATE).requires_grad_()
     own = x.float().requires_grad_()
-    learned_fake_quantize(own, parameter, zero, case.spec).backward(grad.float())
+    values = learned_fake_quantize(own, parameter, zero, case.spec, constant_codes)
+    values.backward(grad.float())
     found = fake_quantize_gradients(
-        grad.float(), x, scale, zero_point, case.grid, group_size=case.group_size
+        grad.float(),
+        x,
+        scale,
+        zero_point,
+        case.grid,
+        group_size=case.group_size,
+        constant_codes=constant_codes,
     )
     torch.testing.assert_close(found[0], own.grad, rtol=0, atol=0)
     torch.testing.assert_close(found[1] * RATE, parameter.grad, rtol=1e-4, atol=1e-4)

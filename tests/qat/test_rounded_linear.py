@@ -189,7 +189,7 @@ def test_compiled_with_the_op(
 @pytest.mark.parametrize("name", ["int4", "int4-int8"])
 @pytest.mark.parametrize("scales", ["present", "learned"])
 def test_the_kernel_runs(scales: str, name: str) -> None:
-    """Eager: forward rounds the weight and the input, backward both again. Learned scales have a kernel of their own."""
+    """Forward rounds the weight and the input, backward both again. Learned scales have a kernel of their own."""
     layer = prepared(SCHEMES[name], scales, torch.bfloat16, "cuda")
     found = operands(layer, torch.bfloat16, "cuda")
     with counted() as calls:
