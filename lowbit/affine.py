@@ -403,6 +403,43 @@ class _StraightThrough(torch.autograd.Function):
         return torch.where(inside, grads[0], 0.0), None, None
 
 
+class _StraightThroughAll(torch.autograd.Function):
+    """`values`, with the gradient of the identity. It keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+@torch.no_grad()
+def rounded_affine(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quant_dtype: torch.dtype,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    clips: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The values of `fake_quantize_affine`, without gradient, and where codes do not clip.
+
+    `clips`: whether codes may clip at all. None stands for "nowhere" where it is False.
+    """
+    low, high = quant_range(quant_dtype, quant_min, quant_max)
+    codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)
+    inside = within_range(codes, quant_dtype, low, high) if clips else None
+    codes = clamped(codes, quant_dtype, low, high)
+    values = dequantize_affine(
+        codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
+    )
+    return values, inside
+
+
 def fake_quantize_affine(
     input: Tensor,
     block_size: Sequence[int],
@@ -411,18 +448,18 @@ def fake_quantize_affine(
     quant_dtype: torch.dtype,
     quant_min: float | None = None,
     quant_max: float | None = None,
+    clips: bool = True,
 ) -> Tensor:
     """`dequantize_affine(quantize_affine(input))`, equal to the last bit, in `input`'s shape and dtype.
 
     Differentiable in `input` by the straight-through estimator (arXiv 1308.3432): the gradient passes where the
     code, before the clamp, lies within the range, and is zero elsewhere. `scale` and `zero_point` are constants.
+
+    `clips`: False where the caller knows that no code lies beyond the range. Then backward needs no mask.
     """
-    low, high = quant_range(quant_dtype, quant_min, quant_max)
-    with torch.no_grad():
-        codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)
-        inside = within_range(codes, quant_dtype, low, high)
-        codes = clamped(codes, quant_dtype, low, high)
-        values = dequantize_affine(
-            codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
-        )
+    values, inside = rounded_affine(
+        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, clips
+    )
+    if inside is None:
+        return _StraightThroughAll.apply(input, values)
     return _StraightThrough.apply(input, values, inside)

@@ -214,7 +214,7 @@ def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:
     `gradients` takes them in place of the residual."""
     if zero_point is None:
         return codes.float()
-    if spec.mapping == "float_zero_point":
+    if spec.zero_point_is_value:
         return codes.float() - _code_of_z(spec)
     block = spec.block_size(codes.shape)
     return _in_blocks(codes.float(), block).sub(_spread(zero_point)).view(codes.shape)

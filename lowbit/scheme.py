@@ -26,6 +26,7 @@ from lowbit.affine import (
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
+    rounded_affine,
     unclamped_codes,
 )
 from lowbit.code_range import FLOAT8_DTYPES, FLOATS, clamped, within_range
@@ -366,22 +367,56 @@ class Spec:
         )
         return crop(values, shape)
 
+    def never_clips(self, scale_dtype: torch.dtype) -> bool:
+        """Whether no code of a tensor by its own scales lies beyond the range, so that backward needs no mask.
+
+        "symmetric_no_clipping_err" puts the largest value on a code. A scale that is rounded to bfloat16 moves this
+        value by up to 1/256 of it: -128 to -128.5, which rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too.
+        Scales of float16 may be subnormal numbers, whose rounding moves it further.
+        """
+        return (
+            self.mapping == "symmetric_no_clipping_err"
+            and not self.static
+            and scale_dtype is not torch.float16
+        )
+
+    def rounded(
+        self, x: Tensor, scale_dtype: torch.dtype = torch.float32, masked: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """The values of `fake_quantize`, without gradient, and, if `masked`, where the gradient passes."""
+        if x.numel() == 0:
+            return x.detach(), None
+        padded, fmt = self.pad(x.detach()), self.format
+        values, inside = rounded_affine(
+            padded,
+            self.block_size(padded.shape),
+            *self.choose_qparams(padded, scale_dtype),
+            fmt.dtype,
+            fmt.quant_min,
+            fmt.quant_max,
+            masked,
+        )
+        return crop(values, x.shape), None if inside is None else crop(inside, x.shape)
+
     def fake_quantize(self, x: Tensor, scale_dtype: torch.dtype = torch.float32) -> Tensor:
         """`dequantize(*quantize(x))` to the bit, in `x`'s shape and dtype, with straight-through gradients."""
         padded = self.pad(x)
         with torch.no_grad():
             scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
-        return self.fake_quantize_by(x, scale, zero_point)
+        return self._fake_quantize(x, scale, zero_point, not self.never_clips(scale_dtype))
 
     def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         """`fake_quantize` with a scale and zero point that are given, one element a block."""
+        return self._fake_quantize(x, scale, zero_point, clips=True)
+
+    def _fake_quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, clips: bool
+    ) -> Tensor:
         if x.numel() == 0:  # no block, for which one scale would be too many
             return x
         padded, fmt = self.pad(x), self.format
-        block = self.block_size(padded.shape)
-        values = fake_quantize_affine(
-            padded, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
-        )
+        block, limits = self.block_size(padded.shape), (fmt.quant_min, fmt.quant_max)
+        values = fake_quantize_affine(padded, block, scale, zero_point, fmt.dtype, *limits, clips)
         return crop(values, x.shape)
 
 

@@ -93,12 +93,20 @@ def test_a_peer_converts_the_model_and_a_linear() -> None:
 def test_a_step_of_qat(index: int) -> None:
     """Where the benchmark asks for gradients in low bits, each layer has two such products, in each of four steps."""
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    candidate = list(train_qat.candidates((2, 16)))[index]
+    candidate = list(train_qat.candidates((2, 16), compile=False))[index]
     scheme, layers = candidate.scheme, 0
     if scheme is not None and scheme.gradients is not None and scheme.scheme == train_qat.INT8:
         scheme = replace(scheme, gradients=replace(scheme.gradients, always=True))
-        layers = 7 + scheme.head
-    small = replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
+        layers = 7
+    small = replace(candidate, config=config, device="cpu", scheme=scheme)
     with scaled_products() as calls:
-        assert measure_training(small, 2).seconds > 0
+        row = Row(small, measure_training(small, 2))
     assert sum(calls.values()) == 4 * 2 * layers, candidate.name
+    result = Result(Problem("p", [small], small.name), [row])
+    assert len(train_qat.cells(row, result, 1.0)) == len(train_qat.TABLE.columns)
+
+
+def test_rows_of_qat_have_names_of_their_own() -> None:
+    for compile in (True, False):
+        names = [c.name for c in train_qat.candidates((2, 16), compile)]
+        assert len(set(names)) == len(names)

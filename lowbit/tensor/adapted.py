@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
-from lowbit.learned_scales import learned_fake_quantize
 from lowbit.products import check_first_derivative
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.coded_linear import CodedWeight, coded_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.fsdp import pre_all_gather
+from lowbit.tensor.fused_rounding import learned_fake_quantize
 from lowbit.tensor.learned_scales import LearnedScalesTensor
 from lowbit.tensor.trainable import Values
 

@@ -30,6 +30,8 @@ from lowbit.tensor.coded_linear import (
     codes_again,
     product_of,
 )
+from lowbit.tensor.fused_rounding import Inside, fake_quantize
+from lowbit.tensor.rounded_linear import Rounding, rounded_linear
 from lowbit.tensor.trainable import (
     GROUPED,
     MATMULS,
@@ -64,6 +66,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
     """The class of its weight for inference. `representation_of` may choose a subclass."""
+
+    constant_codes: ClassVar[bool] = False
+    """Whether the gradient of learned scales is that of constant codes."""
 
     scheme: Scheme
     off: Off
@@ -133,13 +138,18 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     def rounded(self, values: Tensor) -> Tensor:
         """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
-        spec, scale_dtype = self.scheme.weight, representation_of(self.scheme.weight).scale_dtype
-        found = spec.fake_quantize(self.rows(values), scale_dtype(spec, values.dtype))
+        rounding = rounding_of(self, values.dtype)
+        found = fake_quantize(self.rows(values), rounding.weight, rounding.scale_dtype)
         return found.reshape(values.shape)
 
     def coded(self) -> CodedWeight:
         """The rounded weight [N, K] for a product of codes."""
         return coded_weight(Values.apply(self), self.scheme.weight)
+
+    @property
+    def rounds_again(self) -> bool:
+        """Whether `rounded_linear` can multiply by this weight."""
+        return self.rounds_weight and not self.transposed and self.ndim == 2
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -170,7 +180,11 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.operand, weight.coded, bias)
+        return cls.product(input, weight, weight.operand, weight.coded, bias, scales=(None, None))
+
+    def operand_of_rounding(self) -> Tensor:
+        """What `rounded_linear` takes."""
+        return Values.apply(self)
 
     @staticmethod
     def product(
@@ -180,6 +194,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
         coded: Callable[[], CodedWeight] | None,
         bias: Tensor | None,
         static: Any = None,
+        scales: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Tensor:
         """input [..., K] times what products see of this weight [N, K], transposed, plus bias [N].
 
@@ -187,12 +202,18 @@ class FakeQuantizedTensor(MasterWeightTensor):
             seen: gives the operand in high precision.
             coded: gives it as codes, where the converted weight multiplies codes; None keeps high precision.
             static: the module, where it rounds its input by a static scale.
+            scales: the parameters of learned scales, or None twice for present ones, where the product may round both
+                operands again for backward, and keep neither (`lowbit.tensor.rounded_linear`).
         """
         input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
         found = None if coded is None or is_observed else product_of(input, weight)
         if coded is not None and found is not None:
             return coded_linear(input, weight, coded(), bias, found, static)
+        if scales is not None and weight.rounds_again:
+            values = weight.operand_of_rounding()
+            how = rounding_of(weight, values.dtype)
+            return rounded_linear(input, values, bias, how, *scales)
         rounded = None if static is None else static.rounded
         return F.linear(*FakeQuantizedTensor.operands(input, weight, seen(), bias, rounded))
 
@@ -217,7 +238,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
         if rounded is not None and activation is not None:
             x = rounded(x)
         elif activation is not None and not weight.transposed:  # as for the converted weight
-            x = activation.fake_quantize(x)
+            x = fake_quantize(x, activation)
         return x, values.to(x.dtype), bias
 
     @classmethod
@@ -248,7 +269,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     def rounded_for_experts(self, x: Tensor) -> Tensor:
         """x [..., K], the input of a product of all experts, rounded as for the converted weight."""
-        return x if self.input_spec is None else self.input_spec.fake_quantize(x)
+        return x if self.input_spec is None else fake_quantize(x, self.input_spec)
 
     def values(self) -> Tensor:
         weight = super().values()
@@ -369,6 +390,16 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
 
 
+def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
+    """How products round their operands, where the plain values of `weight` are of `dtype`.
+
+    It is no method, since Dynamo takes each method of a tensor for an operation that returns tensors.
+    """
+    spec = weight.scheme.weight
+    scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
+    return Rounding(spec, scale_dtype, weight.input_spec, weight.constant_codes)
+
+
 def _plain(x: Any) -> Any:
     return x.high_precision() if isinstance(x, FakeQuantizedTensor) else x
 
@@ -378,19 +409,13 @@ class _FromCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
-        fmt, codes = weight.scheme.weight.format, weight.codes
-        low, high = fmt.quant_min, fmt.quant_max
-        inside = within_range(codes.float(), fmt.dtype, low, high)
-        ctx.save_for_backward(crop(inside, weight.shape))
-        clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
-        return weight.scheme.weight.dequantize(
-            clamped.to(fmt.dtype), weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
-        )
+        values, inside = weight.decoded()
+        ctx.save_for_backward(inside.mask)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inside,) = ctx.saved_tensors
-        return torch.where(inside, grads[0], 0.0)
+        return Inside(*ctx.saved_tensors).passed(grads[0])
 
 
 class _Connected(_FromCodes):
@@ -414,6 +439,20 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
+
+    def operand_of_rounding(self) -> Tensor:
+        return self
+
+    def decoded(self) -> tuple[Tensor, Inside]:
+        """The values in the dtype of the scales, and where their gradient passes."""
+        fmt, codes = self.scheme.weight.format, self.codes
+        low, high = fmt.quant_min, fmt.quant_max
+        inside = within_range(codes.float(), fmt.dtype, low, high)
+        clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
+        values = self.scheme.weight.dequantize(
+            clamped.to(fmt.dtype), self.scale, self.zero_point, self.shape, self.scale.dtype
+        )
+        return values, Inside(crop(inside, self.shape))
 
     def fake_quantized(self) -> Tensor:
         if self.transposed:

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from lowbit.learned_scales import (
     codes_and_residual,
     gradients,
-    learned_fake_quantize,
     parameters_for,
     qparams,
     with_gradients_of,
@@ -36,6 +35,7 @@ from lowbit.tensor.coded_linear import CodedWeight, codes_again
 from lowbit.tensor.dtensor import held_locally, local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
+from lowbit.tensor.fused_rounding import learned_fake_quantize
 from lowbit.tensor.learned_experts import scaled, scaled_by
 from lowbit.tensor.row_chunks import count_nonfinite
 from lowbit.tensor.trainable import GatheredForm, Values
@@ -50,8 +50,6 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
     meta_attrs: ClassVar[tuple[str, ...]] = (*FakeQuantizedTensor.meta_attrs, "attribute")
-    constant_codes: ClassVar[bool] = False
-    """Whether the gradient of scales is that of constant codes."""
 
     attribute: str
     """The name of the weight in its module, where FSDP2 looks for the scales."""
@@ -93,6 +91,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         codes, _, _ = spec.quantize(own, qparams=(by, None))
         handle = with_gradients_of(values, scale, zero, spec, self.constant_codes)
         return CodedWeight(codes, by, handle, own)
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """Without scales, only while the rounding of the weight is off."""
+        cls.check_operands(input, weight)
+        return cls.product(input, weight, weight.operand, None, bias)
 
     def frozen_by(
         self, scale: Tensor, zero: Tensor | None, input_qparams: Qparams | None = None
@@ -205,19 +209,12 @@ class _FromCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight.detach(), scale, zero)
-        spec, fmt = weight.scheme.weight, weight.scheme.weight.format
-        codes = weight.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
-        return spec.dequantize(
-            codes, weight.scale, weight.zero_point, weight.shape, weight.scale.dtype
-        )
+        return weight.decoded()[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         weight, scale, zero = ctx.saved_tensors
-        residual = weight.residual.float() / RESIDUAL_STEPS
-        return gradients(
-            grads[0], weight.codes.float(), residual, weight.scheme.weight, scale, zero
-        )
+        return weight.gradients_by(grads[0], scale, zero)
 
 
 class _Connected(_FromCodes):
@@ -240,8 +237,26 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
     scale: Tensor
     zero_point: Tensor | None
 
+    def operand_of_rounding(self) -> Tensor:
+        return self
+
+    def decoded(self) -> tuple[Tensor, None]:
+        """The values in the dtype of the scales, which are exact. Those of the module may have been rounded for the
+        forward pass."""
+        fmt = self.scheme.weight.format
+        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
+        return self.scheme.weight.dequantize(
+            codes, self.scale, self.zero_point, self.shape, self.scale.dtype
+        ), None
+
+    def gradients_by(
+        self, grad: Tensor, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
+        residual = self.residual.float() / RESIDUAL_STEPS
+        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
+
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The scales of the codes are exact. Those of the module may have been rounded for the forward pass."""
         return _FromCodes.apply(self, scale, zero)
 
     def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
@@ -277,8 +292,9 @@ class Linear(sharded_linear.Linear):
             return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
         if weight.off == "all":
             return F.linear(input, weight.high_precision(), self.bias)
-        seen, coded = operands(weight, *scales_of(self))
-        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias)
+        scales = scales_of(self)
+        seen, coded = operands(weight, *scales)
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, scales=scales)
 
     def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
         """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of

@@ -29,6 +29,8 @@ def test_gradient_of_scales_of_constant_codes(name) -> None:
     codes, grad = codes.double(), grad.double()
     if spec.mapping == "float_zero_point":
         steps = codes - 2 ** (spec.format.bits - 1) * (not spec.format.signed)
+    elif spec.mapping == "half_integer":  # z is half a scale, so that steps count from the middle
+        steps = codes + 0.5
     else:
         block = spec.block_size(w.shape)
         spread = torch.zeros_like(found) if point is None else point

@@ -1,0 +1,118 @@
+"""Cases of `lowbit_kernels.fake_quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.granularity import PerGroup, PerRow
+from lowbit.scheme import Float8, Int, Spec
+from lowbit_kernels.fake_quantize import Grid
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with random arguments; `spec` has scales of rows or of groups."""
+
+    name: str
+    rows: int
+    columns: int
+    spec: Spec
+    dtype: torch.dtype = torch.bfloat16
+    scale_dtype: torch.dtype = torch.float32
+    row_step: int = 1  # every n-th row of a larger matrix
+    large: bool = False  # the shape of a real layer, for GPUs and benchmarks
+
+    @property
+    def grid(self) -> Grid:
+        fmt = self.spec.format
+        name = str(fmt.dtype).removeprefix("torch.").replace("float8_", "").removesuffix("fn")
+        return Grid(self.spec.mapping, name, float(fmt.quant_min), float(fmt.quant_max))
+
+    @property
+    def group_size(self) -> int:
+        return self.spec.block_size((self.rows, self.columns))[1]
+
+    def x(self, device: torch.device | str = "cpu") -> Tensor:
+        rows = self.rows * self.row_step
+        x = torch.randn(rows, self.columns, device=device) * torch.rand(rows, 1, device=device)
+        return x.to(self.dtype)[:: self.row_step]
+
+    def arguments(self, device: torch.device | str = "cpu", inside: bool = True) -> tuple[Any, ...]:
+        """Those of the op, without parameters."""
+        dtypes = (self.scale_dtype, self.dtype)
+        return (self.x(device), None, None, self.group_size, *self.grid, *dtypes, inside)
+
+
+def specs() -> dict[str, tuple[Int | Float8, Any]]:
+    """Formats with their mappings, by name."""
+    found: dict[str, tuple[Int | Float8, Any]] = {
+        "int4": (Int(4), "symmetric"),
+        "int4-unclipped": (Int(4), "symmetric_no_clipping_err"),
+        "int4-asymmetric": (Int(4), "asymmetric"),
+        "int4-float-zero": (Int(4), "float_zero_point"),
+        "uint4": (Int(4, signed=False), "symmetric"),
+        "uint4-asymmetric": (Int(4, signed=False), "asymmetric"),
+        "int2-half": (Int(2), "half_integer"),
+        "uint2-half": (Int(2, signed=False), "half_integer"),
+        "int1-half": (Int(1), "half_integer"),
+        "int1-asymmetric": (Int(1), "asymmetric"),
+        "e4m3": (Float8(), "symmetric"),
+        "e5m2": (Float8(torch.float8_e5m2), "symmetric"),
+    }
+    for bits in (2, 3, 5, 6, 7, 8):
+        found[f"int{bits}"] = Int(bits), "symmetric"
+    for mapping in ("asymmetric", "float_zero_point", "symmetric_no_clipping_err"):
+        found[f"int8-{mapping}"] = Int(8), mapping
+        found[f"uint8-{mapping}"] = Int(8, signed=False), mapping
+    return found
+
+
+# name, rows, columns, group (None: a row), options
+SHAPES: list[tuple[str, int, int, int | None, dict[str, Any]]] = [
+    ("groups", 6, 96, 32, {}),
+    ("rows-fp32", 5, 101, None, {"dtype": torch.float32}),
+    ("padded-fp16", 3, 45, 16, {"dtype": torch.float16, "scale_dtype": torch.float16}),
+    ("odd-groups", 4, 33, 7, {"scale_dtype": torch.bfloat16}),
+]
+EDGES: list[tuple[str, int, int, int | None, dict[str, Any]]] = [
+    ("long-rows", 2, 20_001, None, {}),
+    ("one-element", 1, 1, None, {}),
+    ("group-of-one", 3, 9, 1, {}),
+    ("group-longer-than-a-row", 3, 5, 64, {}),
+    ("many-groups", 130, 64, 8, {}),
+    ("one-column", 300, 1, None, {"dtype": torch.float32}),
+    ("strided-rows", 7, 64, 32, {"row_step": 3}),
+    ("no-rows", 0, 32, 8, {}),
+    ("no-columns", 4, 0, 8, {}),
+]
+
+
+def _case(name: str, n: int, k: int, group: int | None, kind: str, **options: Any) -> Case:
+    fmt, mapping = specs()[kind]
+    granularity = PerRow() if group is None else PerGroup(group)
+    return Case(f"{kind}-{name}", n, k, Spec(fmt, granularity, mapping), **options)
+
+
+CASES = [
+    *(_case(n, r, c, g, kind, **o) for kind in specs() for n, r, c, g, o in SHAPES),
+    *(_case(n, r, c, g, kind, **o) for kind in ("int4", "e4m3") for n, r, c, g, o in EDGES),
+    _case("llama-1b-up", 8192, 2048, 128, "int4", scale_dtype=torch.bfloat16, large=True),
+    _case(
+        "llama-1b-down", 2048, 8192, 32, "int4-unclipped", scale_dtype=torch.bfloat16, large=True
+    ),
+    _case(
+        "llama-1b-up-zero",
+        8192,
+        2048,
+        32,
+        "int4-float-zero",
+        scale_dtype=torch.bfloat16,
+        large=True,
+    ),
+    _case("tokens-of-2048", 16384, 2048, None, "int8-symmetric_no_clipping_err", large=True),
+    _case("tokens-of-8192", 16384, 8192, None, "int8-symmetric_no_clipping_err", large=True),
+]

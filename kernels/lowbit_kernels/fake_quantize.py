@@ -1,0 +1,873 @@
+"""Fake quantization in one pass: round to a grid and back, with the gradients of values, scales and zero points.
+
+Each row of x [R, C] is cut into blocks of G elements, the last one shorter. A block has a scale s and, for most
+mappings, a zero point. Either both are given, or they are computed from the block's range, stretched to include zero,
+by the formulas of ``lowbit.affine.choose_qparams_affine``. With mid = (low + high + 1) // 2:
+
+    zero point   code                                          value
+    none, code   round(x * (1/s)) + zero_point                 (code - zero_point) * s
+    value        round((x - m) * (1/s)) + low,                 (code - mid) * s + zero_point
+                 m = zero_point - (mid - low) * s
+    float8       x * (1/s), which the conversion rounds        code * s
+
+A code is clamped to low .. high before it gives the value. `inside` says where it did not need to be. Zero points are
+codes for "asymmetric" and for unsigned symmetric formats (there mid), values for "float_zero_point" and "half_integer".
+
+    x            float32, bfloat16 or float16 [R, C]; rows may be strided
+    scale        given: float32, bfloat16 or float16 [R, ceil(C / G)]; it may be negative
+    zero_point   given: int8 or uint8, or the dtype of the scale, of the same shape; None where it is always 0
+    values       [R, C], contiguous, in a dtype of those of x; rounded once, from float32
+    inside       uint8 [R, ceil(C / G), ceil(G / 8)]: bit e % 8 of byte e // 8 belongs to element e of the block
+
+Every float32 operation is rounded once, and sums of products run in float64, where the product is exact. So values and
+`inside` equal those of ``Spec.fake_quantize`` to the bit. On GPUs a clamp stands between each product and a sum of
+float32, since compilers fuse a product and a sum that follow each other directly.
+
+The gradients for given parameters are those of ``lowbit.learned_scales``, with g the gradient of the values:
+
+    grad_x     = g where inside, else 0
+    grad_scale = sum over the block of g * ((value - x)/s where inside, else code - c)
+    grad_zero  = sum over the block of g where not inside
+
+c is the code of z, the value that the zero point stands for: 0 for float8 and "asymmetric", mid - 1/2 for
+"half_integer", otherwise mid. With constant codes, the factor inside is the number of steps from z to the value.
+The sums are float32 and deterministic.
+
+On GPUs a Triton kernel runs: a program computes several short blocks, or one of up to 16,384 elements, and reads each
+element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit_kernels.launches import ran
+from lowbit_kernels.library import FLOATS, check_one_device, register
+from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
+from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+
+FORMATS = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+MAPPINGS = (
+    *("symmetric", "symmetric_no_clipping_err", "asymmetric"),
+    *("float_zero_point", "half_integer"),
+)
+NO_ZERO, CODE, VALUE = range(3)
+"""Kinds of zero points."""
+MOST_KEPT = 16384
+"""Elements of a block that a Triton program keeps in registers."""
+SMALL_TILE = 2048
+"""Elements of the short blocks that one program computes."""
+MOST_BLOCKS = 2**31 - 2**16
+
+
+class Grid(NamedTuple):
+    """The numbers that values are rounded to.
+
+    Attributes:
+        mapping: how scales and zero points are chosen, and what zero points mean.
+        format: "int8" or "uint8" for codes of 1 to 8 bits, "e4m3", "e5m2".
+        low, high: the range of the codes.
+    """
+
+    mapping: str
+    format: str
+    low: float
+    high: float
+
+    @property
+    def is_float8(self) -> bool:
+        return self.format in ("e4m3", "e5m2")
+
+    @property
+    def mid(self) -> float:
+        return 0.0 if self.is_float8 else (self.low + self.high + 1) // 2
+
+    @property
+    def zero(self) -> int:
+        """The kind of its zero points."""
+        if self.mapping in ("float_zero_point", "half_integer"):
+            return VALUE
+        return CODE if self.mapping == "asymmetric" or self.format == "uint8" else NO_ZERO
+
+    @property
+    def code_of_z(self) -> float:
+        """The code, also between two, whose value is z."""
+        if self.is_float8 or self.mapping == "asymmetric":
+            return 0.0
+        return self.mid - 0.5 if self.mapping == "half_integer" else self.mid
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The least and the largest code inside. Numbers within half a step of an end of float8 round to that end."""
+        half = {"e4m3": 16.0, "e5m2": 4096.0}.get(self.format, 0.0)
+        return self.low - half, self.high + half
+
+
+def fake_quantize(
+    x: Tensor,
+    grid: Grid,
+    *,
+    group_size: int,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    inside: bool = False,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """values and inside; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        x: [R, C].
+        group_size: G.
+        scale, zero_point: given parameters; None to compute them from x.
+        scale_dtype: the dtype that computed scales, and zero points that are values, are rounded to.
+        dtype: of the values; None for that of x.
+        inside: whether to write `inside`; otherwise it is empty.
+        after: not read. Given the gradient, it makes torch.compile compute the values again in the backward pass. The
+            values of the forward pass are then not kept until there.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: an unknown mapping or format, or shapes that do not fit each other.
+    """
+    return torch.ops.lowbit.fake_quantize(
+        x, scale, zero_point, group_size, *grid, scale_dtype, dtype or x.dtype, inside, after
+    )
+
+
+def fake_quantize_gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    grid: Grid,
+    *,
+    group_size: int,
+    constant_codes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_x in the dtype of `grad`, and grad_scale and grad_zero, float32 [R, ceil(C / G)]; see the module.
+
+    Args:
+        grad: gradient of the values, float32, bfloat16 or float16 [R, C].
+        x, scale, zero_point: as given to `fake_quantize`.
+        constant_codes: whether grad_scale is that of constant codes.
+
+    Raises:
+        TypeError, ValueError: as `fake_quantize`.
+    """
+    return torch.ops.lowbit.fake_quantize_gradients(
+        grad, x, scale, zero_point, group_size, *grid, constant_codes
+    )
+
+
+def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
+    """`inside` as bool [R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
+    bits = (inside.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(-2)[..., :group_size].flatten(1)[:, :columns] != 0
+
+
+def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
+    """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
+    with it."""
+    if torch.compiler.is_compiling() or not (grad.numel() and runs_on(grad.device)):
+        return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    rows, columns = grad.shape
+    out = grad.new_empty((rows, columns))
+    block = min(1024, triton.next_power_of_2(columns))
+    chunks = triton.cdiv(columns, block)
+    with torch.cuda.device_of(grad):
+        _zero_outside[(rows * chunks,)](
+            *(grad, inside, out, columns, chunks, grad.stride(0), *inside.shape[1:]),
+            GROUP=group_size,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+# ---- the formulas in PyTorch ---------------------------------------------------------------------------------------
+
+
+def reference(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The formula in PyTorch ops, on any device. Divisions through float64 give the quotients of float32."""
+    grid = Grid(mapping, format, low, high)
+    blocks = _blocks(x, group_size)
+    if scale is None:
+        scale, zero_point = _parameters(blocks, grid, scale_dtype)
+    _, kept, values = _rounded_blocks(blocks, scale, zero_point, grid)
+    values = values.flatten(1)[:, : x.shape[1]].to(dtype).contiguous()
+    return values, _packed(kept) if inside else x.new_empty(0, dtype=torch.uint8)
+
+
+def gradients_reference(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in PyTorch ops, on any device."""
+    grid = Grid(mapping, format, low, high)
+    blocks, wide = _blocks(x, group_size), _blocks(grad, group_size)
+    codes, inside, values = _rounded_blocks(blocks, scale, zero_point, grid)
+    factor = (values - blocks) / scale.float().unsqueeze(-1)
+    if constant_codes:
+        factor = codes - _code_of_z(grid, zero_point)
+    factor = torch.where(inside, factor, codes.clamp(low, high) - grid.code_of_z)
+    columns = grad.shape[1]
+    return (
+        torch.where(inside.flatten(1)[:, :columns], grad, 0.0),
+        (wide * factor).sum(-1),
+        torch.where(inside, 0.0, wide).sum(-1),
+    )
+
+
+def _code_of_z(grid: Grid, zero_point: Tensor | None) -> Any:
+    """`Grid.code_of_z`, but that of zero itself where zero points are codes."""
+    if grid.zero == CODE:
+        assert zero_point is not None
+        return zero_point.float().unsqueeze(-1)
+    return grid.code_of_z
+
+
+def _blocks(x: Tensor, group_size: int) -> Tensor:
+    """x as float32 [R, blocks of a row, G], padded with zeros."""
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    return F.pad(x.float(), (0, groups * group_size - columns)).view(rows, groups, group_size)
+
+
+def _divided(x: Tensor, divisor: float | Tensor) -> Tensor:
+    other = divisor.double() if isinstance(divisor, Tensor) else divisor
+    return (x.double() / other).float()
+
+
+def _parameters(
+    blocks: Tensor, grid: Grid, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    low, high, mid = grid.low, grid.high, grid.mid
+    least, most = blocks.amin(-1).clamp(max=0.0), blocks.amax(-1).clamp(min=0.0)
+    if grid.mapping in ("symmetric", "half_integer"):
+        scale = _divided(torch.maximum(-least, most), (high - low) / 2)
+    elif grid.mapping == "symmetric_no_clipping_err":
+        scale = torch.maximum(_divided(least, low - mid), _divided(most, high - mid))
+    else:
+        span, levels = most - least, high - low
+        apart = _divided(most, levels) - _divided(least, levels)
+        scale = torch.where(span.isinf(), apart, _divided(span, levels))
+    scale = scale.clamp(min=_smallest(scale_dtype)).to(scale_dtype)
+    if grid.mapping == "half_integer":
+        return scale, (scale.float() * 0.5).to(scale_dtype)
+    if grid.mapping == "float_zero_point":
+        return scale, (scale.double() * (mid - low) + least.double()).float().to(scale_dtype)
+    if grid.mapping == "asymmetric":
+        steps = _divided(least, scale).round().nan_to_num(0.0)
+        return scale, (low - steps).clamp(low, high).to(FORMATS[grid.format])
+    if grid.zero == CODE:
+        return scale, torch.full_like(scale, mid, dtype=FORMATS[grid.format])
+    return scale, None
+
+
+def _rounded_blocks(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes before the clamp, where they are inside, and values: float32, as `x` is."""
+    low, high, mid = grid.low, grid.high, grid.mid
+    s = scale.float().unsqueeze(-1)
+    z = None if zero_point is None else zero_point.unsqueeze(-1)
+    inverse = _divided(torch.ones_like(s), s)
+    if grid.is_float8:
+        codes = x * inverse
+        own = codes.clamp(low, high).to(FORMATS[grid.format]).float()
+    elif grid.zero == VALUE:
+        assert z is not None
+        start = (s.double() * (low - mid) + z.double()).float()
+        codes = ((x - start) * inverse).round().nan_to_num(mid - low, torch.inf, -torch.inf) + low
+        own = codes.clamp(low, high)
+    else:
+        codes = (x * inverse).round().nan_to_num(0.0, torch.inf, -torch.inf)
+        codes = codes if z is None else codes + z
+        own = codes.clamp(low, high) + 0.0  # no negative zero, as of an integer
+    if grid.zero == VALUE:
+        assert z is not None
+        values = (s.double() * (own - mid).double() + z.double()).float()
+    else:
+        values = (own if z is None else own - z) * s
+    least, most = grid.limits
+    return codes, (codes >= least) & (codes <= most), values
+
+
+def _packed(inside: Tensor) -> Tensor:
+    bits = F.pad(inside.to(torch.int32), (0, -inside.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (bits << torch.arange(8, dtype=torch.int32, device=bits.device)).sum(-1).to(torch.uint8)
+
+
+def _smallest(scale_dtype: torch.dtype) -> float:
+    return 2.0**-24 if scale_dtype == torch.float16 else 2.0**-126
+
+
+# ---- GPU -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _extremes(x):
+    """The bits of the magnitudes of negative and of positive numbers. In the order of the bits, NaN is last."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(bits < 0, magnitude, 0), tl.where(bits < 0, 0, magnitude)
+
+
+@jit
+def _divide(a, b: tl.constexpr):
+    return tl.div_rn(a, tl.full(a.shape, b, tl.float32))
+
+
+@jit
+def _to_dtype(x, DTYPE: tl.constexpr):
+    """x rounded to float32 (0), bfloat16 (1) or float16 (2), as float32."""
+    if DTYPE == 1:  # on its bits, because Triton's interpreter truncates
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
+    elif DTYPE == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@jit
+def _nearest(q, OTHERWISE: tl.constexpr):
+    """q, a product, rounded to an integer within -1024 .. 1024; OTHERWISE for NaN. The clamp between the product and
+    the sum keeps compilers from fusing them."""
+    q = tl.where(q == q, tl.minimum(tl.maximum(q, -1024.0), 1024.0), OTHERWISE)
+    return (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, whose unit in the last place is 1
+
+
+@jit
+def _chosen(
+    low_bits,
+    high_bits,
+    MAPPING: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    LEAST: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+):
+    """Scale and zero point, both float32, from the bits of the extremes."""
+    negative = low_bits.to(tl.float32, bitcast=True)
+    positive = high_bits.to(tl.float32, bitcast=True)
+    if MAPPING == "symmetric" or MAPPING == "half_integer":
+        s = _divide(tl.maximum(negative, positive), (HIGH - LOW) / 2)
+    elif MAPPING == "symmetric_no_clipping_err":
+        s = tl.maximum(_divide(negative, MID - LOW), _divide(positive, HIGH - MID))
+    else:
+        span = positive + negative
+        apart = _divide(positive, HIGH - LOW) + _divide(negative, HIGH - LOW)
+        s = tl.where(span == float("inf"), apart, _divide(span, HIGH - LOW))
+    s = _to_dtype(tl.maximum(s, LEAST), SCALE_DTYPE)
+    s = tl.where(tl.maximum(low_bits, high_bits) > 0x7F800000, float("nan"), s)
+    if MAPPING == "asymmetric":
+        z = LOW - _nearest(tl.div_rn(-negative, s), 0.0)
+        z = tl.minimum(tl.maximum(z, LOW), HIGH)
+    elif MAPPING == "float_zero_point":
+        wide = s.to(tl.float64) * (MID - LOW) - negative.to(tl.float64)
+        z = _to_dtype(wide.to(tl.float32), SCALE_DTYPE)
+    elif MAPPING == "half_integer":
+        z = _to_dtype(s * 0.5, SCALE_DTYPE)
+    else:
+        z = s * 0 + MID
+        z = tl.where(z == z, z, MID)
+    return s, z
+
+
+@jit
+def _round(
+    x,  # [blocks, elements]
+    scale,  # [blocks]
+    zero,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    MARGIN: tl.constexpr,  # by which a code inside may exceed the range
+):
+    """Codes before the clamp (those far outside: nearer), where they are inside, codes after it, and values."""
+    s, z = scale[:, None], zero[:, None]
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    if FLOAT8:
+        code = x * inverse
+        own = rounded_to_float8(tl.minimum(tl.maximum(code, LOW), HIGH), code, False, HIGH)
+        own = tl.where(code == code, own, code)
+        value = own * s
+    elif ZERO == 2:
+        wide_s, wide_z = s.to(tl.float64), z.to(tl.float64)
+        start = (wide_s * (LOW - MID) + wide_z).to(tl.float32)
+        code = _nearest((x - start) * inverse, MID - LOW) + LOW
+        own = tl.minimum(tl.maximum(code, LOW), HIGH)
+        value = (wide_s * (own - MID).to(tl.float64) + wide_z).to(tl.float32)
+    else:
+        code = _nearest(x * inverse, 0.0)
+        if ZERO == 1:
+            code += z
+        own = tl.minimum(tl.maximum(code, LOW), HIGH)
+        value = (own - z) * s if ZERO == 1 else own * s
+    inside = (code >= LOW - MARGIN) & (code <= HIGH + MARGIN)
+    return code, inside, own, value
+
+
+@jit
+def _place(groups, total, BLOCKS: tl.constexpr):
+    """Numbers of the program's blocks, their rows, their groups within the row, and whether they exist."""
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = (block // groups).to(tl.int64)
+    return block, row, block % groups, block < total
+
+
+@jit
+def _tile(row, group, exists, start, columns, stride, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """Offsets of SIZE elements of each block from `start` on, and a mask."""
+    element = start + tl.arange(0, SIZE)
+    column = group[:, None] * GROUP + element[None, :]
+    mask = exists[:, None] & (element < GROUP)[None, :] & (column < columns)
+    return row[:, None] * stride + column, mask
+
+
+@jit
+def _given(scale, zero, block, exists, ZERO: tl.constexpr):
+    s = tl.load(scale + block, mask=exists, other=1).to(tl.float32)
+    z = s * 0
+    if ZERO != 0:
+        z = tl.load(zero + block, mask=exists, other=0).to(tl.float32)
+    return s, z
+
+
+@jit
+def _store_bits(
+    bits,
+    inside,  # [BLOCKS, SIZE], elements of the blocks from `start` on
+    block,
+    exists,
+    start,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    BYTES: tl.constexpr = (GROUP + 7) // 8
+    bit = 1 << (tl.arange(0, SIZE) % 8)
+    set_bits = tl.where(inside, bit[None, :], 0)
+    packed = tl.sum(tl.reshape(set_bits, (BLOCKS, SIZE // 8, 8)), 2)
+    byte = start // 8 + tl.arange(0, SIZE // 8)
+    place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
+    tl.store(bits + place, packed.to(tl.uint8), mask=exists[:, None] & (byte < BYTES)[None, :])
+
+
+@jit
+def _forward(
+    x,
+    scale,  # unused unless GIVEN
+    zero,  # unused unless GIVEN and ZERO
+    out,
+    bits,  # unused unless INSIDE
+    columns,
+    groups,  # of a row
+    total,  # blocks
+    stride,  # of a row of x
+    GIVEN: tl.constexpr,
+    INSIDE: tl.constexpr,
+    MAPPING: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    MARGIN: tl.constexpr,
+    LEAST: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEPT: tl.constexpr,  # SIZE holds a whole block
+):
+    block, row, group, exists = _place(groups, total, BLOCKS)
+    if KEPT:
+        at, mask = _tile(row, group, exists, 0, columns, stride, GROUP, SIZE)
+        values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    if GIVEN:
+        s, z = _given(scale, zero, block, exists, ZERO)
+    else:
+        if KEPT:
+            low, high = _extremes(values)
+        else:
+            low = tl.zeros((BLOCKS, SIZE), tl.int32)
+            high = tl.zeros((BLOCKS, SIZE), tl.int32)
+            for start in tl.range(0, GROUP, SIZE):
+                at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+                found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+                negative, positive = _extremes(found)
+                low = tl.maximum(low, negative)
+                high = tl.maximum(high, positive)
+        low, high = tl.max(low, 1), tl.max(high, 1)
+        s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
+    for start in tl.range(0, GROUP, SIZE):
+        to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
+        if not KEPT:
+            at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+            values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        _, inside, _, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
+        if INSIDE:
+            _store_bits(bits, inside & mask, block, exists, start, GROUP, BLOCKS, SIZE)
+
+
+@jit
+def _gradients(
+    grad,
+    x,
+    scale,
+    zero,  # unused unless ZERO
+    grad_x,
+    grad_scale,
+    grad_zero,
+    columns,
+    groups,
+    total,
+    grad_stride,
+    stride,
+    CONSTANT: tl.constexpr,
+    CODE_OF_Z: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    MARGIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    block, row, group, exists = _place(groups, total, BLOCKS)
+    s, z = _given(scale, zero, block, exists, ZERO)
+    of_scale = tl.zeros((BLOCKS, SIZE), tl.float32)
+    of_zero = tl.zeros((BLOCKS, SIZE), tl.float32)
+    for start in tl.range(0, GROUP, SIZE):
+        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+        values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
+        g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
+        code, inside, own, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        if CONSTANT:  # noqa: SIM108, a condition of the compiler
+            factor = code - z[:, None] if ZERO == 1 else code - CODE_OF_Z
+        else:
+            factor = (value - values) / s[:, None]
+        of_scale += g * tl.where(inside, factor, own - CODE_OF_Z)
+        of_zero += tl.where(inside, 0.0, g)
+        to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
+        kept = tl.where(inside, g, 0.0)
+        tl.store(grad_x + to, kept.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(grad_scale + block, tl.sum(of_scale, 1), mask=exists)
+    tl.store(grad_zero + block, tl.sum(of_zero, 1), mask=exists)
+
+
+@jit
+def _zero_outside(
+    grad,
+    inside,
+    out,
+    columns,
+    chunks,  # programs of a row
+    stride,  # of a row of grad
+    groups,
+    bytes,  # of a block
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    element = column % GROUP
+    byte = (row * groups + column // GROUP) * bytes + element // 8
+    bit = (tl.load(inside + byte, mask=mask, other=0).to(tl.int32) >> (element % 8)) & 1
+    g = tl.load(grad + row * stride + column, mask=mask & (bit == 1), other=0)
+    tl.store(out + row * columns + column, g, mask=mask)
+
+
+def _tiling(columns: int, group_size: int, total: int) -> dict[str, int]:
+    """Blocks of a program and elements of each that it holds at once."""
+    size = max(8, min(triton.next_power_of_2(min(group_size, columns)), MOST_KEPT))
+    blocks = max(1, min(SMALL_TILE // size, triton.next_power_of_2(total)))
+    return {
+        "BLOCKS": blocks,
+        "SIZE": size,
+        "num_warps": 4 if size * blocks <= 2048 else 8 if size <= 8192 else 16,
+    }
+
+
+def _constants(grid: Grid) -> dict[str, Any]:
+    return {
+        "ZERO": grid.zero,
+        "FLOAT8": grid.is_float8,
+        "LOW": float(grid.low),
+        "HIGH": float(grid.high),
+        "MID": float(grid.mid),
+        "MARGIN": grid.limits[1] - grid.high,
+    }
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return _as_read(x if x.stride(1) == 1 else x.contiguous())
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """The interpreter (triton 3.7) also misreads subnormal numbers of bfloat16."""
+    return x.to(stored_dtype(x.dtype, x.device))
+
+
+def _by_triton(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+) -> tuple[Tensor, Tensor]:
+    x = _dense_rows(x)
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    total = rows * groups
+    out = x.new_empty((rows, columns), dtype=stored_dtype(dtype, x.device))
+    shape = (rows, groups, -(-group_size // 8)) if inside else (0,)
+    bits = x.new_empty(shape, dtype=torch.uint8)
+    tiling = _tiling(columns, group_size, total)
+    scales = x if scale is None else _as_read(scale.contiguous())
+    zeros = x if zero_point is None else _as_read(zero_point.contiguous())
+    with torch.cuda.device_of(x):
+        _forward[(triton.cdiv(total, tiling["BLOCKS"]),)](
+            *(x, scales, zeros, out, bits, columns, groups, total, x.stride(0)),
+            GIVEN=scale is not None,
+            INSIDE=inside,
+            MAPPING=grid.mapping,
+            LEAST=_smallest(scale_dtype),
+            SCALE_DTYPE=FLOATS.index(scale_dtype),
+            GROUP=group_size,
+            KEPT=tiling["SIZE"] >= min(group_size, columns),
+            **_constants(grid),
+            **tiling,
+        )
+    return out.to(dtype), bits
+
+
+def _gradients_by_triton(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid: Grid,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    dtype, stored = grad.dtype, stored_dtype(grad.dtype, grad.device)
+    grad, x = _dense_rows(grad), _dense_rows(x)
+    grad_x = grad.new_empty((rows, columns), dtype=stored)
+    sums = x.new_empty((2, rows, groups), dtype=torch.float32)
+    tiling = _tiling(columns, group_size, rows * groups)
+    if tiling["SIZE"] > 2048:  # it reads each element once, however long the block is
+        tiling |= {"SIZE": 2048, "num_warps": 4}
+    scale = _as_read(scale.contiguous())
+    zeros = scale if zero_point is None else _as_read(zero_point.contiguous())
+    with torch.cuda.device_of(x):
+        _gradients[(triton.cdiv(rows * groups, tiling["BLOCKS"]),)](
+            *(grad, x, scale, zeros, grad_x, *sums),
+            *(columns, groups, rows * groups, grad.stride(0), x.stride(0)),
+            CONSTANT=constant_codes,
+            CODE_OF_Z=float(grid.code_of_z),
+            GROUP=group_size,
+            **_constants(grid),
+            **tiling,
+        )
+    return grad_x.to(dtype), sums[0], sums[1]
+
+
+# ---- the ops -------------------------------------------------------------------------------------------------------
+
+
+def _runs_triton(x: Tensor, grid: Grid, group_size: int) -> bool:
+    if not (x.numel() and runs_on(x.device)):
+        return False
+    total = x.shape[0] * -(-x.shape[1] // group_size)
+    return total < MOST_BLOCKS and (not grid.is_float8 or takes(grid.format, x.device))
+
+
+def _launch(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    grid = _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high))
+    _check_dtypes(scale_dtype, dtype)
+    arguments = (scale_dtype, dtype, inside)
+    if _runs_triton(x, grid, group_size):
+        ran("fake_quantize", "triton")
+        return _by_triton(x, scale, zero_point, group_size, grid, *arguments)
+    ran("fake_quantize", "torch")
+    if not x.numel():
+        return _fake(x, scale, zero_point, group_size, *grid, *arguments)
+    return reference(x, scale, zero_point, group_size, *grid, *arguments)
+
+
+def _fake(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high))
+    _check_dtypes(scale_dtype, dtype)
+    rows, columns = x.shape
+    shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
+    return x.new_empty((rows, columns), dtype=dtype), x.new_empty(shape, dtype=torch.uint8)
+
+
+def _launch_gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grid = _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high), grad)
+    if _runs_triton(x, grid, group_size):
+        ran("fake_quantize_gradients", "triton")
+        return _gradients_by_triton(grad, x, scale, zero_point, group_size, grid, constant_codes)
+    ran("fake_quantize_gradients", "torch")
+    return gradients_reference(grad, x, scale, zero_point, group_size, *grid, constant_codes)
+
+
+def _fake_gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high), grad)
+    of_scale = x.new_empty(scale.shape, dtype=torch.float32)
+    return grad.new_empty(grad.shape), of_scale, torch.empty_like(of_scale)
+
+
+def _check_dtypes(*dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
+        if dtype not in FLOATS:
+            raise TypeError(f"fake_quantize takes {', '.join(map(str, FLOATS))}; got {dtype}")
+
+
+def _checked(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid: Grid,
+    grad: Tensor | None = None,
+) -> Grid:
+    check_one_device(x=x, scale=scale, zero_point=zero_point, grad=grad)
+    _check_dtypes(*(t.dtype for t in (x, scale, grad) if t is not None))
+    if grid.mapping not in MAPPINGS:
+        raise ValueError(f"mapping must be one of {', '.join(MAPPINGS)}, got {grid.mapping!r}")
+    if grid.format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {grid.format!r}")
+    if grid.is_float8 and grid.mapping != "symmetric":
+        raise ValueError(f'float8 takes the mapping "symmetric", got {grid.mapping!r}')
+    if x.dim() != 2 or (grad is not None and grad.shape != x.shape):
+        shapes = [tuple(t.shape) for t in (x, grad) if t is not None]
+        raise ValueError(
+            f"fake_quantize takes x [R, C], and a gradient of its shape, got {shapes}; flatten leading dimensions first"
+        )
+    if group_size < 1:
+        raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
+    blocks = (x.shape[0], -(-x.shape[1] // group_size))
+    for name, given in (("scale", scale), ("zero_point", zero_point)):
+        if given is not None and tuple(given.shape) != blocks:
+            raise ValueError(
+                f"{name} of x {tuple(x.shape)} in blocks of {group_size} has the shape {blocks}, got "
+                f"{tuple(given.shape)}"
+            )
+    if scale is not None and (grid.zero == NO_ZERO) != (zero_point is None):
+        takes = "no zero_point" if grid.zero == NO_ZERO else "a zero_point beside its scale"
+        raise ValueError(f"{grid.mapping} {grid.format} takes {takes}")
+    return grid
+
+
+register(
+    "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, SymInt group_size, str mapping, str format, "
+    "float low, float high, ScalarType scale_dtype, ScalarType dtype, bool inside, Tensor? after=None) "
+    "-> (Tensor, Tensor)",
+    _launch,
+    _fake,
+)
+register(
+    "fake_quantize_gradients(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, SymInt group_size, "
+    "str mapping, str format, float low, float high, bool constant_codes) -> (Tensor, Tensor, Tensor)",
+    _launch_gradients,
+    _fake_gradients,
+)

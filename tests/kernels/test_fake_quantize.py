@@ -1,0 +1,283 @@
+"""fake_quantize: the reference against `Spec.fake_quantize`, the kernels against the reference, to the bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cases.fake_quantize import CASES, Case
+from lowbit.affine import unclamped_codes
+from lowbit.code_range import within_range
+from lowbit.granularity import PerRow
+from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero
+from lowbit.scheme import Int, Spec, crop
+from lowbit_kernels.fake_quantize import (
+    fake_quantize_gradients,
+    gradients_reference,
+    reference,
+    unpack_inside,
+    zero_outside,
+)
+from tests.kernels.interpreted import interpreted
+from tests.kernels.test_dequantize import equal_bits
+
+SMALL = [case for case in CASES if not case.large]
+EXACT = [case for case in SMALL if case.rows and case.columns]
+OP = torch.ops.lowbit.fake_quantize
+GRADIENTS = torch.ops.lowbit.fake_quantize_gradients
+EXTREMES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-38, 1e-44, 6e4, 1e-7, -1.0]
+
+
+def extreme(case: Case, device: str = "cpu") -> Tensor:
+    """x of the case, with rows of zeros and of a constant, and one number of EXTREMES in each of some others."""
+    generator = torch.Generator().manual_seed(0)
+    count = len(EXTREMES)
+    x = torch.randn(count + 5, case.columns, generator=generator)
+    for row, value in enumerate(EXTREMES):
+        x[row, row % case.columns] = value
+    x[count], x[count + 1], x[count + 2] = 0.0, 2.5, -0.5
+    x[count + 3] *= 1e30
+    x[count + 4] *= 1e-30
+    return x.to(case.dtype).to(device)
+
+
+def expected(x: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """values and inside, and scale and zero point, as `lowbit.affine` computes them."""
+    spec = case.spec
+    padded = spec.pad(x)
+    scale, zero_point = spec.choose_qparams(padded, case.scale_dtype)
+    codes, *_ = spec.quantize(x, qparams=(scale, zero_point))
+    values = spec.dequantize(codes, scale, zero_point, x.shape, x.dtype)
+    unclamped, _, _ = spec.unclamped_codes(x, case.scale_dtype)
+    if spec.format.dtype.is_floating_point:  # `unclamped_codes` clamps them
+        inside = within_range(_float8_codes(padded, case, scale), spec.format.dtype, *_ends(case))
+    else:
+        inside = within_range(unclamped.float(), spec.format.dtype, *_ends(case))
+    return values, crop(inside, x.shape), scale, zero_point
+
+
+def _ends(case: Case) -> tuple[float, float]:
+    return case.spec.format.quant_min, case.spec.format.quant_max
+
+
+def _float8_codes(x: Tensor, case: Case, scale: Tensor) -> Tensor:
+    blocks = x.float().unflatten(1, (-1, case.group_size))
+    return (blocks * (1 / scale.double()).float().unsqueeze(-1)).flatten(1)
+
+
+def _agrees(run, case: Case, x: Tensor) -> bool:
+    """Computed parameters, and the same parameters given, give the values and bits of `lowbit.affine`."""
+    values, inside, scale, zero_point = expected(x, case)
+    same = True
+    for parameters in ((None, None), (scale, zero_point)):
+        for with_bits in (True, False):
+            dtypes = (case.scale_dtype, case.dtype)
+            found, bits = run(x, *parameters, case.group_size, *case.grid, *dtypes, with_bits)
+            same &= equal_bits(found, values) and found.is_contiguous()
+            if with_bits:
+                same &= torch.equal(unpack_inside(bits, case.group_size, x.shape[1]), inside)
+    return same
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
+def test_reference_is_the_maths_of_lowbit(case: Case) -> None:
+    assert _agrees(reference, case, case.x())
+    assert _agrees(reference, case, extreme(case))
+
+
+def results() -> dict[str, bool]:
+    """Whether the kernels agree, by case; called in a process in which Triton is interpreted."""
+    from lowbit_kernels.launches import counted
+
+    torch.manual_seed(0)
+    found = {}
+    for case in SMALL:
+        with counted() as calls:
+            found[case.name] = _agrees(OP, case, case.x())
+            if case in EXACT and case.columns < 1000:
+                found[case.name] &= _agrees(OP, case, extreme(case))
+        if case in EXACT:
+            found[case.name] &= set(calls) == {("fake_quantize", "triton")}
+            found[case.name] &= _gradients_agree(case)
+    return found
+
+
+def _gradients_agree(case: Case, device: str = "cpu") -> bool:
+    for constant_codes in (False, True):
+        arguments = gradient_arguments(case, device, constant_codes)
+        found, wanted = GRADIENTS(*arguments), gradients_reference(*arguments)
+        if not equal_bits(found[0].cpu(), wanted[0].cpu()):
+            return False
+        for a, b in zip(found[1:], wanted[1:], strict=True):
+            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())):
+                return False
+    x, _, grad = case.x(device), None, torch.randn_like(case.x(device))
+    _, bits = OP(x, *case.arguments(device)[1:])
+    kept = unpack_inside(bits, case.group_size, case.columns)
+    wanted = torch.where(kept, grad, 0.0)
+    return torch.equal(zero_outside(grad, bits, case.group_size), wanted)
+
+
+def gradient_arguments(case: Case, device: str = "cpu", constant_codes: bool = False) -> tuple:
+    """Scales are smaller than the values ask for, and of either sign, so that some codes clip."""
+    x = case.x(device)
+    _, _, scale, zero_point = expected(x, case)
+    signs = torch.ones_like(scale)
+    signs.view(-1)[::2] = -1
+    scale = scale * 0.75 * signs if case.grid.format != "e4m3" else scale * 0.75
+    if case.spec.mapping == "half_integer":
+        zero_point = scale * 0.5
+    grad = torch.randn_like(x.float()).to(case.dtype)
+    return (grad, x, scale, zero_point, case.group_size, *case.grid, constant_codes)
+
+
+@pytest.fixture(scope="module")
+def under_triton() -> dict[str, bool]:
+    return interpreted(
+        "import json\nfrom tests.kernels.test_fake_quantize import results\nprint(json.dumps(results()))"
+    )
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_interpreted_kernels(under_triton: dict[str, bool], case: Case) -> None:
+    assert under_triton[case.name]
+
+
+@pytest.mark.parametrize("case", SMALL[:4] + SMALL[-9:], ids=lambda c: c.name)
+def test_operators_are_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments())
+    if case in EXACT:
+        torch.library.opcheck(GRADIENTS.default, gradient_arguments(case))
+
+
+@pytest.mark.parametrize("constant_codes", [False, True])
+@pytest.mark.parametrize("case", [c for c in EXACT if "groups" in c.name], ids=lambda c: c.name)
+def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool) -> None:
+    grad, x, scale, zero_point, *_ = gradient_arguments(case)
+    zero = None
+    if learns_zero(case.spec):
+        is_code = case.spec.mapping == "asymmetric"
+        value = -zero_point.float() * scale.float() if is_code else zero_point.float()
+        zero = (value / RATE).requires_grad_()
+    parameter = (scale.float() / RATE).requires_grad_()
+    own = x.float().requires_grad_()
+    values = learned_fake_quantize(own, parameter, zero, case.spec, constant_codes)
+    values.backward(grad.float())
+    found = fake_quantize_gradients(
+        grad.float(),
+        x,
+        scale,
+        zero_point,
+        case.grid,
+        group_size=case.group_size,
+        constant_codes=constant_codes,
+    )
+    torch.testing.assert_close(found[0], own.grad, rtol=0, atol=0)
+    torch.testing.assert_close(found[1] * RATE, parameter.grad, rtol=1e-4, atol=1e-4)
+    if zero is not None:
+        torch.testing.assert_close(found[2] * RATE, zero.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_no_code_clips_where_the_spec_says_so(bits: int, dtype: torch.dtype) -> None:
+    """Every bfloat16 number as the end of a block, at either side, and with a larger other end."""
+    ends = torch.arange(2**15 - 2**7, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    fine = ends.float() * torch.linspace(1, 2, len(ends))
+    for signed in (True, False):
+        spec = Spec(Int(bits, signed), PerRow(), "symmetric_no_clipping_err")
+        assert spec.never_clips(dtype) and not spec.never_clips(torch.float16)
+        for low, high in ((-1.0, 0.0), (0.0, 1.0), (-1.0, 0.9), (-0.9, 1.0)):
+            for own in (ends.float(), fine):
+                x = torch.stack([own * low, own * high], 1)
+                x = x[x.isfinite().all(1)]
+                scale, zero_point = spec.choose_qparams(x, dtype)
+                limits = (spec.format.quant_min, spec.format.quant_max)
+                codes = unclamped_codes(x, (1, 2), scale, zero_point, spec.format.dtype, *limits)
+                assert within_range(codes, spec.format.dtype, *limits).all()
+
+
+def test_output_dtype_is_rounded_once() -> None:
+    case = Case("", 5, 96, SMALL[0].spec, torch.float32)
+    arguments = case.arguments()
+    narrow = OP(*arguments[:-2], torch.bfloat16, False)[0]
+    assert equal_bits(narrow, OP(*arguments)[0].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({0: torch.ones(4)}, ValueError, "flatten"),
+        ({0: torch.ones(4, 4, dtype=torch.float64)}, TypeError, "float64"),
+        ({3: 0}, ValueError, "group_size"),
+        ({4: "absmax"}, ValueError, "mapping"),
+        ({5: "int3"}, ValueError, "format"),
+        ({1: torch.ones(1, 1)}, ValueError, "scale"),
+        ({4: "asymmetric", 1: torch.ones(4, 1)}, ValueError, "zero_point"),
+        ({8: torch.float64}, TypeError, "float64"),
+        ({5: "e4m3", 4: "asymmetric"}, ValueError, "float8"),
+    ],
+)
+def test_errors_name_what_is_wrong(change: dict, error: type, message: str) -> None:
+    arguments: list = [torch.ones(4, 4), None, None, 4, "symmetric", "int8", -8.0, 7.0]
+    arguments += [torch.float32, torch.float32, True]
+    for place, value in change.items():
+        arguments[place] = value
+    with pytest.raises(error, match=message):
+        OP(*arguments)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
+def test_cuda_equals_the_maths_of_lowbit(case: Case) -> None:
+    """Equal to PyTorch on the GPU and on the CPU, for given parameters and computed ones, extremes included."""
+    for x in (case.x("cuda"), extreme(case, "cuda")):
+        assert _agrees(OP, case, x)
+        on_cpu = OP(x.cpu(), *case.arguments()[1:])[0]
+        assert equal_bits(OP(x, *case.arguments("cuda")[1:])[0].cpu(), on_cpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CASES if c.large], ids=lambda c: c.name)
+def test_cuda_equals_the_maths_of_lowbit_on_large_shapes(case: Case) -> None:
+    assert _agrees(OP, case, case.x("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
+def test_cuda_gradients(case: Case) -> None:
+    assert _gradients_agree(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_gradients_are_deterministic() -> None:
+    case = next(c for c in CASES if c.large)
+    arguments = gradient_arguments(case, "cuda")
+    first, second = GRADIENTS(*arguments), GRADIENTS(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT[:6], ids=lambda c: c.name)
+def test_cuda_operators_are_registered_well(case: Case) -> None:
+    torch.library.opcheck(OP.default, case.arguments("cuda"))
+    torch.library.opcheck(GRADIENTS.default, gradient_arguments(case, "cuda"))
+
+
+@pytest.mark.gpu
+def test_cuda_offsets_of_64_bits() -> None:
+    """2^31 elements and more, in bfloat16."""
+    spec = SMALL[0].spec
+    case = Case("", 70_001, 32_768, spec, torch.bfloat16)
+    x = torch.empty(case.rows, case.columns, dtype=torch.bfloat16, device="cuda").normal_()
+    values, bits = OP(x, *Case("", 1, 32_768, spec).arguments("cuda")[1:])
+    for rows in (slice(0, 3), slice(65_530, 65_540), slice(-3, None)):
+        wanted, inside, *_ = expected(x[rows], case)
+        assert equal_bits(values[rows], wanted)
+        assert torch.equal(unpack_inside(bits[rows], case.group_size, case.columns), inside)
