@@ -59,7 +59,7 @@ class TrainingConfig:
     bf16: bool = False
     """bfloat16 autocast over float32 weights."""
     compile: bool = False
-    """torch.compile the training forward and backward."""
+    """torch.compile the training forward and backward of each block."""
     sample_tokens: int = 160
     seed: int = 0
 
