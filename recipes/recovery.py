@@ -84,6 +84,14 @@ class Variant:
         """The name of the model that is rounded after training by the same scheme."""
         return f"rounded {'row' if self.group_size is None else 'g32'}-int{'8x' * self.int8}{self.bits}"
 
+    def rounded_models(self, config: TrainingConfig) -> dict[str, lowbit.Scheme]:
+        """The scheme by name of each model that is rounded after training: at 2 bits also the grid with a zero."""
+        found = {self.rounded: self.scheme(config)}
+        if self.bits == 2:
+            zero = lowbit.IntxWeightOnly(2, self.group_size, "symmetric")
+            found[self.rounded + WITH_ZERO] = zero
+        return found
+
 
 def variants() -> dict[str, Variant]:
     plain: dict[str, Any] = {"scales": "present", "distils": False}
@@ -99,6 +107,7 @@ def variants() -> dict[str, Variant]:
     return found
 
 
+WITH_ZERO = ", {−2 … 1}"
 LORA_RANK = 32
 RUNS = variants()
 
@@ -163,14 +172,18 @@ def train_base(run: Run, results: Results) -> None:
     results.add(run, "high", measured(run, model, seconds, run.config.steps))
 
 
+def round_variant(run: Run, name: str, results: Results) -> None:
+    """Measure the models in high precision that are rounded after training to the variant's formats."""
+    for rounded, own in RUNS[name].rounded_models(run.config).items():
+        if not results.has(run, rounded):
+            model = quickstart.high_precision_model(run)
+            lowbit.quantize_(model, own)
+            results.add(run, rounded, measured(run, model, 0.0, run.config.steps))
+
+
 def train_variant(run: Run, name: str, results: Results) -> None:
-    """Train one variant, convert it, and measure it and the model that is rounded after training."""
-    variant = RUNS[name]
+    """Train one variant, convert it, and measure it."""
     own, phase = phase_of(run, name)
-    if not results.has(run, variant.rounded):
-        rounded = quickstart.high_precision_model(run)
-        lowbit.quantize_(rounded, variant.scheme(run.config))
-        results.add(run, variant.rounded, measured(run, rounded, 0.0, run.config.steps))
     quickstart.train_phase(own, phase)
     training = quickstart.start_or_resume(own, phase)
     lowbit.qat.convert_(training.model)
@@ -208,9 +221,13 @@ class Results:
             "commands": [],
             "seeds": {},
         }
+        self._read()
+
+    def _read(self) -> None:
         if self.path.exists():
             found = json.loads(self.path.read_text(encoding="utf-8"))
             self._check(found["settings"])
+            found["commands"] = list(dict.fromkeys(found["commands"] + self.content["commands"]))
             self.content = found
 
     def _check(self, found: dict[str, Any]) -> None:
@@ -226,8 +243,9 @@ class Results:
         return name in self.content["seeds"].get(str(run.config.seed), {})
 
     def add(self, run: Run, name: str, record: dict[str, Any]) -> None:
+        self._read()  # another process may have added seeds of its own
         self.content["seeds"].setdefault(str(run.config.seed), {})[name] = record
-        self.write()
+        runs.write_text(self.path, json.dumps(self.content) + "\n")
 
     def of(self, run: Run, name: str) -> dict[str, Any]:
         record: dict[str, Any] = self.content["seeds"][str(run.config.seed)][name]
@@ -237,9 +255,6 @@ class Results:
         """Add a command line to those that made these results."""
         if command not in self.content["commands"]:
             self.content["commands"].append(command)
-
-    def write(self) -> None:
-        runs.write_text(self.path, json.dumps(self.content) + "\n")
 
 
 @dataclass(frozen=True)
@@ -253,10 +268,13 @@ class Share:
     seeds: dict[str, float]
 
 
-def share_of(seeds: dict[str, Any], name: str) -> Share | None:
-    """None without a finished run. Each draw of the bootstrap takes the same windows for the three models of a seed."""
-    rounded = RUNS[name].rounded
-    found = {s: own for s, own in seeds.items() if name in own}
+def share_of(seeds: dict[str, Any], name: str, rounded: str = "") -> Share | None:
+    """None without a finished run. Each draw of the bootstrap takes the same windows for the three models of a seed.
+
+    rounded: the name of the rounded model; "" for that of the run's own scheme.
+    """
+    rounded = rounded or RUNS[name].rounded
+    found = {s: own for s, own in seeds.items() if name in own and rounded in own}
     if not found:
         return None
     random = np.random.default_rng(0)
@@ -280,17 +298,21 @@ def table(content: dict[str, Any]) -> str:
     header = ["run", "", "rounded, nats", "after QAT", "won back, %", "95% interval", "each seed",
               "seconds"]  # fmt: skip
     rows = []
-    for name, variant in RUNS.items():
-        share = share_of(seeds, name)
+    pairs = [(name, rounded) for name, variant in RUNS.items()
+             for rounded in (variant.rounded, variant.rounded + WITH_ZERO)]  # fmt: skip
+    for name, rounded in pairs:
+        share = share_of(seeds, name, rounded)
         if share is None:
             continue
         own = [seeds[s] for s in share.seeds]
-        lost = statistics.mean(o[variant.rounded]["loss"] - o["high"]["loss"] for o in own)
+        lost = statistics.mean(o[rounded]["loss"] - o["high"]["loss"] for o in own)
         left = statistics.mean(o[name]["loss"] - o["high"]["loss"] for o in own)
         seconds = statistics.mean(o[name]["seconds"] for o in own)
         each = ", ".join(f"{value:.1f}" for value in share.seeds.values())
         interval = f"{share.low:.1f} to {share.high:.1f}"
-        rows.append([name, variant.about, f"{lost:+.4f}", f"{left:+.4f}", f"**{share.mean:.1f}**",
+        about = RUNS[name].about
+        about += "; rounded to {−2 … 1}" if rounded.endswith(WITH_ZERO) else ""
+        rows.append([name, about, f"{lost:+.4f}", f"{left:+.4f}", f"**{share.mean:.1f}**",
                      interval, each, f"{seconds:.0f}"])  # fmt: skip
     return pages.table(header, rows, left=(0, 1))
 
@@ -410,6 +432,7 @@ def train_seed(run: Run, chosen: list[str], results: Results) -> None:
     train_base(run, results)
     print(f"high precision, seed {seed}: held-out loss {results.of(run, 'high')['loss']:.4f}")
     for name in chosen:
+        round_variant(run, name, results)
         if results.has(run, name):
             continue
         train_variant(run, name, results)

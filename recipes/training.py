@@ -43,7 +43,7 @@ class TrainingConfig:
     beta2: float = 0.95
     grad_clip: float = 1.0
     bits: tuple[int, ...] = (4, 3, 2)
-    kl_weight: float = 0.5
+    kl_weight: float = 0.8
     """In QAT, the share of the loss that is the divergence from the high-precision model; 0 does without it."""
     group_size: int | None = None
     """Inputs that share a scale. None: one scale a row, where rounding loses most."""
