@@ -161,6 +161,8 @@ class Phase:
     scales: Literal["learned", "present"] = "learned"
     rank: int | None = None
     """Rank of adapters that train in place of the weights; None trains the weights."""
+    teacher: str = "high"
+    """The phase in high precision whose finished model teaches in QAT. It has the adapters that this phase has."""
 
 
 def phases(config: TrainingConfig) -> list[Phase]:
@@ -229,7 +231,7 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
     last = -1 if saved is None or resumed else phase.start - 1
     scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
     distils = phase.scheme is not None and config.kl_weight > 0
-    teacher = high_precision_model(run) if distils else None
+    teacher = high_precision_model(run, phase.teacher, phase.rank) if distils else None
     training = Training(phase, model, optimizer, scheduler, phase.start, not resumed, teacher)
     if saved is None:
         return training
@@ -244,10 +246,17 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
     return training
 
 
-def high_precision_model(run: Run) -> Llama:
-    """The model at the end of its training in high precision."""
+def high_precision_model(run: Run, name: str = "high", rank: int | None = None) -> Llama:
+    """The model at the end of a phase in high precision, its adapters merged."""
     model = Llama(run.config.model).to(run.device)
-    model.load_state_dict(runs.load_checkpoint(run.folder.checkpoint("high"))["model"])
+    if rank is not None:
+        model = with_adapters(model, rank)
+    model.load_state_dict(runs.load_checkpoint(run.folder.checkpoint(name))["model"])
+    for parent in list(model.modules()) if rank is not None else ():
+        for child_name, layer in list(parent.named_children()):
+            if hasattr(layer, "base_layer"):
+                layer.merge()
+                setattr(parent, child_name, layer.base_layer)
     return model.eval()
 
 

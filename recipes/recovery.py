@@ -9,15 +9,17 @@ precision. The others train with QAT:
     g32-int4, g32-int3, g32-int2    one scale for 32 inputs; learned scales, part of the loss from the model "high"
     row-int4                        one scale a row
     g32-int8xint4                   int4 weights in groups of 32, and activations in int8, a scale a token
-    lora-int4, lora-int2            adapters of PEFT train in place of the weights, merged before they are rounded
+    lora-int4, lora-int2            as g32-, but adapters of PEFT train in place of the weights, and are merged before
+                                    the sum is rounded; "lora-high" is the same in high precision
     plain-int4, -int3, -int2        straight-through rounding by the present scales, cross-entropy alone, as many steps
     compute-int4, -int3, -int2      the same for as much compute: a step with a teacher computes a third more
 
     won back = (loss rounded − loss after QAT) / (loss rounded − loss in high precision), in nats of held-out text
 
-"Rounded" is the branch in high precision, rounded by min-max with the run's own scheme. The intervals are bootstraps
-over windows of held-out text. A run that was stopped goes on where it was: OUT/results.json has the finished runs, and
-OUT/seed0 and so on are run folders of the quick start, with the last checkpoint of an unfinished one.
+"Rounded" is the branch in high precision ("high", or "lora-high"), rounded by min-max with the run's own scheme. The
+intervals are bootstraps over windows of held-out text. A run that was stopped goes on where it was: OUT/results.json has
+the finished runs, and OUT/seed0 and so on are run folders of the quick start, with the last checkpoint of an unfinished
+one.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Variant:
     """One way to fine-tune with QAT.
 
     Attributes:
-        bits, group_size: of the weights; None gives each row one scale.
+        bits: of the weights; None trains in high precision.
+        group_size: None gives each row one scale.
         int8: activations are rounded to int8, with one scale a token.
         scales: as `lowbit.qat.prepare_` takes them.
         distils: whether part of the loss is the divergence from the model in high precision.
@@ -63,7 +66,7 @@ class Variant:
     """
 
     about: str
-    bits: int
+    bits: int | None
     group_size: int | None = GROUP
     int8: bool = False
     scales: Literal["learned", "present"] = "learned"
@@ -71,8 +74,10 @@ class Variant:
     rank: int | None = None
     length: float = 1.0
 
-    def scheme(self, config: TrainingConfig) -> lowbit.Scheme:
+    def scheme(self, config: TrainingConfig) -> lowbit.Scheme | None:
         """The quick start's scheme for these bits, with int8 activations where the variant has them."""
+        if self.bits is None:
+            return None
         own = scheme(dataclasses.replace(config, group_size=self.group_size), self.bits)
         if not self.int8:
             return own
@@ -80,13 +85,20 @@ class Variant:
         return dataclasses.replace(own, activation=activation)
 
     @property
+    def control(self) -> str:
+        """The name of the run in high precision that this one is compared with."""
+        return "high" if self.rank is None else "lora-high"
+
+    @property
     def rounded(self) -> str:
-        """The name of the model that is rounded after training by the same scheme."""
-        return f"rounded {'row' if self.group_size is None else 'g32'}-int{'8x' * self.int8}{self.bits}"
+        """The name of the control that is rounded after training by the same scheme."""
+        after = "" if self.rank is None else "lora "
+        return f"rounded {after}{'row' if self.group_size is None else 'g32'}-int{'8x' * self.int8}{self.bits}"
 
     def rounded_models(self, config: TrainingConfig) -> dict[str, lowbit.Scheme]:
         """The scheme by name of each model that is rounded after training: at 2 bits also the grid with a zero."""
-        found = {self.rounded: self.scheme(config)}
+        own = self.scheme(config)
+        found = {} if own is None else {self.rounded: own}
         if self.bits == 2:
             zero = lowbit.IntxWeightOnly(2, self.group_size, "symmetric")
             found[self.rounded + WITH_ZERO] = zero
@@ -98,6 +110,7 @@ def variants() -> dict[str, Variant]:
     found = {f"g32-int{bits}": Variant("full", bits) for bits in (4, 3, 2)}
     found["row-int4"] = Variant("full, a scale a row", 4, None)
     found["g32-int8xint4"] = Variant("full, int8 activations", 4, int8=True)
+    found["lora-high"] = Variant("LoRA in high precision", None, rank=LORA_RANK)
     found |= {f"lora-int{bits}": Variant("LoRA", bits, rank=LORA_RANK) for bits in (4, 2)}
     for bits in (4, 3, 2):
         found[f"plain-int{bits}"] = Variant("straight-through", bits, **plain)
@@ -150,7 +163,13 @@ def phase_of(run: Run, name: str) -> tuple[Run, Phase]:
         group_size=variant.group_size,
     )
     phase = Phase(
-        name, own.trunk_steps, own.steps, variant.scheme(own), variant.scales, variant.rank
+        name,
+        own.trunk_steps,
+        own.steps,
+        variant.scheme(own),
+        variant.scales,
+        variant.rank,
+        variant.control,
     )
     return dataclasses.replace(run, config=own), phase
 
@@ -176,7 +195,7 @@ def round_variant(run: Run, name: str, results: Results) -> None:
     """Measure the models in high precision that are rounded after training to the variant's formats."""
     for rounded, own in RUNS[name].rounded_models(run.config).items():
         if not results.has(run, rounded):
-            model = quickstart.high_precision_model(run)
+            model = quickstart.high_precision_model(run, RUNS[name].control, RUNS[name].rank)
             lowbit.quantize_(model, own)
             results.add(run, rounded, measured(run, model, 0.0, run.config.steps))
 
@@ -186,9 +205,11 @@ def train_variant(run: Run, name: str, results: Results) -> None:
     own, phase = phase_of(run, name)
     quickstart.train_phase(own, phase)
     training = quickstart.start_or_resume(own, phase)
-    lowbit.qat.convert_(training.model)
+    if phase.scheme is not None:
+        lowbit.qat.convert_(training.model)
     results.add(run, name, measured(run, training.model, training.seconds, phase.end))
-    run.folder.checkpoint(name).unlink()  # 0.5 GB of a model of 100M parameters
+    if phase.scheme is not None:  # a control teaches, and is rounded, later
+        run.folder.checkpoint(name).unlink()  # 0.5 GB of a model of 100M parameters
 
 
 def measured(run: Run, model: Any, seconds: float, steps: int) -> dict[str, Any]:
@@ -273,14 +294,16 @@ def share_of(seeds: dict[str, Any], name: str, rounded: str = "") -> Share | Non
 
     rounded: the name of the rounded model; "" for that of the run's own scheme.
     """
-    rounded = rounded or RUNS[name].rounded
+    if RUNS[name].bits is None:
+        return None
+    rounded, control = rounded or RUNS[name].rounded, RUNS[name].control
     found = {s: own for s, own in seeds.items() if name in own and rounded in own}
     if not found:
         return None
     random = np.random.default_rng(0)
     shares, draws = {}, []
     for seed, own in found.items():
-        parts = np.array([own[n]["losses"] for n in ("high", rounded, name)])
+        parts = np.array([own[n]["losses"] for n in (control, rounded, name)])
         draw = random.integers(parts.shape[1], size=(2000, parts.shape[1]))
         high_D, rounded_D, qat_D = (part[draw].mean(1) for part in parts)
         draws.append(100 * (rounded_D - qat_D) / (rounded_D - high_D))
@@ -305,8 +328,9 @@ def table(content: dict[str, Any]) -> str:
         if share is None:
             continue
         own = [seeds[s] for s in share.seeds]
-        lost = statistics.mean(o[rounded]["loss"] - o["high"]["loss"] for o in own)
-        left = statistics.mean(o[name]["loss"] - o["high"]["loss"] for o in own)
+        control = RUNS[name].control
+        lost = statistics.mean(o[rounded]["loss"] - o[control]["loss"] for o in own)
+        left = statistics.mean(o[name]["loss"] - o[control]["loss"] for o in own)
         seconds = statistics.mean(o[name]["seconds"] for o in own)
         each = ", ".join(f"{value:.1f}" for value in share.seeds.values())
         interval = f"{share.low:.1f} to {share.high:.1f}"
@@ -354,6 +378,7 @@ def draw(folder: Path, content: dict[str, Any]) -> None:
                if r["phase"] == name and "heldout_loss" in r]
         for name in finished
     }  # fmt: skip
+    curves = {name: points for name, points in curves.items() if points}
     shares = [share for name in RUNS if (share := share_of(content["seeds"], name)) is not None]
     bars = {s.name: (s.mean, s.low, s.high) for s in shares}
     figures.draw_recovery(folder / "recovery.png", curves, bars)
@@ -431,14 +456,15 @@ def train_seed(run: Run, chosen: list[str], results: Results) -> None:
     seed = run.config.seed
     train_base(run, results)
     print(f"high precision, seed {seed}: held-out loss {results.of(run, 'high')['loss']:.4f}")
-    for name in chosen:
+    controls = [RUNS[name].control for name in chosen if RUNS[name].control in RUNS]
+    for name in dict.fromkeys([*controls, *chosen]):
         round_variant(run, name, results)
         if results.has(run, name):
             continue
         train_variant(run, name, results)
         share = share_of({str(seed): results.content["seeds"][str(seed)]}, name)
-        assert share is not None
-        print(f"{name:<16} seed {seed}  {share.mean:5.1f}% won back", flush=True)
+        won = "" if share is None else f"  {share.mean:5.1f}% won back"
+        print(f"{name:<16} seed {seed}  loss {results.of(run, name)['loss']:.4f}{won}", flush=True)
 
 
 def command_of(preset: str, options: argparse.Namespace) -> str:
