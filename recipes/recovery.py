@@ -17,9 +17,9 @@ precision. The others train with QAT:
     won back = (loss rounded − loss after QAT) / (loss rounded − loss in high precision), in nats of held-out text
 
 "Rounded" is the branch in high precision ("high", or "lora-high"), rounded by min-max with the run's own scheme. The
-intervals are bootstraps over windows of held-out text. A run that was stopped goes on where it was: OUT/results.json has
-the finished runs, and OUT/seed0 and so on are run folders of the quick start, with the last checkpoint of an unfinished
-one.
+intervals are bootstraps over windows of held-out text. A run that was stopped goes on where it was: OUT/results.json
+has the finished runs, and OUT/seed0 and so on are run folders of the quick start, with the last checkpoint of an
+unfinished one.
 """
 
 from __future__ import annotations
