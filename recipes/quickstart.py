@@ -9,7 +9,7 @@ trains with AdamW4bit, in branches that differ in their precision only:
     steps 0 … trunk_steps          "trunk"  high precision
     trunk_steps … steps            "high"   high precision
                                    "int4"   the same steps with the weights rounded to 4 bits in every product (QAT),
-                                            by scales that are trained too, half of it towards "high"
+                                            by scales that are trained too, mostly towards "high"
                                    "int3", "int2"   …to 3 and 2 bits
 
 Each branch starts from the trunk's weights and optimizer states. It sees the same batches in the same order at the
