@@ -111,7 +111,7 @@ def draw_recovery(
     path: Path, curves: dict[str, Points], shares: dict[str, tuple[float, float, float]]
 ) -> None:
     """Held-out loss of each branch, and the share won back in per cent: (value, low, high) of each run."""
-    colours = dict(zip(curves, [*COLOURS, *plt.get_cmap("tab20").colors], strict=False))
+    colours = dict(zip(curves, [*COLOURS, *plt.get_cmap("tab20")(range(20))], strict=False))
     with figure(path, 2, width=13, width_ratios=(5, 4)) as (losses, bars):
         for name, points in curves.items():
             losses.plot(*zip(*points, strict=True), color=colours[name], label=name)

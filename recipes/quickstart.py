@@ -255,7 +255,7 @@ def high_precision_model(run: Run, name: str = "high", rank: int | None = None) 
     for parent in list(model.modules()) if rank is not None else ():
         for child_name, layer in list(parent.named_children()):
             if hasattr(layer, "base_layer"):
-                layer.merge()
+                cast(Any, layer).merge()
                 setattr(parent, child_name, layer.base_layer)
     return model.eval()
 
@@ -302,7 +302,9 @@ LORA_LR = 10.0
 
 def trained_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Weights, adapters, and the scales that QAT trains beside them. Beside adapters no weight trains."""
-    weights, adapters, scales = [], [], []
+    weights: list[Tensor] = []
+    adapters: list[Tensor] = []
+    scales: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if name.endswith("weight_scale"):
             scales.append(parameter)

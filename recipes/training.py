@@ -155,8 +155,8 @@ def step_loss(
     config: TrainingConfig, forward: Callable[[Tensor], Tensor], train_tokens: Tensor, step: int,
     device: torch.device, teacher: Llama | None = None,
 ) -> Tensor:  # fmt: skip
-    """The loss of the batch of `step`, ready for backward(): the cross-entropy, or with a teacher a mean of that and the
-    divergence from its logits, weighted by `config.kl_weight`."""
+    """The loss of the batch of `step`, ready for backward(): the cross-entropy, or with a teacher a mean of that and of
+    the divergence from its logits, weighted by `config.kl_weight`."""
     inputs, targets = text.batch(
         train_tokens,
         step,
