@@ -12,7 +12,7 @@ error). Each step keeps a result only in the blocks whose error it lowers:
 2. Ranges r · [min, max], with r from `SMALLEST_RATIO` to 1. "asymmetric" and "float_zero_point" move each end by a
    ratio of its own. The symmetric mappings of integers also try −scale. A range −2^(b−1) … 2^(b−1) − 1 has one code
    more below zero than above, and a negative scale puts it above, where the largest value may lie (llama.cpp's Q4_0
-   does the same by d = max / −8).
+   does the same by d = max / −8). Then the ratios between the best one and its neighbours.
 3. Least squares. With fixed codes c the best scale is Σ h x c / Σ h c². Where the zero point is free too, both come
    from the weighted linear regression of x on c. The new scale gives new codes, and so on (Lloyd, IEEE Trans. Inf.
    Theory 28, 1982).
@@ -52,6 +52,8 @@ Student-t values (4 degrees of freedom) in groups of 32 to rows of 4,096 lie abo
 RATIOS = 16
 END_RATIOS = 5
 """How many ratios are tried: of both ends together, and of each end by itself."""
+FINE_STEPS = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
+"""The ratios around the best one that are tried next, in steps between ratios."""
 ROUNDS = 3
 """Rounds of least squares."""
 
@@ -283,11 +285,16 @@ def _try_ranges(blocks: _Blocks) -> None:
     fmt, start = blocks.fmt, blocks.best
     largest = torch.maximum(-blocks.least, blocks.most)
     whole = largest * (2.0 / (fmt.high - fmt.low))
-    for ratio in _ratios(fmt, RATIOS):
+    ratios = _ratios(fmt, RATIOS)
+    for ratio in ratios:
         found = fmt.of_scale(whole * ratio, start)
         blocks.offer(found)
         if fmt.may_be_negative:
             blocks.offer(QParams(-found.scale, found.zero_point))
+    best, step = blocks.best, whole * (ratios[1] - ratios[0])
+    for part in FINE_STEPS:
+        moved = best.scale.float() + step * best.scale.float().sign() * part
+        blocks.offer(fmt.of_scale(moved, best))
 
 
 def _try_ends(blocks: _Blocks) -> None:

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any
 
@@ -29,6 +29,28 @@ def exit_status(program: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def chosen_names(names: str, known: Iterable[str]) -> list[str]:
+    """A list of names with commas (--runs), all that are known for "". UserError for an unknown one."""
+    accepted = list(known)
+    chosen = [name.strip() for name in names.split(",")] if names else accepted
+    for name in chosen:
+        if name not in accepted:
+            raise UserError(
+                f"--runs {names}: there is no run {name!r}; accepted: {', '.join(accepted)}"
+            )
+    return chosen
+
+
+def chosen_seeds(seeds: str) -> list[int]:
+    """The seeds of a list of whole numbers with commas. UserError for anything else."""
+    try:
+        return [int(seed) for seed in seeds.split(",")]
+    except ValueError as error:
+        raise UserError(
+            f"--seeds {seeds}: expected whole numbers with commas, as in 0,1,2"
+        ) from error
 
 
 def override(config: Any, assignments: list[str]) -> Any:

@@ -46,7 +46,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import lowbit
 from lowbit.train import TrainingScheme
 from recipes import figures, pages, quickstart, text
-from recipes.command_line import UserError, exit_status
+from recipes.command_line import UserError, chosen_names, chosen_seeds, exit_status
 from recipes.device import choose_device
 from recipes.llama import Llama, LlamaConfig
 from recipes.runs import write_text
@@ -534,34 +534,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def chosen_variants(names: str) -> list[Variant]:
-    """The variants of a list of names with commas, all for "". UserError for an unknown name."""
-    chosen = [name.strip() for name in names.split(",")] if names else list(RUNS)
-    for name in chosen:
-        if name not in RUNS:
-            raise UserError(
-                f"--runs {names}: there is no run {name!r}; accepted: {', '.join(RUNS)}"
-            )
-    return [RUNS[name] for name in chosen]
-
-
-def chosen_seeds(seeds: str) -> list[int]:
-    """The seeds of a list of whole numbers with commas. UserError for anything else."""
-    try:
-        return [int(seed) for seed in seeds.split(",")]
-    except ValueError as error:
-        raise UserError(
-            f"--seeds {seeds}: expected whole numbers with commas, as in 0,1,2"
-        ) from error
-
-
 def train_all(options: argparse.Namespace) -> None:
     """Train every chosen run that is not in the results yet, seed by seed, so that finished seeds can be compared."""
     began = time.perf_counter()
     device = choose_device()
     preset = options.preset or ("gpu" if device.type == "cuda" else "tiny")
     config = override(PRESETS[preset](), options.assignments)
-    seeds, chosen = chosen_seeds(options.seeds), chosen_variants(options.runs)
+    seeds = chosen_seeds(options.seeds)
+    chosen = [RUNS[name] for name in chosen_names(options.runs, RUNS)]
     wanted = [(dataclasses.replace(config, seed=s), variant) for s in seeds for variant in chosen]
     data = cached_data(config, options.data, options.cache)
     records = read_results(options.results)

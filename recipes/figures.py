@@ -107,6 +107,30 @@ def draw_perplexities(path: Path, perplexities: dict[str, float], notes: dict[in
             axis.grid(axis="x", visible=False)
 
 
+def draw_recovery(
+    path: Path, curves: dict[str, Points], shares: dict[str, tuple[float, float, float]]
+) -> None:
+    """Held-out loss of each branch, and the share won back in per cent: (value, low, high) of each run."""
+    colours = dict(zip(curves, [*COLOURS, *plt.get_cmap("tab20")(range(20))], strict=False))
+    with figure(path, 2, width=13, width_ratios=(5, 4)) as (losses, bars):
+        for name, points in curves.items():
+            losses.plot(*zip(*points, strict=True), color=colours[name], label=name)
+        losses.set_title("Held-out loss of the branches, first seed")
+        losses.set_ylabel("nats per token")
+        losses.set_xlabel("step")
+        ends = [points[-1][1] for points in curves.values()]
+        losses.set_ylim(min(ends) - 0.01, max(ends) + 2 * (max(ends) - min(ends)) + 0.01)
+        losses.legend(frameon=False, fontsize=8, ncols=2)
+        for i, (name, (value, low, high)) in enumerate(reversed(shares.items())):
+            bars.errorbar(
+                value, i, xerr=[[max(value - low, 0)], [max(high - value, 0)]],
+                color=colours.get(name, COLOURS[0]), fmt="o", capsize=4,
+            )  # fmt: skip
+        bars.set_yticks(range(len(shares)), list(shares)[::-1])
+        bars.set_xlabel("% of the loss that rounding costs")
+        bars.set_title("Won back")
+
+
 @dataclass(frozen=True)
 class Difference:
     """The final loss of a run against the reference: loss / reference's − 1, half its interval, the allowed limit."""

@@ -9,7 +9,7 @@ trains with AdamW4bit, in branches that differ in their precision only:
     steps 0 … trunk_steps          "trunk"  high precision
     trunk_steps … steps            "high"   high precision
                                    "int4"   the same steps with the weights rounded to 4 bits in every product (QAT),
-                                            by scales that are trained too, half of it towards "high"
+                                            by scales that are trained too, mostly towards "high"
                                    "int3", "int2"   …to 3 and 2 bits
 
 Each branch starts from the trunk's weights and optimizer states. It sees the same batches in the same order at the
@@ -29,10 +29,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 # OpenMP reads this when torch is first imported. Threads that wait actively slow each other down on a busy machine:
 # one busy core of two made a step 5 times slower.
@@ -151,17 +151,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps `start` to `end` of one model; `bits` None trains in high precision."""
+    """Steps `start` to `end` of one model."""
 
     name: str
     start: int
     end: int
-    bits: int | None = None
+    scheme: lowbit.Scheme | None = None
+    """None: training in high precision."""
+    scales: Literal["learned", "present"] = "learned"
+    rank: int | None = None
+    """Rank of adapters that train in place of the weights; None trains the weights."""
+    teacher: str = "high"
+    """The phase in high precision whose finished model teaches in QAT. It has the adapters that this phase has."""
 
 
 def phases(config: TrainingConfig) -> list[Phase]:
     trunk, end = config.trunk_steps, config.steps
-    qat = [Phase(f"int{bits}", trunk, end, bits) for bits in config.bits]
+    qat = [Phase(f"int{bits}", trunk, end, scheme(config, bits)) for bits in config.bits]
     return [Phase("trunk", 0, trunk), Phase("high", trunk, end), *qat]
 
 
@@ -214,25 +220,18 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
     model = Llama(config.model).to(run.device)
     if saved is not None and not resumed:
         model.load_state_dict(saved["model"])
-    if phase.bits is not None:
-        lowbit.qat.prepare_(model, scheme(config, phase.bits), scales="learned")
+    if phase.rank is not None:
+        model = with_adapters(model, phase.rank)
+    if phase.scheme is not None:
+        lowbit.qat.prepare_(model, phase.scheme, scales=phase.scales)
     if saved is not None and resumed:
         model.load_state_dict(saved["model"])
-    weights, scales = qat_parameters(model)
-    optimizer = lowbit.optim.AdamW4bit(
-        parameter_groups(weights),
-        lr=config.lr,
-        betas=(0.9, config.beta2),
-        weight_decay=config.weight_decay,
-    )
-    if saved is not None and not resumed:
-        optimizer.load_state_dict(saved["optimizer"])
-    if scales:  # the trunk has no state for them
-        group = {"params": scales, "weight_decay": 0.0, "lr": config.lr, "initial_lr": config.lr}
-        optimizer.add_param_group(group)
+    of_trunk = saved["optimizer"] if saved is not None and not resumed else None
+    optimizer = optimizer_of(config, model, of_trunk)
     last = -1 if saved is None or resumed else phase.start - 1
     scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
-    teacher = high_precision_model(run) if phase.bits is not None and config.kl_weight else None
+    distils = phase.scheme is not None and config.kl_weight > 0
+    teacher = high_precision_model(run, phase.teacher, phase.rank) if distils else None
     training = Training(phase, model, optimizer, scheduler, phase.start, not resumed, teacher)
     if saved is None:
         return training
@@ -247,19 +246,73 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
     return training
 
 
-def high_precision_model(run: Run) -> Llama:
-    """The model at the end of its training in high precision."""
+def high_precision_model(run: Run, name: str = "high", rank: int | None = None) -> Llama:
+    """The model at the end of a phase in high precision, its adapters merged."""
     model = Llama(run.config.model).to(run.device)
-    model.load_state_dict(runs.load_checkpoint(run.folder.checkpoint("high"))["model"])
+    if rank is not None:
+        model = with_adapters(model, rank)
+    model.load_state_dict(runs.load_checkpoint(run.folder.checkpoint(name))["model"])
+    for parent in list(model.modules()) if rank is not None else ():
+        for child_name, layer in list(parent.named_children()):
+            if hasattr(layer, "base_layer"):
+                cast(Any, layer).merge()
+                setattr(parent, child_name, layer.base_layer)
     return model.eval()
 
 
-def qat_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that every phase has, and the scales that QAT trains beside the weights."""
-    found: tuple[list[Tensor], list[Tensor]] = [], []
+def with_adapters(model: Llama, rank: int) -> Llama:
+    """PEFT's LoRA on every linear layer but the head. Adapters alone train. UserError without PEFT."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError(
+            f'LoRA needs PEFT ({error}): pip install -e ".[finetune]", or leave these runs out'
+        ) from error
+    layers = "|".join(("query", "key", "value", "out", "gate", "up", "down"))
+    lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=rf".*\.({layers})")
+    return cast(Llama, inject_adapter_in_model(lora, model))
+
+
+def optimizer_of(
+    config: TrainingConfig, model: Llama, of_trunk: dict[str, Any] | None
+) -> lowbit.optim.AdamW4bit:
+    """The optimizer of all that trains. The weights go on with the states that they had at the end of the trunk, which
+    has none of scales and adapters."""
+    weights, adapters, scales = trained_parameters(model)
+    groups = (
+        parameter_groups(weights)
+        if weights
+        else [{"params": adapters, "lr": LORA_LR * config.lr, "weight_decay": 0.0}]
+    )
+    optimizer = lowbit.optim.AdamW4bit(
+        groups, lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay
+    )
+    if of_trunk is not None and weights:
+        optimizer.load_state_dict(of_trunk)
+    if scales:
+        optimizer.add_param_group({"params": scales, "weight_decay": 0.0, "lr": config.lr})
+    for group in optimizer.param_groups:  # which a schedule that starts late expects
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer
+
+
+LORA_LR = 10.0
+"""Learning rate of adapters, as a multiple of that of weights."""
+
+
+def trained_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Weights, adapters, and the scales that QAT trains beside them. Beside adapters no weight trains."""
+    weights: list[Tensor] = []
+    adapters: list[Tensor] = []
+    scales: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        found[name.endswith("weight_scale")].append(parameter)
-    return found
+        if name.endswith("weight_scale"):
+            scales.append(parameter)
+        elif ".lora_" in name:
+            adapters.append(parameter)
+        elif parameter.requires_grad:
+            weights.append(parameter)
+    return weights, adapters, scales
 
 
 def train_phase(run: Run, phase: Phase) -> None:
@@ -272,19 +325,21 @@ def train_phase(run: Run, phase: Phase) -> None:
     windows = run.heldout_windows(config.probe_sequences * config.model.context)
 
     def probe() -> None:
-        losses = window_losses(training.model, windows, config.bf16)
+        with torch.compiler.set_stance("force_eager"):  # other shapes, hence other graphs
+            losses = window_losses(training.model, windows, config.bf16)
         tracker.log(phase.name, step=training.step, heldout_loss=losses.mean().item())
 
     if training.fresh:
         probe()
-    forward = torch.compile(training.model) if config.compile else training.model
+    if config.compile:
+        compile_blocks(training)
     training.model.train()
     every = 0.5 if sys.stderr.isatty() else 20  # seconds
     bar = tqdm(total=phase.end, initial=training.step, desc=f"{phase.name:>5}", mininterval=every)
     with bar, runs.DelayedInterrupt() as interrupt:
         while training.step < phase.end:
             started = time.perf_counter()
-            values = train_step(run, training, forward)
+            values = train_step(run, training)
             seconds = time.perf_counter() - started
             training.seconds += seconds
             training.step += 1
@@ -302,15 +357,23 @@ def train_phase(run: Run, phase: Phase) -> None:
                 raise KeyboardInterrupt
 
 
-def train_step(
-    run: Run, training: Training, forward: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
+def compile_blocks(training: Training) -> None:
+    """Compile the blocks of the model and of its teacher. All blocks of a model share one graph, so this takes seconds,
+    where the whole model as one graph takes a minute."""
+    torch.compiler.reset()  # each phase has graphs of its own, and torch keeps only a few a function
+    for model in (training.model, training.teacher):
+        for block in () if model is None else model.blocks:
+            block.compile()
+
+
+def train_step(run: Run, training: Training) -> dict[str, float]:
     """One optimizer step: its {"loss", "lr", "grad_norm"}. UserError when the loss is not finite."""
     config = run.config
     lr = training.scheduler.get_last_lr()[0]
-    loss = step_loss(config, forward, run.data.train, training.step, run.device, training.teacher)
+    model, teacher = training.model, training.teacher
+    loss = step_loss(config, model, run.data.train, training.step, run.device, teacher)
     loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(training.model.parameters(), config.grad_clip)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     training.optimizer.step()
     training.scheduler.step()
     training.optimizer.zero_grad()
@@ -561,7 +624,7 @@ def draw_figures(run: Run, found: Measurements) -> None:
     records = runs.read_metrics(run.folder)
     for phase in phases(run.config):
         own = [r for r in records if r["phase"] == phase.name]
-        label = "high precision" if phase.bits is None else f"QAT, {phase.bits} bits"
+        label = "high precision" if phase.scheme is None else f"QAT, {phase.name}"
         curves.append(
             figures.Curve(
                 "shared steps, high precision" if phase.start == 0 else label,

@@ -43,7 +43,7 @@ class TrainingConfig:
     beta2: float = 0.95
     grad_clip: float = 1.0
     bits: tuple[int, ...] = (4, 3, 2)
-    kl_weight: float = 0.5
+    kl_weight: float = 0.8
     """In QAT, the share of the loss that is the divergence from the high-precision model; 0 does without it."""
     group_size: int | None = None
     """Inputs that share a scale. None: one scale a row, where rounding loses most."""
@@ -59,7 +59,7 @@ class TrainingConfig:
     bf16: bool = False
     """bfloat16 autocast over float32 weights."""
     compile: bool = False
-    """torch.compile the training forward and backward."""
+    """torch.compile the training forward and backward of each block."""
     sample_tokens: int = 160
     seed: int = 0
 
@@ -155,8 +155,8 @@ def step_loss(
     config: TrainingConfig, forward: Callable[[Tensor], Tensor], train_tokens: Tensor, step: int,
     device: torch.device, teacher: Llama | None = None,
 ) -> Tensor:  # fmt: skip
-    """The loss of the batch of `step`, ready for backward(): the cross-entropy, and with a teacher the mean of that and
-    the divergence from its logits."""
+    """The loss of the batch of `step`, ready for backward(): the cross-entropy, or with a teacher a mean of that and of
+    the divergence from its logits, weighted by `config.kl_weight`."""
     inputs, targets = text.batch(
         train_tokens,
         step,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recipes import convergence, text
-from recipes.command_line import UserError
+from recipes.command_line import UserError, chosen_names, chosen_seeds
 from recipes.convergence import (
     PRESETS,
     RUNS,
@@ -199,14 +199,11 @@ def test_a_report_needs_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
 
 
 def test_choices() -> None:
-    assert [variant.name for variant in convergence.chosen_variants("4bit, fp32")] == [
-        "4bit",
-        "fp32",
-    ]
-    assert convergence.chosen_variants("") == list(RUNS.values())
-    assert convergence.chosen_seeds("2,0") == [2, 0]
+    assert chosen_names("4bit, fp32", RUNS) == ["4bit", "fp32"]
+    assert chosen_names("", RUNS) == list(RUNS)
+    assert chosen_seeds("2,0") == [2, 0]
     with pytest.raises(UserError):
-        convergence.chosen_seeds("")
+        chosen_seeds("")
 
 
 def test_settings_hold_the_text_and_not_the_seed(data: text.Data) -> None:

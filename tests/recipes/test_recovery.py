@@ -1,0 +1,185 @@
+"""The recovery recipe on a model of seconds: runs, interruption, shares, page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit
+from recipes import quickstart, recovery
+from recipes.command_line import UserError
+from recipes.llama import Llama
+from recipes.recovery import PRESETS, RUNS, gpu, main, share_of
+
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+SHORT = [
+    *("steps=14", "probe_every=4", "probe_sequences=4", "heldout_tokens=600", "sample_tokens=8"),
+    *("batch_size=4", "model.context=32", "model.dim=64", "model.layers=1", "model.hidden=96"),
+    *("model.heads=2", "model.kv_heads=1", "model.vocab_size=300"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("argparse.py", "ast.py", "bdb.py"):
+        shutil.copy(Path(sysconfig.get_path("stdlib"), name), folder)
+    return folder
+
+
+def command(source: Path, out: Path, *more: str) -> list[str]:
+    line = ["--preset", "tiny", "--data", str(source), "--out", str(out), *more]
+    return [*line, *(word for assignment in SHORT for word in ("--set", assignment))]
+
+
+def content(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
+WITHOUT_PEFT = [name for name, variant in RUNS.items() if variant.rank is None]
+
+
+@pytest.fixture(scope="module")
+def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("recovery") / "whole"
+    assert main(command(source, out, "--seeds", "0", "--runs", ",".join(WITHOUT_PEFT))) == 0
+    return out
+
+
+def test_the_gpus_model_sees_60_million_tokens() -> None:
+    parameters = sum(p.numel() for p in Llama(gpu().model).parameters())
+    assert 95e6 < parameters < 105e6
+    assert gpu().trunk_steps * gpu().step_tokens >= 60e6 and gpu().compile
+
+
+def test_every_run_is_measured_beside_its_rounded_model(finished: Path) -> None:
+    models = content(finished)["seeds"]["0"]
+    assert {"high", *WITHOUT_PEFT} <= set(models)
+    for name in WITHOUT_PEFT:
+        own = models[name]
+        assert own["loss"] == pytest.approx(sum(own["losses"]) / len(own["losses"]), abs=1e-5)
+        assert RUNS[name].rounded in models
+    assert "rounded g32-int2, {−2 … 1}" in models
+    page = (finished / "report.md").read_text()
+    assert all(f"| {name} |" in page for name in WITHOUT_PEFT)
+    assert "--preset tiny --seeds 0" in page and str(finished) not in page
+    assert (finished / "recovery.png").stat().st_size > 10_000
+
+
+def test_equal_compute_is_a_third_more_steps(finished: Path) -> None:
+    models = content(finished)["seeds"]["0"]
+    high, plain, compute = (models[n]["steps"] for n in ("high", "plain-int4", "compute-int4"))
+    trunk = quickstart.override(PRESETS["tiny"](), SHORT).trunk_steps
+    assert plain == high
+    assert compute - trunk == round((high - trunk) * 4 / 3)
+
+
+def test_finished_runs_are_not_run_again(
+    source: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(quickstart, "train_step", None)
+        assert main(command(source, out, "--seeds", "0", "--runs", "g32-int4,row-int4")) == 0
+    assert content(out)["seeds"] == content(finished)["seeds"]
+    assert main([*command(source, out, "--seeds", "0"), "--set", "lr=0.01"]) == 2
+
+
+def test_a_killed_run_goes_on(
+    source: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, step = tmp_path / "killed", quickstart.train_step
+    left = [6]
+
+    def killed(*arguments: Any) -> dict[str, float]:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    line = command(source, out, "--seeds", "0", "--set", "save_every=2")
+    assert main([*line, "--base-only"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(quickstart, "train_step", killed)
+        assert main([*line, "--runs", "g32-int3,plain-int3"]) == 130
+    assert not {"plain-int3"} & set(content(out)["seeds"]["0"])
+    assert main([*line, "--runs", "g32-int3,plain-int3"]) == 0
+    whole, again = content(finished)["seeds"]["0"], content(out)["seeds"]["0"]
+    for name in ("high", "g32-int3", "plain-int3", "rounded g32-int3"):
+        assert whole[name]["losses"] == again[name]["losses"]
+
+
+def test_branches_train_what_they_say(source: Path, finished: Path) -> None:
+    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    schemes = {name: variant.scheme(config) for name, variant in RUNS.items()}
+    assert schemes["g32-int4"] == lowbit.IntxWeightOnly(4, 32)
+    assert schemes["row-int4"] == lowbit.IntxWeightOnly(4)
+    assert schemes["g32-int2"] == lowbit.Int2WeightOnly(32)
+    assert schemes["g32-int8xint4"] == lowbit.Int8DynamicActivationInt4Weight(32)
+
+
+@pytest.mark.skipif(not HAS_PEFT, reason="needs peft")
+def test_adapters_train_in_place_of_the_weights(source: Path, tmp_path: Path) -> None:
+    assert main(command(source, tmp_path / "out", "--seeds", "0", "--runs", "lora-int4")) == 0
+    assert "lora-int4" in content(tmp_path / "out")["seeds"]["0"]
+
+
+def test_only_adapters_and_scales_train() -> None:
+    """By the names that PEFT gives; the test above trains with PEFT itself."""
+    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    model = Llama(config.model)
+    lowbit.qat.prepare_(model, lowbit.IntxWeightOnly(4, 32), scales="learned")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    layer = model.blocks[0].mlp.up
+    layer.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(64, 4, bias=False)})
+    weights, adapters, scales = quickstart.trained_parameters(model)
+    assert not weights and len(adapters) == 1 and len(scales) == 8
+
+
+def test_shares_of_several_seeds() -> None:
+    high, lost = [2.0, 2.2, 2.4, 2.1], [2.4, 2.7, 2.8, 2.4]
+    seeds = {}
+    for seed, share in (("0", 0.75), ("1", 0.85)):
+        after = [b + (a - b) * share for a, b in zip(high, lost, strict=True)]
+        models = {"high": high, "rounded g32-int4": lost, "g32-int4": after}
+        seeds[seed] = {name: {"losses": losses} for name, losses in models.items()}
+    found = share_of(seeds, "g32-int4")
+    assert found is not None
+    assert found.mean == pytest.approx(80) and (found.low, found.high) == pytest.approx((80, 80))
+    assert found.seeds == pytest.approx({"0": 75, "1": 85})
+    assert share_of(seeds, "g32-int3") is None
+
+
+@pytest.mark.skipif(HAS_PEFT, reason="peft is here")
+def test_without_peft_the_error_names_the_package() -> None:
+    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    with pytest.raises(UserError, match=r"finetune"):
+        quickstart.with_adapters(Llama(config.model), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--runs", "g32-int5"], "no run 'g32-int5'"), (["--seeds", "x"], "expected whole numbers")],
+)
+def test_mistakes_are_one_line(
+    source: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*command(source, tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(recovery.Path(tmp_path).rglob("config.json"))
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu(source: Path, tmp_path: Path) -> None:
+    line = command(source, tmp_path / "out", "--seeds", "0", "--runs", "g32-int4,g32-int8xint4")
+    assert main([*line, "--set", "bf16=True", "--set", "compile=True"]) == 0
