@@ -179,8 +179,9 @@ def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
 
 def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
     """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
-    with it."""
-    if torch.compiler.is_compiling() or not (grad.numel() and runs_on(grad.device)):
+    with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
+    traced = torch.compiler.is_compiling() or type(grad) is not Tensor
+    if traced or not (grad.numel() and runs_on(grad.device)):
         return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     rows, columns = grad.shape
@@ -703,7 +704,7 @@ def _gradients_by_triton(
     dtype, stored = grad.dtype, stored_dtype(grad.dtype, grad.device)
     grad, x = _dense_rows(grad), _dense_rows(x)
     grad_x = grad.new_empty((rows, columns), dtype=stored)
-    sums = x.new_empty((2, rows, groups), dtype=torch.float32)
+    sums = [x.new_empty((rows, groups), dtype=torch.float32) for _ in range(2)]
     tiling = _tiling(columns, group_size, rows * groups)
     if tiling["SIZE"] > 2048:  # it reads each element once, however long the block is
         tiling |= {"SIZE": 2048, "num_warps": 4}

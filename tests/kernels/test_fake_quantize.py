@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cases.fake_quantize import CASES, Case
 from lowbit.affine import unclamped_codes
@@ -14,6 +15,7 @@ from lowbit.code_range import within_range
 from lowbit.granularity import PerRow
 from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero
 from lowbit.scheme import Int, Spec, crop
+from lowbit_kernels import fake_quantize
 from lowbit_kernels.fake_quantize import (
     fake_quantize_gradients,
     gradients_reference,
@@ -228,6 +230,14 @@ def test_errors_name_what_is_wrong(change: dict, error: type, message: str) -> N
         arguments[place] = value
     with pytest.raises(error, match=message):
         OP(*arguments)
+
+
+def test_a_traced_gradient_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces the backward pass of a Function with tensors that have no data."""
+    monkeypatch.setattr(fake_quantize, "runs_on", lambda device: True)
+    with FakeTensorMode():
+        grad, inside = torch.empty(4, 64), torch.empty(4, 2, 4, dtype=torch.uint8)
+        assert zero_outside(grad, inside, 32).shape == (4, 64)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
