@@ -29,7 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.affine import computed_again, dequantize_affine, half_step, unclamped_codes
+from lowbit.affine import (
+    computed_again,
+    dequantize_affine,
+    half_step,
+    smallest_scale,
+    unclamped_codes,
+)
 from lowbit.code_range import clamped, within_range
 from lowbit.scheme import Float8, Spec, crop
 
@@ -73,10 +79,10 @@ def qparams(
     """(scale, zero_point) as `lowbit.affine` takes them, from the parameters. The one place that computes them: for
     training and for conversion, to the same bits.
 
-    A scale whose magnitude fell below the smallest normal number of its dtype has that magnitude.
+    A scale whose magnitude fell below the smallest that `lowbit.affine` chooses in its dtype has that magnitude.
     """
     scale = scale_parameter.detach() * RATE
-    least = torch.finfo(scale.dtype).tiny
+    least = smallest_scale(scale.dtype)
     scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
     fmt = spec.format
     if isinstance(fmt, Float8) or not spec.has_zero_point:

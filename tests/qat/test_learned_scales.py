@@ -56,6 +56,16 @@ def moved(parameters, seed):
     return scale, None if zero is None else zero + values(*zero.shape, seed=seed, dtype=zero.dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_smallest_scales_that_a_search_finds_are_kept(dtype):
+    """In float16 they are below its smallest normal number."""
+    spec = SPECS["int4-g32"]
+    weight = (values(4, 64) * 1e-5).to(dtype)
+    found, _ = spec.search_qparams(weight, dtype)
+    assert found.abs().min() < 2.0**-14
+    assert torch.equal(qparams(spec, *parameters_for(weight, spec, dtype))[0], found)
+
+
 def model(tied=False):
     torch.manual_seed(0)
     found = nn.Sequential(
