@@ -48,6 +48,7 @@ from torch.nn import functional as F
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
+from lowbit_kernels.quantize_tokens import extremes
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 FORMATS = {
@@ -341,14 +342,6 @@ def _smallest(scale_dtype: torch.dtype) -> float:
 
 
 @jit
-def _extremes(x):
-    """The bits of the magnitudes of negative and of positive numbers. In the order of the bits, NaN is last."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    return tl.where(bits < 0, magnitude, 0), tl.where(bits < 0, 0, magnitude)
-
-
-@jit
 def _divide(a, b: tl.constexpr):
     return tl.div_rn(a, tl.full(a.shape, b, tl.float32))
 
@@ -528,14 +521,14 @@ def _forward(
         s, z = _given(scale, zero, block, exists, ZERO)
     else:
         if KEPT:
-            low, high = _extremes(values)
+            low, high = extremes(values)
         else:
             low = tl.zeros((BLOCKS, SIZE), tl.int32)
             high = tl.zeros((BLOCKS, SIZE), tl.int32)
             for start in tl.range(0, GROUP, SIZE):
                 at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
                 found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-                negative, positive = _extremes(found)
+                negative, positive = extremes(found)
                 low = tl.maximum(low, negative)
                 high = tl.maximum(high, positive)
         low, high = tl.max(low, 1), tl.max(high, 1)

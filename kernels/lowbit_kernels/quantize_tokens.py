@@ -84,7 +84,7 @@ def reference(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor,
 
 
 @jit
-def _extremes(x):
+def extremes(x):
     """The bits of the magnitudes of negative and of positive numbers. In the order of the bits, NaN is last."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -103,7 +103,7 @@ def _row_extremes(x, row, k, row_stride, column_stride, BLOCK: tl.constexpr):
     high = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, k, BLOCK):
         values = _load(x, row, start + tl.arange(0, BLOCK), k, row_stride, column_stride)
-        negative, positive = _extremes(values)
+        negative, positive = extremes(values)
         low = tl.maximum(low, negative)
         high = tl.maximum(high, positive)
     return tl.max(low, 0), tl.max(high, 0)
@@ -170,7 +170,7 @@ def _kernel(
         low = tl.load(found)
         high = low
     elif KEPT:
-        negative, positive = _extremes(values)
+        negative, positive = extremes(values)
         low, high = tl.max(negative, 0), tl.max(positive, 0)
     else:
         low, high = _row_extremes(x, row, k, row_stride, column_stride, BLOCK)
