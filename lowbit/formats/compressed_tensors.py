@@ -285,7 +285,10 @@ def _activation_settings(spec: Spec) -> dict[str, Any]:
 
 def _words(packed: Tensor) -> Tensor:
     """uint8 [..., B] as little-endian int32 [..., ⌈B/4⌉]."""
-    return F.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32)
+    padded = F.pad(packed, (0, -packed.shape[-1] % 4))
+    # Flat, as a dimension of size 1 may have a stride that no view as int32 takes.
+    words = padded.reshape(-1).view(torch.int32)
+    return words.view(*padded.shape[:-1], padded.shape[-1] // 4)
 
 
 def _bytes(words: Tensor, size: int, bits: int) -> Tensor:
@@ -295,7 +298,9 @@ def _bytes(words: Tensor, size: int, bits: int) -> Tensor:
             f"{size} codes of {bits} bits take {-(-size * bits // 32)} words of int32, got {words.dtype} "
             f"{tuple(words.shape)}"
         )
-    return words.contiguous().view(torch.uint8)[..., : packed_size(size, bits)].contiguous()
+    flat = words.reshape(-1).view(torch.uint8)
+    stream = flat.view(*words.shape[:-1], 4 * words.shape[-1])
+    return stream[..., : packed_size(size, bits)].contiguous()
 
 
 def _offset(codes: Tensor, bits: int) -> Tensor:

@@ -40,6 +40,8 @@ class Model:
         if dtypes:
             most = max(dict.fromkeys(dtypes), key=dtypes.count)
             self.config.setdefault("dtype", str(most).removeprefix("torch."))
+        if getattr(self.model, "config", None) is not None and "lm_head.weight" in self.tensors:
+            self.config["tie_word_embeddings"] = False  # the tied head has no tensor of its own
         self.nbytes = sum(
             t.nbytes_stored() if isinstance(t, LowbitTensor) else t.nbytes
             for t in self.tensors.values()
