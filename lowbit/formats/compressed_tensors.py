@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.affine import Mapping as QuantizationMapping
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
-from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -63,7 +64,10 @@ class CompressedTensors(Format):
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
+        _check_plain_weights(config)
         group = _group_of(config, layer_of(weight))
+        if group.get("output_activations") is not None:
+            raise FormatError("its outputs are rounded too, which lowbit does not do")
         spec = _spec_from(group.get("weights"), "weights")
         given = group.get("input_activations")
         activation = None if given is None else _spec_from(given, "input_activations")
@@ -147,14 +151,27 @@ class CompressedTensors(Format):
             activation = None
         if isinstance(spec.format, Float8):
             return Scheme(Spec(Float8(), PerRow()), activation)
-        group = getattr(spec.granularity, "group_size", None)
-        fits = group is not None and weight.shape[1] % group == 0
-        mapping = "asymmetric" if spec.has_zero_point else spec.mapping
-        granularity = PerGroup(group) if fits else PerRow()
+        granularity = spec.granularity
+        if not isinstance(granularity, PerGroup) or weight.shape[1] % granularity.group_size:
+            granularity = PerRow()
+        mapping: QuantizationMapping = "asymmetric" if spec.has_zero_point else spec.mapping
         return Scheme(Spec(Int(spec.format.bits), granularity, mapping), activation)
 
 
 # ---- settings of a group <-> specs ---------------------------------------------------------------------------------
+
+
+def _check_plain_weights(config: Mapping[str, Any]) -> None:
+    """Refuse what changes the meaning of all weights."""
+    sparsity = config.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise FormatError(
+            f"the folder is sparse ({sparsity['format']}), which lowbit does not read"
+        )
+    if config.get("transform_config"):
+        raise FormatError(
+            "its weights are transformed (transform_config), which lowbit does not undo"
+        )
 
 
 def _group_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
@@ -162,18 +179,27 @@ def _group_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise FormatError(f"config_groups is {groups!r:.60}; accepted: a dict of groups by name")
-    ranked: list[tuple[int, Mapping[str, Any]]] = []
-    for group in groups.values():
-        for target in group.get("targets") or ():
-            if target == layer:
-                ranked.append((0, group))
-            elif target.startswith("re:") and re.match(target[3:], layer):
-                ranked.append((1, group))
-            elif target == "Linear":
-                ranked.append((2, group))
-    if not ranked:
-        raise FormatError("no group of quantization_config has it among its targets")
-    return min(ranked, key=lambda found: found[0])[1]
+    targets = [(group.get("targets") or (), group) for group in groups.values()]
+    for own, group in targets:
+        if layer in own:
+            return group
+    for own, group in targets:
+        if any(target[:3] == "re:" and re.match(target[3:], layer) for target in own):
+            return group
+    for own, group in targets:
+        if "Linear" in own:
+            return group
+    raise FormatError("no group of quantization_config has it among its targets")
+
+
+_GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {
+    "group": lambda args: PerGroup(args["group_size"]),
+    "channel": lambda args: PerRow(),
+    "tensor": lambda args: PerTensor(),
+    "block": lambda args: PerBlock(*args["block_structure"]),
+    "token": lambda args: PerToken(),
+}
+"""What a "strategy" shares scales by."""
 
 
 def _spec_from(args: Any, what: str) -> Spec:
@@ -189,20 +215,13 @@ def _spec_from(args: Any, what: str) -> Spec:
     if args.get("actorder") == "group":
         raise FormatError(f"{what} have actorder 'group', which mixes the groups of a row")
     dynamic = args.get("dynamic", False)
-    group, block = args.get("group_size"), args.get("block_structure")
     of_input = what != "weights"
     try:
-        granularity = {
-            "group": lambda: PerGroup(group),
-            "channel": lambda: PerRow(),
-            "tensor": lambda: PerTensor(),
-            "block": lambda: PerBlock(*block),
-            "token": lambda: PerToken(),
-        }[strategy]()
+        granularity = _GRANULARITIES[str(strategy)](args)
         if of_input and dynamic not in (True, False):
             raise ValueError(f"dynamic={dynamic!r}")
-        format = Float8(E4M3) if kind == "float" else Int(bits)
-        mapping = "symmetric" if symmetric or kind == "float" else "asymmetric"
+        format = Float8(E4M3) if kind == "float" else Int(int(bits or 0))
+        mapping: QuantizationMapping = "symmetric" if symmetric or kind == "float" else "asymmetric"
         if of_input and kind == "int" and symmetric:
             mapping = "symmetric_no_clipping_err"
         return Spec(format, granularity, mapping, static=of_input and not dynamic)
@@ -214,6 +233,7 @@ def _spec_from(args: Any, what: str) -> Spec:
 
 def _settings(weight: LowbitTensor) -> dict[str, Any]:
     """The format, weights and input activations of the group of this weight. Raises FormatError where there is none."""
+    assert isinstance(weight, AffineTensor)
     spec, activation = weight.spec, weight.activation
     columns = weight.shape[-1]
     args: dict[str, Any] = {"num_bits": spec.format.bits, "type": "int", "symmetric": True}
@@ -311,6 +331,7 @@ def _offset(codes: Tensor, bits: int) -> Tensor:
 def _signed(weight: AffineTensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """int8 codes [N, K] and zero points [N, G] on the signed grid of `bits`, with the values of `weight`."""
     spec, columns = weight.spec, weight.shape[1]
+    assert isinstance(spec.format, Int)
     padded = spec.padded_shape(weight.shape)[1]
     middle = 0 if spec.format.signed else 2 ** (spec.format.bits - 1)
     codes = (weight._load(padded)[:, :columns].short() - middle).to(torch.int8)
@@ -335,7 +356,7 @@ def _written_scale(weight: AffineTensor, settings: Mapping[str, Any]) -> Tensor:
 def _input_parts(parts: Parts, activation: Spec | None) -> dict[str, Tensor]:
     if activation is None or not activation.static:
         return {}
-    found = {}
+    found: Parts = {}
     for name in ("input_scale", "input_zero_point"):
         if name in parts and (name == "input_scale" or activation.has_zero_point):
             dtype = torch.float32 if name == "input_scale" else torch.int8

@@ -76,7 +76,7 @@ class Model:
 
     def copy_files(self, folder: Path) -> None:
         """The tokenizer, and generation_config.json."""
-        generation = getattr(self.model, "generation_config", None)
+        generation: Any = getattr(self.model, "generation_config", None)
         if hasattr(generation, "to_json_string"):
             text = generation.to_json_string()
             (folder / "generation_config.json").write_text(text, encoding="utf-8")
@@ -125,7 +125,7 @@ def _own(name: str, value: Any) -> Tensor:
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
     """config.json of a model of transformers; for another module an empty one."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}
     found: dict[str, Any] = json.loads(config.to_json_string())

@@ -165,10 +165,11 @@ def _built(folder: Folder) -> nn.Module:
         raise FormatError(
             f"{folder.path}: transformers {transformers.__version__} has no {names[0]}; give model="
         )
-    config = kind.config_class.from_dict(folder.config)
+    architecture: Any = kind
+    config = architecture.config_class.from_dict(folder.config)
     with _EmptyOnMeta():
-        model: nn.Module = kind(config)
+        model: nn.Module = architecture(config)
     if (folder.path / "generation_config.json").is_file():
         made = transformers.GenerationConfig.from_pretrained(folder.path)
-        model.generation_config = made  # type: ignore[assignment]
+        model.generation_config = made
     return model

@@ -23,6 +23,9 @@ from lowbit.tensor.base import LowbitTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+_MOST_MAPPED = 2**27
+"""Bytes of a file that are compared by one handle."""
+
 
 def size_in_bytes(size: int | str) -> int:
     """Bytes of 5_000_000 or "5MB". Raises FormatError for anything else."""
@@ -115,7 +118,9 @@ class Shards:
         for stored, t in tensors.items():
             if stored in self._names or stored in self._tensors:
                 raise FormatError(f"two tensors would be stored as {stored}; rename one")
-            self._tensors[stored] = t.detach().cpu().contiguous()
+            own = t.detach().cpu().contiguous()
+            is_view = own.untyped_storage().nbytes() != own.nbytes
+            self._tensors[stored] = own.clone() if is_view else own  # a view keeps a whole file
         if weight is None:
             self._plain.append(name)
         else:
@@ -161,13 +166,15 @@ class Shards:
 
 def _compare(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Read a shard back. Raises FormatError unless every tensor has the bits that were given."""
-    with safetensors().safe_open(path, framework="pt") as file:
-        differs = sorted(tensors.keys() ^ {*file.keys()})
-        differs += [
-            n
-            for n, t in tensors.items()
-            if n not in differs and not equal_bits(file.get_tensor(n), t)
-        ]
+    file = safetensors().safe_open(path, framework="pt")
+    differs = sorted(tensors.keys() ^ {*file.keys()})
+    mapped = 0
+    for name, t in tensors.items():
+        if mapped > _MOST_MAPPED:  # a new handle lets the pages leave that were compared
+            file, mapped = safetensors().safe_open(path, framework="pt"), 0
+        if name not in differs and not equal_bits(file.get_tensor(name), t):
+            differs.append(name)
+        mapped += t.nbytes
     if differs:
         raise FormatError(
             f"{path.name} was read back with other values in {', '.join(differs[:3])}: check the disk and memory"

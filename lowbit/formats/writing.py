@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.folder import Folder
+from lowbit.formats.heap import Trimmed
 from lowbit.formats.module import Model, linears_of
 from lowbit.formats.progress import nbytes, progress
 from lowbit.formats.quantizing import Quantizing, snr
@@ -52,7 +53,7 @@ def export(
     scales: str = "minmax",
     lossy: bool = False,
     overwrite: bool = False,
-    max_shard_size: int | str = "2GB",
+    max_shard_size: int | str = "1GB",
     tokenizer: Any = None,
     device: str | torch.device = "cpu",
 ) -> ExportReport:
@@ -76,7 +77,7 @@ def export(
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
         overwrite: replace an `out` that is a checkpoint.
-        max_shard_size: the largest size of a shard, in bytes or as "2GB". The tensors of one shard are in memory.
+        max_shard_size: the largest size of a shard, in bytes or as "1GB". The tensors of one shard are in memory.
         tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
             files (tokenizer, chat template, code) are copied always.
         device: where `scheme` quantizes.
@@ -135,6 +136,7 @@ def _write_all(
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
     refused: dict[str, str] = {}
+    heap = Trimmed()
     with progress(f"writing {target.name}", source.nbytes) as advance:
         for item in source.items():
             size = nbytes(item.value)
@@ -157,6 +159,7 @@ def _write_all(
                 shards.add(stored, item.name, meta)
                 _enter(report, item, sum(t.nbytes for t in stored.values()))
             advance(size)
+            heap.advance(size)
     if refused:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         remedy = (

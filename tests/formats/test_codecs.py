@@ -229,6 +229,23 @@ def test_settings_that_lowbit_does_not_know(settings: dict[str, object], why: st
         CT.decode(CT.encode(w), config, NAME, w.dtype)
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    ],
+)
+def test_folders_with_more_than_codes(settings: dict[str, object], why: str) -> None:
+    w = weight(SCHEMES["int4 g64"])
+    config = CT.config({NAME: w}, ())
+    with pytest.raises(FormatError, match=why):
+        CT.decode(CT.encode(w), {**config, **settings}, NAME, w.dtype)
+    config["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
+    with pytest.raises(FormatError, match="outputs are rounded"):
+        CT.decode(CT.encode(w), config, NAME, w.dtype)
+
+
 def test_parts_without_a_weight_are_refused() -> None:
     config = CT.config({NAME: weight(SCHEMES["int4 g64"])}, ())
     with pytest.raises(FormatError, match="no weight_scale beside them"):
