@@ -53,7 +53,7 @@ def export(
     scales: str = "minmax",
     lossy: bool = False,
     overwrite: bool = False,
-    max_shard_size: int | str = "1GB",
+    max_shard_size: int | str = "500MB",
     tokenizer: Any = None,
     device: str | torch.device = "cpu",
 ) -> ExportReport:
@@ -77,7 +77,7 @@ def export(
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
         overwrite: replace an `out` that is a checkpoint.
-        max_shard_size: the largest size of a shard, in bytes or as "1GB". The tensors of one shard are in memory.
+        max_shard_size: the largest size of a shard, in bytes or as "500MB". The tensors of one shard are in memory.
         tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
             files (tokenizer, chat template, code) are copied always.
         device: where `scheme` quantizes.

@@ -55,8 +55,8 @@ class Float8Tensor(AffineTensor):
         blocks = spec.blocks(values.shape)
         if tuple(scale.shape) != blocks:
             raise ValueError(
-                f"a float8 weight of shape {tuple(values.shape)} in blocks of {block[0]} x {block[1]} has scales of "
-                f"shape {blocks}, got {tuple(scale.shape)}"
+                f"a float8 weight {tuple(values.shape)} with scales {tuple(scale.shape)}; in blocks of {block[0]} x "
+                f"{block[1]} it has scales {blocks}"
             )
         rows, columns = values.shape[-2:]
         padding = (0, -columns % block[1], 0, -rows % block[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -338,6 +339,44 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("")
     rights = {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()}
     assert rights == {(tmp_path / "plain.txt").stat().st_mode & 0o777}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_where_somebody_looks(monkeypatch, tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        out = tmp_path / type(stream).__name__
+        lowbit.export(low_bit(Int4WeightOnly(64)), out)
+        lowbit.load_pretrained(out, build(1))
+        shown = "writing compressed-tensors: 100%" in stream.getvalue()
+        assert shown is isinstance(stream, Terminal)
+        assert shown or not stream.getvalue()
+
+
+@pytest.mark.gpu
+def test_quantizing_and_loading_on_a_gpu(tmp_path: Path) -> None:
+    model = build()
+    folder = plain_folder(tmp_path / "plain", model)
+    lowbit.export(folder, tmp_path / "gpu", scheme=Int4WeightOnly(64), device="cuda")
+    lowbit.export(folder, tmp_path / "cpu", scheme=Int4WeightOnly(64))
+    first, second = (dict(formats.tensors(tmp_path / name)) for name in ("gpu", "cpu"))
+    for name, t in first.items():
+        other = second[name]
+        if isinstance(t, LowbitTensor):
+            t, other = t.dequantize(), other.dequantize()
+        assert torch.equal(t, other)
+    loaded = lowbit.load_pretrained(tmp_path / "gpu", build(1), device="cuda")
+    assert {p.device.type for p in loaded.parameters()} == {"cuda"}
+    quantize_(model, {"*_proj": Int4WeightOnly(64), "*": None})
+    expected = model.cuda()(TOKENS.cuda())
+    assert torch.equal(loaded(TOKENS.cuda()), expected)
+    lowbit.export(loaded, tmp_path / "again")  # from the GPU
+    assert_same_values(lowbit.load_pretrained(tmp_path / "again", build(1)), model.cpu())
 
 
 def test_importing_lowbit_leaves_the_formats_alone() -> None:
