@@ -136,14 +136,14 @@ def quantized(
 
 
 def snr(values: Tensor, weight: LowbitTensor) -> float:
-    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, summed in float64 over chunks of rows; infinite where nothing was lost."""
+    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
     signal = noise = 0.0
     rounded = weight.dequantize()
-    step = max(1, 2**22 // max(1, values[0].numel() if len(values) else 1))
+    step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
     for own, got in zip(values.split(step), rounded.split(step), strict=True):
-        own = own.float()
-        signal += own.square().sum(dtype=torch.float64).item()
-        noise += (own - got.float()).square().sum(dtype=torch.float64).item()
+        own = own.to(torch.float32, copy=True)
+        signal += float(torch.linalg.vector_norm(own)) ** 2
+        noise += float(torch.linalg.vector_norm(own.sub_(got))) ** 2
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf

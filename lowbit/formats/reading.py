@@ -95,6 +95,12 @@ def _fill(model: nn.Module, folder: Folder, device: torch.device) -> None:
         else:
             for module, attribute in places:
                 module._buffers[attribute] = t.clone()
+    for module in (
+        model.modules()
+    ):  # those that no checkpoint holds, such as frequencies of rotary embeddings
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[attribute] = buffer.to(device)
     on_meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if on_meta:
         raise FormatError(f"{folder.path} leaves {', '.join(on_meta[:3])} of the model on meta")

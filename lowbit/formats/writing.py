@@ -187,8 +187,7 @@ def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
             raise
         reason = str(error)
     values = weight.dequantize()
-    is_held = item.holder != "embedding" or target.holds_embeddings
-    scheme = target.nearest(weight) if is_held else None
+    scheme = target.nearest(weight) if _has_place(item, target) else None
     if scheme is None:
         return Item(item.name, values, item.holder, f"stored plainly: {reason}", item.snr), {}
     rounded = AffineTensor.searched(values, scheme)
@@ -198,15 +197,27 @@ def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
     return other, _encoded(other, rounded, target)
 
 
-def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
-    """The parts, after they were decoded again and compared."""
+def _check_place(item: Item, target: Format) -> None:
+    """Raise FormatError for a tensor that no scheme makes one of the format's weights."""
     if item.holder == "embedding" and not target.holds_embeddings:
         raise FormatError(
             f"it is the weight of an embedding, which loaders of {target.name} take in high precision"
         )
+    target.stored_name(item.name, "weight")  # refuses names that the format has no place for
+
+
+def _has_place(item: Item, target: Format) -> bool:
+    try:
+        _check_place(item, target)
+    except FormatError:
+        return False
+    return True
+
+
+def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
+    """The parts, after they were decoded again and compared."""
+    _check_place(item, target)
     parts = target.encode(weight)
-    for part in parts:
-        target.stored_name(item.name, part)  # refuses names that the format has no place for
     again = target.decode(parts, target.config({item.name: weight}, ()), item.name, weight.dtype)
     if not _same_values(weight, again):
         raise FormatError("it would be read back with other values; please report it")

@@ -157,6 +157,24 @@ def test_where_a_format_holds_no_scheme_the_weight_stays_plain(tmp_path: Path) -
     assert_same_values(lowbit.load_pretrained(tmp_path / "out", build(1, tied=True)), model)
 
 
+def test_a_weight_by_another_name_stays_plain(tmp_path: Path) -> None:
+    """Formats of other programs name the parts of `weight` alone."""
+
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+            self.down = nn.Parameter(torch.ones(32, 64))
+
+    model = Projected()
+    quantize_(model, Int4WeightOnly(32), filter_fn=lambda m, name: True)
+    with pytest.raises(FormatError, match="down: compressed-tensors names parts after"):
+        lowbit.export(model, tmp_path / "out")
+    report = lowbit.export(model, tmp_path / "out", lossy=True)
+    assert report.converted == ["up.weight"] and "stored plainly" in report.left["down"]
+    assert_same_values(lowbit.load_pretrained(tmp_path / "out", Projected()), model)
+
+
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = build(tied=True)
     quantize_(model, {"*_proj": Int4WeightOnly(64), "*": None})
