@@ -1,8 +1,10 @@
 """lowbit: train, fine-tune and convert PyTorch models in 8 bits and fewer.
 
 Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowbit.train`, `lowbit.qat` and
-`lowbit.inference`.
+`lowbit.inference`. `lowbit.formats`, with `export` and `load_pretrained`, is imported when one of them is first used.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from lowbit import inference, optim, qat, train
 from lowbit.affine import (
@@ -53,6 +55,10 @@ from lowbit.train_scheme import (
     TrainingScheme,
 )
 
+if TYPE_CHECKING:
+    from lowbit import formats
+    from lowbit.formats import export, load_pretrained
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -100,10 +106,13 @@ __all__ = [
     "choose_qparams_affine",
     "dequantize_",
     "dequantize_affine",
+    "export",
     "fake_quantize_affine",
+    "formats",
     "inference",
     "load",
     "load_metadata",
+    "load_pretrained",
     "optim",
     "qat",
     "quantize_",
@@ -114,3 +123,12 @@ __all__ = [
     "train",
     "unregister_linear",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("formats", "export", "load_pretrained"):
+        import importlib
+
+        found = importlib.import_module("lowbit.formats")
+        return found if name == "formats" else getattr(found, name)
+    raise AttributeError(f"module 'lowbit' has no attribute {name!r}")

@@ -50,10 +50,10 @@ MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
 """From a format version to the next: `MIGRATIONS[v](tensors, info)` returns those of version v + 1."""
 
 
-def _identity(t: Tensor) -> tuple[Any, ...]:
+def identity(t: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that view the same memory in the same way."""
     if isinstance(t, LowbitTensor):
-        inner = tuple(_identity(part) for part in t.inner_tensors().values())
+        inner = tuple(identity(part) for part in t.inner_tensors().values())
         return (type(t), inner, tuple(t.shape), t.dtype, *t.meta().values())
     return (t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), t.device) if t.numel() else (id(t),)
 
@@ -94,7 +94,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
                 f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors with "
                 "data can be saved: convert it with .to_dense(), .dequantize() or to_empty()"
             )
-        first = seen.setdefault(_identity(value), name)
+        first = seen.setdefault(identity(value), name)
         if first != name:
             info["ties"][name] = first
         elif isinstance(value, LowbitTensor):
@@ -112,7 +112,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
     if not isinstance(metadata, Mapping | None):
         raise CheckpointError(f"metadata must be a dict, got {metadata!r}")
     info["metadata"] = _plain_json("metadata", metadata or {}, "Use str(key)")
-    return _unshared(tensors), info
+    return unshared(tensors), info
 
 
 def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
@@ -121,7 +121,7 @@ def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:
     tensors[name] = t.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, each in separate memory of its own size; copies only where necessary."""
     found, taken = {}, set()
     for name, t in tensors.items():

@@ -209,7 +209,7 @@ def _remedy(scheme: Any) -> str:
     return f". To make one, call it: {name}()" if name and callable(scheme) else ""
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)
@@ -320,7 +320,7 @@ def _check_patterns(walk: _Walk) -> None:
         left = [
             f"{e.fqn}: {e.note}"
             for e in walk.report.entries
-            if any(_matches(p, e.fqn) or _matches(p, e.fqn.rpartition(".")[0]) for p in unused)
+            if any(matches(p, e.fqn) or matches(p, e.fqn.rpartition(".")[0]) for p in unused)
         ]
         why = f"; left alone: {'; '.join(left[:3])}" if left else ""
         raise ValueError(
@@ -367,7 +367,7 @@ class _Walk:
         if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
         names = (prefix, owner.fqn)
-        pattern = next((p for p in self.patterns if any(_matches(p, n) for n in names)), None)
+        pattern = next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
         scheme = None if pattern is None else self.patterns[pattern]
         starts = self.trains and scheme is not None and scheme.starts_from(param)
         refusal = _refusal(self.owners[id(param)], param, self.trains, starts)
@@ -393,7 +393,7 @@ class _Walk:
             if owner.attribute == "weight":
                 return selected
             if selected:  # an adapter beside the weight must not be frozen along with it
-                return pattern is not None and not _matches(pattern, prefix)
+                return pattern is not None and not matches(pattern, prefix)
         return selected or self._filter_names(owner, prefix)
 
     def _filter_names(self, owner: Owner, prefix: str) -> bool:

@@ -23,6 +23,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {
     "README.md": ("safetensors",),
     "docs/checkpoints.md": ("safetensors",),
+    "docs/formats.md": ("safetensors",),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
 }
@@ -233,7 +234,13 @@ def test_names_in_backticks_are_lowbits() -> None:
         lowbit.tensor,
         *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference")),
     ]
-    foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_"}
+    foreign = {
+        "None",
+        "CompressedTensorsConfig",
+        "LightningModule",
+        "GradScaler",
+        "clip_grad_norm_",
+    }
     absent = []
     for page in PAGES:
         names = re.findall(r"`([A-Z][A-Za-z0-9]*[a-z0-9]|[a-z_]+_)[`(]", prose(page))

@@ -47,6 +47,7 @@ OPTIONAL = [
     "tokenizers",
     "wandb",
     "transformers",
+    "compressed_tensors",
     "peft",
     "accelerate",
     "lightning",
@@ -145,6 +146,7 @@ ALLOWED: dict[str, set[str]] = {
         for flow in FLOWS
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
+    "formats": {"formats", "checkpoint", "tensor", "convert", "maths"},
     "torchtitan": {
         "torchtitan",
         "surface",
@@ -157,12 +159,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "surface": {
         *("maths", "tensor", "products", "convert", "traced", "tracer", "checkpoint", "dequantize"),
-        "calibration",
+        *("calibration", "formats"),
         *FLOWS,
     },
     "recipes": {
         *("recipes", "surface", "maths", "tensor", "products", "convert", "tracer"),
-        *("checkpoint", "dequantize", "torchtitan", *FLOWS),
+        *("checkpoint", "dequantize", "formats", "torchtitan", *FLOWS),
     },
 }
 
@@ -200,6 +202,8 @@ def test_imports_go_down_only(path: Path) -> None:
         ("lowbit.optim.adam", "from lowbit import qat"),
         ("lowbit.inference.convert", "from recipes import llama"),
         ("lowbit.checkpoint", "from lowbit.qat import prepare_"),
+        ("lowbit.checkpoint", "from lowbit.formats import export"),
+        ("lowbit.formats.folder", "from lowbit.inference import quantize_"),
     ],
 )
 def test_the_import_rule_sees_what_it_forbids(module: str, code: str) -> None:

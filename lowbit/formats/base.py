@@ -1,33 +1,55 @@
-"""What a checkpoint format of another program is: how it stores one weight, and how its config.json says so.
+"""What a checkpoint format is: how it stores one weight, and how its config.json says so.
 
 A folder of such a checkpoint holds *.safetensors shards and a config.json, whose "quantization_config" describes the
-weights. `Format` translates between that and lowbit's tensors, one weight at a time, so that a folder is read and
-written in the memory of a few tensors. `lowbit.formats` lists the formats and walks the folders.
+weights. A `Format` translates between that and lowbit's tensors, one weight at a time, so that a folder is read and
+written in the memory of a few tensors. `lowbit.formats.registry` lists the formats.
+
+A weight has its full name, `model.layers.0.mlp.up_proj.weight`. Its parts have short names, such as "weight_packed",
+and `stored_name` says under which name of the shard a part lies.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor
 
 Parts = dict[str, Tensor]
-"""The tensors that stand for `layer.weight`, by what follows `layer.` in their names, such as "weight_packed"."""
+"""The tensors that stand for one weight, by their short names."""
 
 
 class FormatError(ValueError):
-    """A weight or a checkpoint that a format cannot hold, or that cannot be read; and the way out."""
+    """A weight or a checkpoint that a format cannot hold, or that cannot be read or written; and the way out."""
+
+
+def layer_of(weight: str) -> str:
+    """The name of the module that holds the weight of this name: all before the last dot."""
+    return weight.rpartition(".")[0]
+
+
+def weight_of(layer: str) -> str:
+    """The name of the weight of the module `layer`."""
+    return f"{layer}.weight" if layer else "weight"
 
 
 class Format(ABC):
-    """A format of quantized weights in a folder of safetensors."""
+    """A format of quantized weights in a folder of safetensors.
+
+    A format of your own subclasses it in one file, and one line in `lowbit.formats.registry` makes it known.
+    """
 
     name: ClassVar[str]
     """What `lowbit.export(…, format=name)` takes."""
+    holds_embeddings: ClassVar[bool] = False
+    """Whether loaders of this format take a quantized embedding."""
+
+    # ---- reading -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -35,22 +57,74 @@ class Format(ABC):
 
     @abstractmethod
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """What may follow `layer.` in the names of the tensors that stand for `layer.weight`, required ones first. A
-        layer without the first is stored plainly."""
+        """The short names of the parts. The first one marks a quantized weight: a layer without it is stored
+        plainly."""
+
+    def stored_name(self, weight: str, part: str) -> str:
+        """The name in a shard of a part of `weight`. Raises FormatError for a weight that is not named "weight"."""
+        layer, _, last = weight.rpartition(".")
+        if last != "weight":
+            raise FormatError(f"{self.name} names parts after a module's `weight`, got {last!r}")
+        return f"{layer}.{part}" if layer else part
+
+    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+        """The weights that are stored under `names`: for each one the stored name of each part by its short name.
+
+        Raises FormatError for parts that belong to no weight.
+        """
+        mark, *others = self.suffixes(config)
+        layers = {layer_of(n) for n in names if n.rpartition(".")[2] == mark}
+        found: dict[str, dict[str, str]] = {weight_of(layer): {} for layer in layers}
+        lost = []
+        for name in names:
+            layer, _, part = name.rpartition(".")
+            if layer in layers and part in (mark, *others):
+                found[weight_of(layer)][part] = name
+            elif part in others and part not in ("weight", "bias"):
+                lost.append(name)
+        if lost:
+            raise FormatError(
+                f"{', '.join(sorted(lost)[:3])}: parts of {self.name} weights that have no {mark} beside them"
+            )
+        return found
+
+    @abstractmethod
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        """The weight of this name.
+
+        Args:
+            config: the "quantization_config".
+            dtype: that of the weights of the model, where its config.json names one.
+
+        Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
+        """
+
+    # ---- writing -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def encode(self, weight: LowbitTensor) -> Parts:
         """The parts of `weight`, with dequantized values equal to the bit.
 
-        Raises FormatError for a weight that the format cannot hold.
+        Raises FormatError, with the reason, for a weight that the format cannot hold.
         """
 
     @abstractmethod
-    def decode(self, parts: Parts, config: Mapping[str, Any], layer: str) -> LowbitTensor:
-        """The weight of the module `layer`. Raises FormatError for parts that are missing or misshapen, and for
-        settings that lowbit cannot represent."""
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        """The "quantization_config" of these weights by name, and of the modules `plain`, whose weights are not
+        quantized.
+
+        The weights may be meta tensors. Raises FormatError for weights that one config cannot describe together.
+        """
 
     @abstractmethod
-    def config(self, weights: Mapping[str, LowbitTensor], plain: list[str]) -> dict[str, Any]:
-        """The "quantization_config" for these weights by their modules' names, which may be meta tensors, and for
-        linears that stay plain. Raises FormatError for weights that one config cannot describe together."""
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        """The scheme with the smallest loss, among those that the format holds, for a weight that it cannot hold as it
+        is. None: the weight stays in high precision."""
+
+    def metadata(
+        self, weights: Mapping[str, LowbitTensor], plain: Collection[str]
+    ) -> dict[str, str]:
+        """The text that a shard with these weights and these plain tensors has beside its tensors."""
+        return {"format": "pt"}

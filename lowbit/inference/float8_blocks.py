@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lowbit.convert import Entry, Report, find_owners
 from lowbit.scheme import Spec
@@ -147,14 +146,12 @@ def _assembled(
     scale = state_dict[key]
     if scale.dtype is torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
-    blocks = BLOCK_WEIGHT.blocks(codes.shape)
-    if codes.shape != old.shape or tuple(scale.shape) != blocks:
+    if codes.shape != old.shape:
         raise ValueError(
-            f"{name} has the shape {tuple(codes.shape)} and scales {tuple(scale.shape)}; the model takes "
-            f"{tuple(old.shape)}, and such a weight has scales {blocks}"
+            f"{name} has the shape {tuple(codes.shape)}; the model takes {tuple(old.shape)}"
         )
-    rows, columns = codes.shape[-2:]
-    padded = F.pad(as_bytes(codes), (0, -columns % BLOCK, 0, -rows % BLOCK)).view(E4M3)
-    device = old.device
-    stored, factors = padded.to(device), scale.to(device, torch.float32)
-    return Float8Tensor(stored, factors, None, BLOCK_WEIGHT, codes.shape, old.dtype, activation)
+    stored, factors = codes.to(old.device), scale.to(old.device)
+    try:
+        return Float8Tensor.from_blocks(stored, factors, (BLOCK, BLOCK), old.dtype, activation)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -10,11 +10,16 @@ Source: Micikevicius et al., arXiv 2209.05433.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from lowbit.granularity import PerBlock
 from lowbit.scheme import Float8, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.fsdp import as_bytes
 
 
 class Float8Tensor(AffineTensor):
@@ -30,3 +35,30 @@ class Float8Tensor(AffineTensor):
     def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
         in_blocks = isinstance(spec.granularity, PerBlock)
         return torch.float32 if in_blocks else super().scale_dtype(spec, dtype)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        values: Tensor,
+        scale: Tensor,
+        block: tuple[int, int],
+        dtype: torch.dtype,
+        activation: Spec | None = None,
+    ) -> Self:
+        """A weight of `dtype` from float8 values [..., N, K] and the scales of blocks of a x b, as checkpoints have
+        them.
+
+        scale: [..., N/a rounded up, K/b rounded up], of a floating dtype; stored as float32. Raises ValueError for
+        another shape.
+        """
+        spec = Spec(Float8(values.dtype), PerBlock(*block))
+        blocks = spec.blocks(values.shape)
+        if tuple(scale.shape) != blocks:
+            raise ValueError(
+                f"a float8 weight {tuple(values.shape)} with scales {tuple(scale.shape)}; in blocks of {block[0]} x "
+                f"{block[1]} it has scales {blocks}"
+            )
+        rows, columns = values.shape[-2:]
+        padding = (0, -columns % block[1], 0, -rows % block[0])
+        codes = F.pad(as_bytes(values), padding).view(values.dtype) if any(padding) else values
+        return cls(codes.contiguous(), scale.float(), None, spec, values.shape, dtype, activation)

@@ -1,0 +1,424 @@
+"""compressed-tensors, the format of llm-compressor and vLLM: "pack-quantized", "int-quantized", "float-quantized".
+
+| weights                     | format          | tensors beside each `layer.`                                 |
+|-----------------------------|-----------------|--------------------------------------------------------------|
+| integers of 1 to 8 bits     | pack-quantized  | `weight_packed` int32 [N, ⌈K·b/32⌉], `weight_scale` [N, G],  |
+|                             |                 | `weight_shape` int64 (N, K), and where asymmetric            |
+|                             |                 | `weight_zero_point` int32 [⌈N·b/32⌉, G]                      |
+| int8 with int8 inputs       | int-quantized   | `weight` int8 [N, K], `weight_scale`, `weight_zero_point`    |
+| float8_e4m3fn               | float-quantized | `weight` float8 [N, K], `weight_scale`                       |
+
+`weight_scale` is [N, G] for groups, [N, 1] for rows ("channel"), [1] for a whole tensor, and a scale for each block of
+float8. `weight_packed` is lowbit's bit stream (`lowbit.packing`), each row padded to whole words of 32 bits; zero
+points are packed the same way along N. Codes are stored with 2^(b−1) added. A static scale of the inputs is
+`input_scale` [1].
+
+"half_integer" weights of b bits, whose zero points are half a scale, are stored as b + 1 bits with the same values:
+(c + ½)·s = (2c + 1)·(s/2).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.affine import Mapping as QuantizationMapping
+from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.packing import pack, packed_size, unpack
+from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.float8_tensor import Float8Tensor
+
+PACKED, INTEGERS, FLOATS, MIXED = (
+    *("pack-quantized", "int-quantized", "float-quantized"),
+    "mixed-precision",
+)
+_PARTS = (
+    *("weight_scale", "weight_packed", "weight", "weight_shape", "weight_zero_point"),
+    *("weight_global_scale", "weight_g_idx", "input_scale", "input_zero_point"),
+)
+E4M3 = torch.float8_e4m3fn
+
+
+class CompressedTensors(Format):
+    """The format "compressed-tensors"; see the module."""
+
+    name = "compressed-tensors"
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quant_method") == self.name
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return _PARTS
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        _check_plain_weights(config)
+        group = _group_of(config, layer_of(weight))
+        if group.get("output_activations") is not None:
+            raise FormatError("its outputs are rounded too, which lowbit does not do")
+        spec = _spec_from(group.get("weights"), "weights")
+        given = group.get("input_activations")
+        activation = None if given is None else _spec_from(given, "input_activations")
+        if extra := sorted({"weight_g_idx", "weight_global_scale"} & parts.keys()):
+            raise FormatError(f"lowbit cannot represent its {', '.join(extra)}")
+        scale = parts["weight_scale"]
+        own_dtype = dtype or (scale.dtype if scale.dtype.itemsize > 1 else torch.bfloat16)
+        of_input = _input_parts(parts, activation)
+        try:
+            if isinstance(spec.format, Float8):
+                made = _floats(parts, spec, own_dtype, activation, of_input)
+            else:
+                made = _integers(parts, spec, own_dtype, activation, of_input)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            lacks = isinstance(error, KeyError)
+            raise FormatError(f"it has no {error.args[0]}" if lacks else str(error)) from error
+        return made
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        if type(weight) not in (AffineTensor, Float8Tensor):
+            raise FormatError(
+                f"compressed-tensors holds integers and float8, got a {type(weight).__name__}"
+            )
+        assert isinstance(weight, AffineTensor)
+        if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
+            raise FormatError(f"compressed-tensors holds matrices [N, K], got {weight!r}")
+        settings = _settings(weight)  # refuses what they cannot say
+        rows, columns = weight.shape
+        bits = settings["weights"]["num_bits"]
+        found: Parts = {"weight_scale": _written_scale(weight, settings)}
+        if settings["format"] == FLOATS:
+            found["weight"] = weight.codes[:rows, :columns].contiguous()
+        else:
+            codes, zero_point = _signed(weight, bits)
+            if settings["format"] == INTEGERS:
+                found["weight"] = codes
+                if zero_point is not None:
+                    found["weight_zero_point"] = zero_point
+            else:
+                found["weight_packed"] = _words(pack(_offset(codes, bits), bits))
+                found["weight_shape"] = torch.tensor([rows, columns])
+                if zero_point is not None:
+                    stream = pack(_offset(zero_point, bits).T.contiguous(), bits)
+                    found["weight_zero_point"] = _words(stream).T.contiguous()
+        for name in ("input_scale", "input_zero_point"):
+            if (part := getattr(weight, name)) is not None:
+                found[name] = part.flatten()
+        return found
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        for name, weight in weights.items():
+            settings = _settings(weight)
+            key = json.dumps(settings, sort_keys=True)
+            groups.setdefault(key, (settings, []))[1].append(layer_of(name))
+        formats = {settings["format"] for settings, _ in groups.values()}
+        is_one = len(groups) == 1
+        return {
+            "quant_method": self.name,
+            "quantization_status": "compressed",
+            "format": formats.pop() if len(formats) == 1 else MIXED,
+            "config_groups": {
+                f"group_{i}": {
+                    "targets": ["Linear"] if is_one else sorted(layers),
+                    **settings,
+                    "output_activations": None,
+                }
+                for i, (settings, layers) in enumerate(groups.values())
+            },
+            "ignore": sorted(plain),
+        }
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        """Rows of the same number of bits, with zero points where the weight has any; float8 stays float8."""
+        spec, activation = getattr(weight, "spec", None), getattr(weight, "activation", None)
+        if not isinstance(spec, Spec) or weight.ndim != 2:
+            return None
+        if activation is not None and (activation.static or _why_no_activation(activation)):
+            activation = None
+        if isinstance(spec.format, Float8):
+            return Scheme(Spec(Float8(), PerRow()), activation)
+        granularity = spec.granularity
+        if not isinstance(granularity, PerGroup) or weight.shape[1] % granularity.group_size:
+            granularity = PerRow()
+        mapping: QuantizationMapping = "asymmetric" if spec.has_zero_point else spec.mapping
+        return Scheme(Spec(Int(spec.format.bits), granularity, mapping), activation)
+
+
+# ---- settings of a group <-> specs ---------------------------------------------------------------------------------
+
+
+def _check_plain_weights(config: Mapping[str, Any]) -> None:
+    """Refuse what changes the meaning of all weights."""
+    sparsity = config.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise FormatError(
+            f"the folder is sparse ({sparsity['format']}), which lowbit does not read"
+        )
+    if config.get("transform_config"):
+        raise FormatError(
+            "its weights are transformed (transform_config), which lowbit does not undo"
+        )
+
+
+def _group_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """The settings of a layer. Exact names go before expressions, and both before the class "Linear"."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
+        raise FormatError(f"config_groups is {groups!r:.60}; accepted: a dict of groups by name")
+    targets = [(group.get("targets") or (), group) for group in groups.values()]
+    for own, group in targets:
+        if layer in own:
+            return group
+    for own, group in targets:
+        if any(target[:3] == "re:" and re.match(target[3:], layer) for target in own):
+            return group
+    for own, group in targets:
+        if "Linear" in own:
+            return group
+    raise FormatError("no group of quantization_config has it among its targets")
+
+
+_GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {
+    "group": lambda args: PerGroup(args["group_size"]),
+    "channel": lambda args: PerRow(),
+    "tensor": lambda args: PerTensor(),
+    "block": lambda args: PerBlock(*args["block_structure"]),
+    "token": lambda args: PerToken(),
+}
+"""What a "strategy" shares scales by."""
+
+
+def _spec_from(args: Any, what: str) -> Spec:
+    """The spec that the arguments of weights or activations describe."""
+    if not isinstance(args, Mapping):
+        raise FormatError(f"{what} of its group is {args!r}; accepted: a dict")
+    bits, kind = args.get("num_bits"), args.get("type", "int")
+    strategy, symmetric = args.get("strategy"), args.get("symmetric", True)
+    if (kind != "int" or bits not in range(1, 9)) and (kind, bits) != ("float", 8):
+        raise FormatError(
+            f"{what} are {kind} of {bits} bits; lowbit reads int of 1 to 8 bits and float of 8 bits here"
+        )
+    if args.get("actorder") == "group":
+        raise FormatError(f"{what} have actorder 'group', which mixes the groups of a row")
+    dynamic = args.get("dynamic", False)
+    of_input = what != "weights"
+    try:
+        granularity = _GRANULARITIES[str(strategy)](args)
+        if of_input and dynamic not in (True, False):
+            raise ValueError(f"dynamic={dynamic!r}")
+        format = Float8(E4M3) if kind == "float" else Int(int(bits or 0))
+        mapping: QuantizationMapping = "symmetric" if symmetric or kind == "float" else "asymmetric"
+        if of_input and kind == "int" and symmetric:
+            mapping = "symmetric_no_clipping_err"
+        return Spec(format, granularity, mapping, static=of_input and not dynamic)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{what} {dict(args)} are nothing that lowbit represents: {error}"
+        ) from error
+
+
+def _settings(weight: LowbitTensor) -> dict[str, Any]:
+    """The format, weights and input activations of the group of this weight. Raises FormatError where there is none."""
+    assert isinstance(weight, AffineTensor)
+    spec, activation = weight.spec, weight.activation
+    columns = weight.shape[-1]
+    args: dict[str, Any] = {"num_bits": spec.format.bits, "type": "int", "symmetric": True}
+    granularity = spec.granularity
+    if isinstance(spec.format, Float8):
+        args["type"] = "float"
+        if spec.format.dtype is not E4M3:
+            raise FormatError(f"compressed-tensors holds {E4M3}, got {spec.format.dtype}")
+    elif spec.mapping == "half_integer":
+        args["num_bits"] += 1
+    elif spec.zero_point_is_value:
+        raise FormatError(
+            f"its zero points are values (mapping {spec.mapping!r}); compressed-tensors holds codes"
+        )
+    else:
+        args["symmetric"] = not spec.has_zero_point
+    if isinstance(granularity, PerGroup) and args["type"] == "int":
+        group = granularity.group_size
+        if columns % group:
+            raise FormatError(f"its {columns} inputs are no multiple of the group size {group}")
+        args |= {"strategy": "group", "group_size": group}
+    elif isinstance(granularity, PerRow):
+        args["strategy"] = "channel"
+    elif isinstance(granularity, PerTensor):
+        args["strategy"] = "tensor"
+    elif (
+        isinstance(granularity, PerBlock)
+        and args["type"] == "float"
+        and len(granularity.shape) == 2
+    ):
+        args |= {"strategy": "block", "block_structure": list(granularity.shape)}
+    else:
+        raise FormatError(f"compressed-tensors holds no {args['type']} weights with {granularity}")
+    if args["num_bits"] > 8:
+        raise FormatError(f"{spec.mapping} of {spec.format.bits} bits takes 9 bits there")
+    args["dynamic"] = False
+    written = FLOATS if args["type"] == "float" else PACKED
+    if activation is not None and (why := _why_no_activation(activation)):
+        raise FormatError(why)
+    if written is PACKED and args["num_bits"] == 8 and activation is not None:
+        written = INTEGERS
+    given = None if activation is None else _activation_settings(activation)
+    return {"format": written, "weights": args, "input_activations": given}
+
+
+def _why_no_activation(spec: Spec) -> str | None:
+    """Why a group cannot describe this rounding of inputs, or None."""
+    if isinstance(spec.format, Float8) and spec.format.dtype is not E4M3:
+        return f"compressed-tensors rounds inputs to {E4M3}, got {spec.format.dtype}"
+    if spec.zero_point_is_value or (isinstance(spec.format, Int) and not spec.format.signed):
+        return f"compressed-tensors rounds inputs to signed integers or float8, got {spec}"
+    if isinstance(spec.granularity, PerTensor) != spec.static:
+        return f"compressed-tensors rounds inputs with {spec.granularity} otherwise: static={not spec.static}"
+    return None
+
+
+def _activation_settings(spec: Spec) -> dict[str, Any]:
+    is_float = isinstance(spec.format, Float8)
+    symmetric = is_float or not spec.has_zero_point
+    args: dict[str, Any] = {"num_bits": spec.format.bits, "type": "float" if is_float else "int"}
+    args |= {"symmetric": symmetric, "dynamic": not spec.static}
+    if isinstance(spec.granularity, PerGroup):
+        return {**args, "strategy": "group", "group_size": spec.granularity.group_size}
+    return {**args, "strategy": "tensor" if spec.static else "token"}
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def _words(packed: Tensor) -> Tensor:
+    """uint8 [..., B] as little-endian int32 [..., ⌈B/4⌉]."""
+    padded = F.pad(packed, (0, -packed.shape[-1] % 4))
+    # Flat, as a dimension of size 1 may have a stride that no view as int32 takes.
+    words = padded.reshape(-1).view(torch.int32)
+    return words.view(*padded.shape[:-1], padded.shape[-1] // 4)
+
+
+def _bytes(words: Tensor, size: int, bits: int) -> Tensor:
+    """The packed bytes of `size` codes, without the padding of `_words`."""
+    if words.dtype is not torch.int32 or words.shape[-1] != -(-size * bits // 32):
+        raise ValueError(
+            f"{size} codes of {bits} bits take {-(-size * bits // 32)} words of int32, got {words.dtype} "
+            f"{tuple(words.shape)}"
+        )
+    flat = words.reshape(-1).view(torch.uint8)
+    stream = flat.view(*words.shape[:-1], 4 * words.shape[-1])
+    return stream[..., : packed_size(size, bits)].contiguous()
+
+
+def _offset(codes: Tensor, bits: int) -> Tensor:
+    """int8 codes with 2^(bits−1) added, uint8."""
+    return (codes.short() + 2 ** (bits - 1)).to(torch.uint8)
+
+
+def _signed(weight: AffineTensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """int8 codes [N, K] and zero points [N, G] on the signed grid of `bits`, with the values of `weight`."""
+    spec, columns = weight.spec, weight.shape[1]
+    assert isinstance(spec.format, Int)
+    padded = spec.padded_shape(weight.shape)[1]
+    middle = 0 if spec.format.signed else 2 ** (spec.format.bits - 1)
+    codes = (weight._load(padded)[:, :columns].short() - middle).to(torch.int8)
+    if spec.mapping == "half_integer":
+        return 2 * codes + 1, None
+    if weight.zero_point is None:
+        return codes.contiguous(), None
+    return codes.contiguous(), (weight.zero_point.short() - middle).to(torch.int8)
+
+
+def _written_scale(weight: AffineTensor, settings: Mapping[str, Any]) -> Tensor:
+    """`weight_scale`: for half-integers, half of the scale."""
+    scale = weight.scale
+    if weight.spec.mapping == "half_integer":
+        assert weight.zero_point is not None
+        if not torch.equal(weight.zero_point * 2, scale):
+            raise FormatError("its zero points are not half of its scales, as training moved them")
+        scale = weight.zero_point
+    return scale.flatten() if settings["weights"]["strategy"] == "tensor" else scale
+
+
+def _input_parts(parts: Parts, activation: Spec | None) -> dict[str, Tensor]:
+    if activation is None or not activation.static:
+        return {}
+    found: Parts = {}
+    for name in ("input_scale", "input_zero_point"):
+        if name in parts and (name == "input_scale" or activation.has_zero_point):
+            dtype = torch.float32 if name == "input_scale" else torch.int8
+            found[name] = parts[name].to(dtype).reshape(1, 1)
+    return found
+
+
+def _floats(
+    parts: Parts, spec: Spec, dtype: torch.dtype, activation: Spec | None, of_input: Parts
+) -> LowbitTensor:
+    codes, scale = parts["weight"], parts["weight_scale"]
+    if codes.dtype is not E4M3 or codes.ndim != 2:
+        raise ValueError(
+            f"its codes are {codes.dtype} {tuple(codes.shape)}; accepted: {E4M3} [N, K]"
+        )
+    if isinstance(spec.granularity, PerBlock):
+        a, b = spec.granularity.shape
+        return Float8Tensor.from_blocks(codes, scale, (a, b), dtype, activation)
+    scale = scale.reshape(spec.blocks(codes.shape))
+    inner = {"codes": codes, "scale": scale, **of_input}
+    return _assembled(Float8Tensor, inner, spec, codes.shape, dtype, activation)
+
+
+def _integers(
+    parts: Parts, spec: Spec, dtype: torch.dtype, activation: Spec | None, of_input: Parts
+) -> LowbitTensor:
+    bits, zero_point = spec.format.bits, parts.get("weight_zero_point")
+    if "weight_packed" not in parts:
+        codes = parts["weight"]
+        if codes.dtype is not torch.int8 or codes.ndim != 2:
+            raise ValueError(
+                f"its codes are {codes.dtype} {tuple(codes.shape)}; accepted: int8 [N, K]"
+            )
+        shape = tuple(codes.shape)
+        if bits < 8:
+            codes = pack(_offset(codes, bits), bits)
+    else:
+        shape = tuple(parts["weight_shape"].tolist())
+        codes = _bytes(parts["weight_packed"], shape[1], bits)
+        codes = (codes ^ 0x80).view(torch.int8) if bits == 8 else codes
+    if any(size != padded for size, padded in zip(shape, spec.padded_shape(shape), strict=True)):
+        raise ValueError(f"its shape {shape} is no multiple of its groups, {spec.granularity}")
+    inner = {"codes": codes, "scale": parts["weight_scale"].reshape(spec.blocks(shape)), **of_input}
+    if spec.has_zero_point:
+        if zero_point is None:
+            raise KeyError("weight_zero_point")
+        if zero_point.dtype is torch.int32 and "weight_packed" in parts:
+            stream = _bytes(zero_point.T.contiguous(), shape[0], bits)
+            zero_point = unpack(stream, bits, shape[0]).T.short() - 2 ** (bits - 1)
+        inner["zero_point"] = zero_point.to(torch.int8).reshape(spec.blocks(shape)).contiguous()
+    return _assembled(AffineTensor, inner, spec, shape, dtype, activation)
+
+
+def _assembled(
+    kind: type[AffineTensor],
+    inner: Parts,
+    spec: Spec,
+    shape: Any,
+    dtype: torch.dtype,
+    activation: Spec | None,
+) -> LowbitTensor:
+    meta = {"spec": spec, "activation": activation, "transposed": False}
+    made = kind.from_inner({n: inner.get(n) for n in kind.tensor_attrs}, meta, shape, dtype)
+    made.check_parts()
+    return made

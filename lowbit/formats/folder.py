@@ -1,0 +1,255 @@
+"""A folder with config.json and *.safetensors shards, as Hugging Face lays it out, read a tensor at a time.
+
+Nothing but headers is read before a tensor is asked for. One shard is open at a time, so that its pages can leave
+memory when the next one is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import Format, FormatError, layer_of
+from lowbit.formats.registry import by_config
+from lowbit.formats.sources import Holder, Item
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_WEIGHT_SUFFIXES = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
+}
+_EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
+_HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+def safetensors() -> Any:
+    """The package. Raises FormatError where it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise FormatError(
+            "folders of *.safetensors need the safetensors package: pip install safetensors"
+        ) from error
+    return safetensors
+
+
+def is_embedding(layer: str) -> bool:
+    """Whether a module of this name is an embedding, by the names that published models give them."""
+    last = layer.rpartition(".")[2]
+    return ("embed" in last and last != "embed_out") or last in _EMBEDDINGS
+
+
+def is_head(layer: str) -> bool:
+    """Whether it computes the logits."""
+    return layer.rpartition(".")[2] in _HEADS and layer.count(".") <= 1
+
+
+def is_router(layer: str) -> bool:
+    """Whether it chooses experts."""
+    return layer.rpartition(".")[2] in _ROUTERS
+
+
+def holder_of(name: str, t: Tensor) -> Holder:
+    """The kind of module that holds this tensor, by its name and shape."""
+    layer, _, last = name.rpartition(".")
+    if last != "weight" or t.ndim != 2:
+        return "other"
+    return "embedding" if is_embedding(layer) else "linear"
+
+
+class Folder:
+    """A checkpoint in a folder.
+
+    Attributes:
+        config: config.json without "quantization_config".
+        settings: the "quantization_config"; None where all weights are plain.
+        format: the format of the low-bit weights, or None.
+        weights: the low-bit weights: for each one the stored name of each part.
+        plain: names of the plain tensors.
+        dtype: the dtype that config.json names for the weights, or None.
+        nbytes: bytes of all shards.
+
+    Raises FormatError: no folder, no model in it, a missing or damaged shard, a format that lowbit does not read, or
+    another one than config.json says.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FormatError(
+                f"{self.path} is no folder; give that of a checkpoint, with config.json"
+            )
+        self.config = self._json("config.json")
+        self.settings = _take_settings(self.config)
+        self.dtype = _dtype_of(self.config)
+        self._shards = self._find_shards()
+        """The file of each stored tensor."""
+        self.nbytes = sum((self.path / f).stat().st_size for f in {*self._shards.values()})
+        self._opened: tuple[str, Any] = ("", None)
+        self.format: Format | None = None
+        self.weights: dict[str, dict[str, str]] = {}
+        try:
+            if self.settings is not None:
+                self.format = by_config(self.settings)
+                self.weights = self.format.find(self._shards.keys(), self.settings)
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {error}") from error
+        parts = {name for own in self.weights.values() for name in own.values()}
+        self.plain = [name for name in self._shards if name not in parts]
+        self._check_claims()
+
+    # ---- what lies in it -----------------------------------------------------------------------------------------
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        if not path.is_file():
+            raise FormatError(f"{self.path} has no {name}, so it is no folder of a model")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise FormatError(f"{path} holds a {type(found).__name__}; accepted: a JSON object")
+        return found
+
+    def _find_shards(self) -> dict[str, str]:
+        if (self.path / INDEX).is_file():
+            listed = self._json(INDEX).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
+                raise FormatError(f"{self.path / INDEX} has no weight_map")
+            files = sorted({*map(str, listed.values())})
+        else:
+            listed = None
+            whole = (self.path / SINGLE).is_file()
+            files = [SINGLE] if whole else sorted(p.name for p in self.path.glob("*.safetensors"))
+        if not files:
+            others = sorted(p.name for p in self.path.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+            hint = f"; convert {others[0]} to safetensors first" if others else ""
+            raise FormatError(f"{self.path} has no *.safetensors, so it holds no weights{hint}")
+        found: dict[str, str] = {}
+        for file in files:
+            if Path(file).name != file or not (self.path / file).is_file():
+                raise FormatError(f"{self.path} lacks the shard {file}: copy it from its source")
+            names = self._open(file).keys()
+            found.update(dict.fromkeys(names, file))
+        if listed is not None and (lost := sorted(listed.keys() - found.keys())):
+            raise FormatError(f"{self.path}: no shard holds {', '.join(lost[:3])} of the index")
+        return found
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safetensors().safe_open(self.path / file, framework="pt")
+        except FormatError:
+            raise
+        except Exception as error:  # safetensors raises its own class, or an OSError
+            raise FormatError(
+                f"{self.path / file} cannot be read: it is truncated, damaged or no safetensors file ({error})"
+            ) from error
+
+    def _check_claims(self) -> None:
+        """Refuse a folder that holds other weights than its config.json says."""
+        if self.format is not None and not self.weights:
+            mark = self.format.suffixes(self.settings or {})[0]
+            raise FormatError(
+                f"{self.path}: config.json says {self.format.name}, and no tensor is a {mark}; it claims "
+                "another format than it has"
+            )
+        if self.format is None:
+            own = [n for n in self.plain if n.endswith(".codes")]
+            if own and own[0].removesuffix("codes") + "scale" in self._shards:
+                raise FormatError(
+                    f"{self.path} holds parts of lowbit's tensors, such as {own[0]}, and config.json does not describe "
+                    "them; write the model by lowbit.export(model, out, format='lowbit')"
+                )
+
+    # ---- tensors ---------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Names of all tensors, a low-bit one as one."""
+        return [*self.weights, *self.plain]
+
+    def _handle(self, file: str) -> Any:
+        if self._opened[0] != file:
+            self._opened = file, self._open(file)
+        return self._opened[1]
+
+    def _stored(self, name: str) -> Tensor:
+        file = self._shards[name]
+        try:
+            return self._handle(file).get_tensor(name)
+        except FormatError:
+            raise
+        except Exception as error:
+            raise FormatError(f"{self.path / file}: {name} cannot be read ({error})") from error
+
+    def plain_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a plain tensor, from the header."""
+        return tuple(self._handle(self._shards[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of this name, low-bit or plain, on the CPU; a plain one is a view of the file."""
+        if name not in self.weights:
+            return self._stored(name)
+        assert self.format is not None and self.settings is not None
+        parts = {part: self._stored(stored) for part, stored in self.weights[name].items()}
+        try:
+            return self.format.decode(parts, self.settings, name, self.dtype)
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {name}: {error}") from error
+
+    def in_order(self) -> Iterator[str]:
+        """All names, shard by shard, a low-bit weight where its first part lies."""
+        by_file: dict[str, list[str]] = {}
+        for name, parts in self.weights.items():
+            by_file.setdefault(self._shards[next(iter(parts.values()))], []).append(name)
+        for name in self.plain:
+            by_file.setdefault(self._shards[name], []).append(name)
+        for file in sorted(by_file):
+            yield from by_file[file]
+            self._opened = ("", None)
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`."""
+        for name in self.in_order():
+            value = self.read(name)
+            yield Item(name, value, holder_of(name, value))
+
+    def copy_files(self, folder: Path) -> None:
+        """All files but weights, indices and config.json. Hidden files and folders stay behind."""
+        for path in sorted(self.path.iterdir()):
+            skips = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+            if path.is_file() and not skips and path.name != "config.json" and path.name[0] != ".":
+                shutil.copyfile(path, folder / path.name)
+
+    def layers(self) -> set[str]:
+        """The modules that hold a tensor."""
+        return {layer_of(name) for name in self.names()}
+
+
+def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:
+    """Remove "quantization_config" from `config`, or from that of its language model, and return it."""
+    places = [config, *(config[k] for k in ("text_config",) if isinstance(config.get(k), dict))]
+    for place in places:
+        for key in ("quantization_config", "compression_config"):
+            found = place.pop(key, None)
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            dtype = getattr(torch, str(place.get(key)).removeprefix("torch."), None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+    return None

@@ -1,0 +1,138 @@
+"""A model in memory as a source of `lowbit.export`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.checkpoint import identity
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.sources import Holder, Item
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.bitnet import BitNetTensor
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+
+_UNFINISHED = {FakeQuantizedTensor: "lowbit.qat.convert_", BitNetTensor: "lowbit.train.convert_"}
+"""Weights that are still trained, and what turns each into the weight that it computes with."""
+
+
+class Model:
+    """The state dict of a module, without second names of tied tensors, and the settings that transformers' models
+    have.
+
+    Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+        self.model = getattr(model, "_orig_mod", model)
+        self.tokenizer = tokenizer
+        self.tensors = {name: _own(name, t) for name, t in _state_of(self.model)}
+        self.config = _config_of(self.model)
+        dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
+        if dtypes:
+            most = max(dict.fromkeys(dtypes), key=dtypes.count)
+            self.config.setdefault("dtype", str(most).removeprefix("torch."))
+        if getattr(self.model, "config", None) is not None and "lm_head.weight" in self.tensors:
+            self.config["tie_word_embeddings"] = False  # the tied head has no tensor of its own
+        self.nbytes = sum(
+            t.nbytes_stored() if isinstance(t, LowbitTensor) else t.nbytes
+            for t in self.tensors.values()
+        )
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`."""
+        for name, value in self.tensors.items():
+            yield Item(name, value, self._holder(name))
+
+    def _holder(self, name: str) -> Holder:
+        """A weight that an embedding shares with a linear is that of an embedding."""
+        owners = self._owners.get(name, [])
+        if any(isinstance(m, nn.Embedding) for m in owners):
+            return "embedding"
+        is_linear = owners and all(isinstance(m, nn.Linear) for m in owners)
+        return "linear" if is_linear and name.rpartition(".")[2] == "weight" else "other"
+
+    @property
+    def _owners(self) -> dict[str, list[nn.Module]]:
+        if not hasattr(self, "_found_owners"):
+            by_id: dict[int, list[nn.Module]] = {}
+            for module in self.model.modules():
+                for t in module._parameters.values():
+                    if t is not None:
+                        by_id.setdefault(id(t), []).append(module)
+            self._found_owners = {
+                name: by_id[id(t)]
+                for name, t in self.model.named_parameters(remove_duplicate=False)
+            }
+        return self._found_owners
+
+    def copy_files(self, folder: Path) -> None:
+        """The tokenizer, and generation_config.json."""
+        generation: Any = getattr(self.model, "generation_config", None)
+        if hasattr(generation, "to_json_string"):
+            text = generation.to_json_string()
+            (folder / "generation_config.json").write_text(text, encoding="utf-8")
+        if hasattr(self.tokenizer, "save_pretrained"):
+            self.tokenizer.save_pretrained(folder)
+        elif self.tokenizer is not None:
+            source = Path(self.tokenizer)
+            if (source / "config.json").is_file():
+                Folder(source).copy_files(folder)
+            else:
+                for path in sorted(p for p in source.iterdir() if p.is_file()):
+                    shutil.copyfile(path, folder / path.name)
+
+
+def _state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The entries of the state dict, with parameters themselves, and each tensor under its first name only."""
+    seen: set[Any] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        key = identity(value) if isinstance(value, Tensor) and not value.is_meta else id(value)
+        if key not in seen:
+            seen.add(key)
+            yield name, value
+
+
+def _own(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise FormatError(
+            f"{name} of the state dict is a {type(value).__name__}; a folder of safetensors holds tensors only"
+        )
+    if isinstance(value, DTensor):
+        raise FormatError(f"{name} is sharded over ranks: gather the model's weights first")
+    if value.is_meta:
+        raise FormatError(f"{name} is on the meta device and has no values: load them first")
+    for kind, remedy in _UNFINISHED.items():
+        if isinstance(value, kind):
+            raise FormatError(
+                f"{name} is a {type(value).__name__}, still in training; {remedy}(model) makes the weight that it "
+                "computes with"
+            )
+    if not isinstance(value, LowbitTensor):
+        return value.detach()
+    with torch.no_grad():
+        plain = value.updated_in_place()
+    return value.detach() if plain is None else plain.detach()
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """config.json of a model of transformers; for another module an empty one."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    found: dict[str, Any] = json.loads(config.to_json_string())
+    found.pop("quantization_config", None)
+    return {**found, "architectures": [type(model).__name__]}
+
+
+def linears_of(model: nn.Module) -> set[str]:
+    """The names of all nn.Linear, also of those whose weight another module holds under its first name."""
+    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}

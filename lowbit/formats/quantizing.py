@@ -1,0 +1,149 @@
+"""A folder of plain weights as a source whose weights are quantized on the way, one after another.
+
+No module says here which tensor is the weight of a linear, so names and shapes do. Under a scheme for all, or under the
+pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. Any
+other pattern means what it says: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert import matches
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder, is_embedding, is_head, is_router
+from lowbit.formats.sources import Item
+from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+SCALES = ("minmax", "searched")
+_TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+"""Models that store their weights as [K, N], so that groups would run along the outputs."""
+
+
+class Quantizing:
+    """See the module.
+
+    Args:
+        scheme: a Scheme, or a dict of patterns to a Scheme or None, as `lowbit.quantize_` takes them.
+        scales: "minmax" or "searched", as there.
+        device: where weights are quantized.
+
+    Raises FormatError: weights that are quantized already, a pattern that chooses nothing, nothing to quantize, a
+    scheme with a static activation, which needs a calibration.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        scheme: Scheme | Mapping[str, Scheme | None],
+        scales: str = "minmax",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if scales not in SCALES:
+            raise FormatError(f"unknown scales {scales!r}; accepted: {', '.join(SCALES)}")
+        if folder.weights:
+            raise FormatError(
+                f"{folder.path} is in low bits already ({folder.format.name if folder.format else ''}); scheme= "
+                "takes a folder of plain weights"
+            )
+        if (kind := folder.config.get("model_type")) in _TRANSPOSED:
+            raise FormatError(
+                f"a {kind} stores its weights transposed: load the model, call lowbit.quantize_ and export that"
+            )
+        self.config, self.nbytes = folder.config, folder.nbytes
+        self._folder, self._scales, self._device = folder, scales, torch.device(device)
+        patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+        _check_schemes(patterns)
+        self._plan = {name: _choose(folder, name, patterns) for name in folder.plain}
+        used = {pattern for _, _, pattern in self._plan.values()}
+        if unused := [p for p in patterns if p not in used]:
+            raise FormatError(f"the patterns {unused} choose no weight of {folder.path}")
+        if not any(scheme for scheme, _, _ in self._plan.values()):
+            raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`."""
+        for item in self._folder.items():
+            scheme, note, _ = self._plan[item.name]
+            if scheme is None:
+                yield Item(item.name, item.value, item.holder, note)
+                continue
+            weight = quantized(item.name, item.value, scheme, self._scales, self._device)
+            ratio = snr(item.value, weight)
+            yield Item(item.name, weight, item.holder, scheme.describe(weight.shape), ratio)
+
+    def copy_files(self, folder: Path) -> None:
+        """Those of the folder."""
+        self._folder.copy_files(folder)
+
+
+def _check_schemes(patterns: Mapping[str, Any]) -> None:
+    for scheme in patterns.values():
+        if not isinstance(scheme, Scheme | None):
+            raise TypeError(
+                f"unknown scheme {scheme!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(), or a dict of name "
+                "patterns to a Scheme or None"
+            )
+        if scheme is not None and scheme.is_static:
+            raise FormatError(
+                "a static activation needs a calibration: load the model, call lowbit.calibrate and lowbit.quantize_, "
+                "and export that"
+            )
+
+
+def _choose(
+    folder: Folder, name: str, patterns: Mapping[str, Scheme | None]
+) -> tuple[Scheme | None, str, str | None]:
+    """The scheme of a tensor, or None and the reason; and the pattern that decided."""
+    layer, _, last = name.rpartition(".")
+    shape = folder.plain_shape(name)
+    if last != "weight" or len(shape) != 2:
+        return None, "no matrix named ….weight", None
+    pattern = next((p for p in patterns if matches(p, layer) or matches(p, name)), None)
+    scheme = None if pattern is None else patterns[pattern]
+    if scheme is None:
+        return None, "no scheme for this name", pattern
+    if pattern == "*":
+        for kind, applies in _LEFT_ALONE.items():
+            if applies(layer):
+                return None, f"{kind}: a pattern that names it quantizes it", None
+    uses = {"embedding" if is_embedding(layer) else "linear"}
+    obstacle = scheme.obstacle(shape, uses)
+    return (scheme, "", pattern) if obstacle is None else (None, obstacle, pattern)
+
+
+_LEFT_ALONE = {"an embedding": is_embedding, "an output head": is_head, "a router": is_router}
+
+
+def quantized(
+    name: str, values: Tensor, scheme: Scheme, scales: str, device: torch.device
+) -> LowbitTensor:
+    """`values` in the scheme, on the CPU. Raises FormatError for values that cannot be quantized."""
+    make = AffineTensor.searched if scales == "searched" else AffineTensor.from_float
+    try:
+        weight = make(values.to(device), scheme)
+    except ValueError as error:
+        raise FormatError(f"{name}: {error}") from error
+    return weight if device.type == "cpu" else weight._map(lambda t: t.cpu())
+
+
+def snr(values: Tensor, weight: LowbitTensor) -> float:
+    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
+    signal = noise = 0.0
+    rounded = weight.dequantize()
+    step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
+    for own, got in zip(values.split(step), rounded.split(step), strict=True):
+        own = own.to(torch.float32, copy=True)
+        signal += float(torch.linalg.vector_norm(own)) ** 2
+        noise += float(torch.linalg.vector_norm(own.sub_(got))) ** 2
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf

@@ -1,0 +1,181 @@
+"""`lowbit.load_pretrained`: a folder in any format that lowbit reads, as a model with low-bit weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.progress import nbytes, progress
+from lowbit.tensor.base import LowbitTensor
+
+
+def tensors(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint's folder one after another: (name, low-bit or plain tensor).
+
+    On the CPU plain tensors are views of the file. Raises FormatError as `load_pretrained` does.
+    """
+    return _tensors(Folder(path), torch.device(device))
+
+
+def _tensors(folder: Folder, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
+        for item in folder.items():
+            t = item.value
+            if device.type != "cpu":
+                low = isinstance(t, LowbitTensor)
+                t = t._map(lambda part: part.to(device)) if low else t.to(device)  # type: ignore[attr-defined]
+            yield item.name, t
+            advance(nbytes(item.value))
+
+
+def load_pretrained(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """A model with the low-bit weights of a folder, which run in lowbit's kernels.
+
+        model = lowbit.load_pretrained("model-int4", device="cuda")     # a model of transformers, by its config.json
+        lowbit.load_pretrained("model-int4", my_model)                  # any module with these names
+
+    Args:
+        path: a folder with config.json and *.safetensors, in one of `lowbit.formats.names()` or plain.
+        model: the module to fill, in place, on any device or on meta; its parameters are replaced, so make the
+            optimizer afterwards. None builds the model of transformers that config.json names, without memory for its
+            weights.
+        device: where the tensors go.
+
+    Returns:
+        The model; one of transformers in evaluation mode.
+
+    Raises FormatError: no folder of a model; a missing or damaged shard; a format that lowbit does not read, or another
+    one than config.json says; names or shapes that do not fit the model, which is then as it was where names are
+    concerned.
+    """
+    folder = Folder(path)
+    built = _built(folder) if model is None else model
+    _fill(built, folder, torch.device(device))
+    if model is None:
+        built.eval()
+    return built
+
+
+# ---- a module ------------------------------------------------------------------------------------------------------
+
+
+def _fill(model: nn.Module, folder: Folder, device: torch.device) -> None:
+    """Replace the parameters and buffers of `model` by the tensors of the folder."""
+    owners = _places(model)
+    _check_names(model, folder, owners)
+    for name, t in _tensors(folder, device):
+        places = owners[name]
+        module, attribute = places[0]
+        old = getattr(module, attribute)
+        if old.shape != t.shape:
+            raise FormatError(
+                f"{folder.path}: {name} has the shape {tuple(t.shape)}, and the model takes {tuple(old.shape)}"
+            )
+        is_low = isinstance(t, LowbitTensor)
+        if isinstance(old, nn.Parameter):
+            own = t if is_low else t.clone() if t.device.type == "cpu" else t
+            trains = old.requires_grad and not is_low and own.is_floating_point()
+            new = nn.Parameter(own, requires_grad=trains)
+            for module, attribute in places:
+                module.register_parameter(attribute, new)
+        else:
+            for module, attribute in places:
+                module._buffers[attribute] = t.clone()
+    for module in (
+        model.modules()
+    ):  # those that no checkpoint holds, such as frequencies of rotary embeddings
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[attribute] = buffer.to(device)
+    on_meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if on_meta:
+        raise FormatError(f"{folder.path} leaves {', '.join(on_meta[:3])} of the model on meta")
+
+
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """For every name of the state dict, each module and attribute that holds that tensor."""
+    by_id: dict[int, list[tuple[nn.Module, str]]] = {}
+    names: dict[str, int] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        held = {**module._parameters, **module._buffers}
+        for attribute, t in held.items():
+            if t is None or attribute in module._non_persistent_buffers_set:
+                continue
+            names[f"{prefix}.{attribute}" if prefix else attribute] = id(t)
+            places = by_id.setdefault(id(t), [])
+            if not any(m is module and a == attribute for m, a in places):
+                places.append((module, attribute))
+    return {name: by_id[key] for name, key in names.items()}
+
+
+def _check_names(
+    model: nn.Module, folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]]
+) -> None:
+    """Refuse names that the model lacks, and names that the folder lacks under all names of a tied tensor."""
+    given = {*folder.names()}
+    unknown = sorted(given - owners.keys())
+    filled = {id(places) for name, places in owners.items() if name in given}
+    missing = sorted(name for name, places in owners.items() if id(places) not in filled)
+    for what, names in (("holds", unknown), ("lacks", missing)):
+        if names:
+            raise FormatError(
+                f"{folder.path} {what} {len(names)} tensors that {type(model).__name__} "
+                f"{'lacks' if what == 'holds' else 'has'}, such as {', '.join(names[:3])}; give the model= whose names "
+                "they are"
+            )
+
+
+# ---- a model of transformers ----------------------------------------------------------------------------------------
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Uninitialised tensors, which parameters of layers begin as, are made on meta. All others, such as buffers with
+    the frequencies of rotary embeddings, keep their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _built(folder: Folder) -> nn.Module:
+    """The model of transformers that config.json names, with parameters on meta."""
+    names = folder.config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise FormatError(
+            f"{folder.path}: config.json names no architecture; give the module to fill, model="
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise FormatError(
+            f"{folder.path} is a {names[0]}: pip install transformers, or give the module to fill, model="
+        ) from error
+    kind = getattr(transformers, str(names[0]), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise FormatError(
+            f"{folder.path}: transformers {transformers.__version__} has no {names[0]}; give model="
+        )
+    architecture: Any = kind
+    config = architecture.config_class.from_dict(folder.config)
+    with _EmptyOnMeta():
+        model: nn.Module = architecture(config)
+    if (folder.path / "generation_config.json").is_file():
+        made = transformers.GenerationConfig.from_pretrained(folder.path)
+        model.generation_config = made
+    return model

@@ -1,0 +1,50 @@
+"""The formats, each by a line. One of your own is a subclass of `lowbit.formats.base.Format` and
+`register(MyFormat())`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowbit.formats.base import Format, FormatError
+from lowbit.formats.compressed_tensors import CompressedTensors
+from lowbit.formats.fp8 import Float8Blocks
+from lowbit.formats.own import Own
+
+FORMATS: list[Format] = [
+    Own(),
+    CompressedTensors(),
+    Float8Blocks(),
+]
+"""Reading asks them in this order."""
+
+
+def register(format: Format) -> None:
+    """Add a format. Raises ValueError for a name that another one has."""
+    if format.name in names():
+        raise ValueError(f"there is a format {format.name!r} already; give yours another name")
+    FORMATS.append(format)
+
+
+def names() -> list[str]:
+    """The names that `lowbit.export(…, format=name)` takes."""
+    return [format.name for format in FORMATS]
+
+
+def by_name(name: str) -> Format:
+    """Raises FormatError for a name that no format has."""
+    found = next((format for format in FORMATS if format.name == name), None)
+    if found is None:
+        raise FormatError(f"unknown format {name!r}; accepted: {', '.join(names())}")
+    return found
+
+
+def by_config(config: Mapping[str, Any]) -> Format:
+    """The format that a "quantization_config" describes. Raises FormatError for one that lowbit does not read."""
+    found = next((format for format in FORMATS if format.reads(config)), None)
+    if found is None:
+        raise FormatError(
+            f"quant_method {config.get('quant_method')!r} in config.json is none that lowbit reads; accepted: "
+            f"{', '.join(names())}"
+        )
+    return found

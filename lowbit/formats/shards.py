@@ -1,0 +1,189 @@
+"""Writing a folder: shards of a largest size, each read back and compared, under a name that is temporary until all is
+done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint import unshared
+from lowbit.formats.base import Format, FormatError
+from lowbit.formats.folder import INDEX, SINGLE, safetensors
+from lowbit.tensor.base import LowbitTensor
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+_MOST_MAPPED = 2**27
+"""Bytes of a file that are compared by one handle."""
+
+
+def size_in_bytes(size: int | str) -> int:
+    """Bytes of 5_000_000 or "5MB". Raises FormatError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", str(size).upper())
+    value = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if value < 1:
+        raise FormatError(f"max_shard_size is {size!r}; accepted: bytes, or a text such as '2GB'")
+    return value
+
+
+@contextmanager
+def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place at the end; after an error nothing is left of it.
+
+    Raises FormatError where `out` exists and may not be replaced, or cannot be written.
+    """
+    _check_free(out, overwrite)
+    temporary = out.parent / f".{out.name}.{secrets.token_hex(6)}"
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise FormatError(f"{out.parent} cannot be written: {error.strerror}") from error
+    try:
+        yield temporary
+        _replace(out, temporary)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    if not out.parent.is_dir():
+        raise FormatError(f"{out.parent} is no folder; make it first")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise FormatError(f"{out} is no folder; give the name of a new one")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise FormatError(f"{out} exists already; give another name, or overwrite=True")
+    if not (out / "config.json").is_file():
+        raise FormatError(
+            f"{out} is no checkpoint, which overwrite=True could replace: no config.json"
+        )
+
+
+def _replace(out: Path, temporary: Path) -> None:
+    old = None
+    if out.exists():
+        old = out.parent / f".{out.name}.{secrets.token_hex(6)}"
+        os.rename(out, old)
+    try:
+        os.rename(temporary, out)
+    except OSError:
+        if old is not None:
+            os.rename(old, out)
+        raise
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class Shards:
+    """The shards of a folder, each written when the next tensors would make it larger than `largest` bytes.
+
+    The tensors of a shard are in memory until it is written.
+    """
+
+    def __init__(self, folder: Path, largest: int, format: Format) -> None:
+        self._folder, self._largest, self._format = folder, largest, format
+        self._tensors: dict[str, Tensor] = {}
+        self._weights: dict[str, LowbitTensor] = {}
+        self._plain: list[str] = []
+        self._waiting = 0
+        self._files: list[Path] = []
+        self._names: dict[str, int] = {}
+        """The number of the shard of each tensor."""
+        self.nbytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor], name: str, weight: LowbitTensor | None) -> None:
+        """The tensors that stand for `name`, which stay in one shard. weight: the low-bit tensor, on meta."""
+        size = sum(t.nbytes for t in tensors.values())
+        if self._tensors and self._waiting + size > self._largest:
+            self._write()
+        for stored, t in tensors.items():
+            if stored in self._names or stored in self._tensors:
+                raise FormatError(f"two tensors would be stored as {stored}; rename one")
+            own = t.detach().cpu().contiguous()
+            is_view = own.untyped_storage().nbytes() != own.nbytes
+            self._tensors[stored] = own.clone() if is_view else own  # a view keeps a whole file
+        if weight is None:
+            self._plain.append(name)
+        else:
+            self._weights[name] = weight
+        self._waiting += size
+        self.nbytes += size
+
+    def _write(self) -> None:
+        path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"
+        tensors = unshared(self._tensors)
+        with path.open("xb") as file:  # shows the permissions that the umask leaves
+            rights = os.fstat(file.fileno()).st_mode & 0o777
+        try:
+            metadata = self._format.metadata(self._weights, self._plain)
+            safetensors().torch.save_file(tensors, path, metadata=metadata)
+            os.chmod(path, rights)
+        except safetensors().SafetensorError as error:
+            raise FormatError(f"{path.name} cannot be written: {error}") from error
+        _compare(path, tensors)
+        self._names.update(dict.fromkeys(tensors, len(self._files)))
+        self._files.append(path)
+        self._tensors, self._weights, self._plain, self._waiting = {}, {}, [], 0
+
+    def finish(self) -> None:
+        """Write the last shard, give all their names, and write the index if there are several."""
+        if self._tensors:
+            self._write()
+        count = len(self._files)
+        if count == 1:
+            os.rename(self._files[0], self._folder / SINGLE)
+            return
+        final = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for path, name in zip(self._files, final, strict=True):
+            os.rename(path, self._folder / name)
+        write_json(
+            self._folder / INDEX,
+            {
+                "metadata": {"total_size": self.nbytes},
+                "weight_map": {name: final[i] for name, i in sorted(self._names.items())},
+            },
+        )
+
+
+def _compare(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read a shard back. Raises FormatError unless every tensor has the bits that were given."""
+    file = safetensors().safe_open(path, framework="pt")
+    differs = sorted(tensors.keys() ^ {*file.keys()})
+    mapped = 0
+    for name, t in tensors.items():
+        if mapped > _MOST_MAPPED:  # a new handle lets the pages leave that were compared
+            file, mapped = safetensors().safe_open(path, framework="pt"), 0
+        if name not in differs and not equal_bits(file.get_tensor(name), t):
+            differs.append(name)
+        mapped += t.nbytes
+    if differs:
+        raise FormatError(
+            f"{path.name} was read back with other values in {', '.join(differs[:3])}: check the disk and memory"
+        )
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether both have one shape, dtype and the same bytes. NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*as_bytes)

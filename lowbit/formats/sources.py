@@ -1,0 +1,46 @@
+"""What `lowbit.export` reads from: a model in memory or a folder, as items one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+Holder = Literal["linear", "embedding", "other"]
+"""The kind of the module that holds a tensor."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor of a checkpoint: a low-bit tensor, or a plain one.
+
+    Attributes:
+        note: why it is stored as it is, for the report.
+        snr: the signal-to-noise ratio in dB, where its values were rounded on the way.
+    """
+
+    name: str
+    value: Tensor
+    holder: Holder
+    note: str = ""
+    snr: float | None = None
+
+
+class Source(Protocol):
+    """A model in memory, or a folder."""
+
+    config: dict[str, Any]
+    """config.json without "quantization_config"."""
+    nbytes: int
+    """Bytes that all items take, for the progress bar."""
+
+    def items(self) -> Iterator[Item]:
+        """The tensors, each read when its turn comes."""
+        ...
+
+    def copy_files(self, folder: Path) -> None:
+        """Write what belongs to the checkpoint beside its weights: tokenizer, settings of generation …"""
+        ...

@@ -1,0 +1,260 @@
+"""`lowbit.export`: a model, or a folder of one, as a folder in a format that other programs read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert import Entry, Report
+from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.folder import Folder
+from lowbit.formats.heap import Trimmed
+from lowbit.formats.module import Model, linears_of
+from lowbit.formats.progress import nbytes, progress
+from lowbit.formats.quantizing import Quantizing, snr
+from lowbit.formats.registry import by_name
+from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
+from lowbit.formats.sources import Item, Source
+from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+_MOST_REFUSED = 3
+"""The export ends after so many refused weights, and the message names them."""
+
+
+@dataclass
+class ExportReport(Report):
+    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the folder.
+
+    Attributes:
+        snr: for each weight whose values were rounded on the way, the signal-to-noise ratio in dB.
+        format: the name of the format.
+        path: the folder.
+    """
+
+    snr: dict[str, float] = field(default_factory=dict)
+    format: str = ""
+    path: str = ""
+
+
+def export(
+    model: nn.Module | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: str = "compressed-tensors",
+    *,
+    scheme: Scheme | Mapping[str, Scheme | None] | None = None,
+    scales: str = "minmax",
+    lossy: bool = False,
+    overwrite: bool = False,
+    max_shard_size: int | str = "500MB",
+    tokenizer: Any = None,
+    device: str | torch.device = "cpu",
+) -> ExportReport:
+    """Write a model with low-bit weights to the folder `out`, in a format that transformers and vLLM take as it is.
+
+        lowbit.export(model, "model-int4")                                           # after lowbit.quantize_(model, …)
+        lowbit.export("model-int4", "model-lowbit", format="lowbit")                 # another format, the same values
+        lowbit.export("model-bf16", "model-int4", scheme=lowbit.Int4WeightOnly())    # quantize while writing
+
+    Weights keep their values to the bit: each one is decoded again before it is written, and each shard is read back
+    and compared. `out` appears whole, at the end, or not at all. Memory: a shard and a few tensors, beyond a model that
+    is in memory already.
+
+    Args:
+        model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads.
+        out: the folder to make; its parent exists.
+        format: a name of `lowbit.formats.names()`.
+        scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
+            and the pattern "*" leave embeddings, the output head and routers alone; a pattern that names one means it.
+        scales: how `scheme` chooses scales, "minmax" or "searched", as in `lowbit.quantize_`.
+        lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
+            it holds none. The report states the loss of each. False: such a weight is refused.
+        overwrite: replace an `out` that is a checkpoint.
+        max_shard_size: the largest size of a shard, in bytes or as "500MB". The tensors of one shard are in memory.
+        tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
+            files (tokenizer, chat template, code) are copied always.
+        device: where `scheme` quantizes.
+
+    Returns:
+        What is stored in low bits and what is not, and the signal-to-noise ratio of each weight that was rounded.
+
+    Raises:
+        FormatError, a ValueError: a weight that the format cannot hold, with its name and the reason; a source that is
+            no model, damaged or of another format than it says; an `out` that exists or cannot be written.
+    """
+    target, out = by_name(format), Path(out)
+    largest = size_in_bytes(max_shard_size)
+    source = _source_of(model, out, scheme, scales, tokenizer, device)
+    report = ExportReport(format=target.name, path=str(out))
+    with new_folder(out, overwrite) as folder:
+        shards = Shards(folder, largest, target)
+        weights, plain = _write_all(source, shards, target, lossy, report)
+        shards.finish()
+        report.nbytes = shards.nbytes
+        if isinstance(model, nn.Module):
+            plain |= linears_of(source.model) - {layer_of(name) for name in weights}  # type: ignore[attr-defined]
+        if weights:
+            plain |= {"lm_head"} - {layer_of(name) for name in weights}
+        config = {**source.config, "quantization_config": target.config(weights, plain)}
+        write_json(folder / "config.json", config)
+        source.copy_files(folder)
+        _check_readable(folder, target, weights)
+    return report
+
+
+def _source_of(
+    model: nn.Module | str | os.PathLike[str],
+    out: Path,
+    scheme: Scheme | Mapping[str, Scheme | None] | None,
+    scales: str,
+    tokenizer: Any,
+    device: str | torch.device,
+) -> Source:
+    if isinstance(model, nn.Module):
+        if scheme is not None:
+            raise FormatError("scheme= is for a folder; for a module call lowbit.quantize_ first")
+        return Model(model, tokenizer)
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"export takes an nn.Module or a folder, got {type(model).__name__}")
+    folder = Folder(model)
+    if out.exists() and out.resolve() == folder.path.resolve():
+        raise FormatError(f"{out} is the folder that is read; give another name")
+    return folder if scheme is None else Quantizing(folder, scheme, scales, device)
+
+
+def _write_all(
+    source: Source, shards: Shards, target: Format, lossy: bool, report: ExportReport
+) -> tuple[dict[str, LowbitTensor], set[str]]:
+    """The low-bit weights by name, on meta, and the modules of linears that stay plain."""
+    weights: dict[str, LowbitTensor] = {}
+    plain: set[str] = set()
+    refused: dict[str, str] = {}
+    heap = Trimmed()
+    with progress(f"writing {target.name}", source.nbytes) as advance:
+        for item in source.items():
+            size = nbytes(item.value)
+            try:
+                item, parts = _in_format(item, target, lossy)
+            except FormatError as error:
+                refused[item.name] = str(error)
+                if len(refused) == _MOST_REFUSED:
+                    break
+                continue
+            if not refused:
+                weight = item.value if isinstance(item.value, LowbitTensor) else None
+                meta = None if weight is None else weight._map(lambda t: t.detach().to("meta"))
+                stored = {item.name: item.value}
+                if meta is not None:
+                    weights[item.name] = meta
+                    stored = {target.stored_name(item.name, p): t for p, t in parts.items()}
+                elif item.holder == "linear":
+                    plain.add(layer_of(item.name))
+                shards.add(stored, item.name, meta)
+                _enter(report, item, sum(t.nbytes for t in stored.values()))
+            advance(size)
+            heap.advance(size)
+    if refused:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        remedy = (
+            ""
+            if lossy
+            else ". lossy=True rounds such weights to what the format holds, and states the loss"
+        )
+        raise FormatError(f"{target.name} cannot hold {reasons}{remedy}")
+    if not weights:
+        raise FormatError(
+            "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
+        )
+    return weights, plain
+
+
+def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
+    """The item as the format holds it, and its parts. Raises FormatError where it does not hold it."""
+    weight = item.value
+    if not isinstance(weight, LowbitTensor):
+        return item, {}
+    try:
+        return item, _encoded(item, weight, target)
+    except FormatError as error:
+        if not lossy:
+            raise
+        reason = str(error)
+    values = weight.dequantize()
+    scheme = target.nearest(weight) if _has_place(item, target) else None
+    if scheme is None:
+        return Item(item.name, values, item.holder, f"stored plainly: {reason}", item.snr), {}
+    rounded = AffineTensor.searched(values, scheme)
+    ratio = snr(values, rounded)
+    note = f"{scheme.describe(rounded.shape)}; rounded, as {reason}"
+    other = Item(item.name, rounded, item.holder, note, ratio)
+    return other, _encoded(other, rounded, target)
+
+
+def _check_place(item: Item, target: Format) -> None:
+    """Raise FormatError for a tensor that no scheme makes one of the format's weights."""
+    if item.holder == "embedding" and not target.holds_embeddings:
+        raise FormatError(
+            f"it is the weight of an embedding, which loaders of {target.name} take in high precision"
+        )
+    target.stored_name(item.name, "weight")  # refuses names that the format has no place for
+
+
+def _has_place(item: Item, target: Format) -> bool:
+    try:
+        _check_place(item, target)
+    except FormatError:
+        return False
+    return True
+
+
+def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
+    """The parts, after they were decoded again and compared."""
+    _check_place(item, target)
+    parts = target.encode(weight)
+    again = target.decode(parts, target.config({item.name: weight}, ()), item.name, weight.dtype)
+    if not _same_values(weight, again):
+        raise FormatError("it would be read back with other values; please report it")
+    return parts
+
+
+def _same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
+    alike = type(a) is type(b) and (a._is_stored_like(b) or a._takes_meta_of(b))
+    inner, other = a.inner_tensors(), b.inner_tensors()
+    if alike and inner.keys() == other.keys():
+        equal = all(equal_bits(t, other[name]) for name, t in inner.items())
+    else:
+        equal = False
+    return equal or equal_bits(a.dequantize(), b.dequantize())
+
+
+def _enter(report: ExportReport, item: Item, size: int) -> None:
+    """Count the item in the report."""
+    value: Tensor = item.value
+    is_low = isinstance(value, LowbitTensor)
+    report.parameters += value.numel()
+    if value.ndim < 2:
+        report.vectors += 1
+        report.vector_nbytes += size
+        return
+    note = item.note
+    if not note:
+        note = value.stored_format() if isinstance(value, LowbitTensor) else "plain in the source"
+    if item.snr is not None:
+        report.snr[item.name] = item.snr
+        note = f"SNR {item.snr:.1f} dB; {note}"
+    report.low_bits += value.numel() if is_low else 0
+    report.entries.append(Entry(item.name, tuple(value.shape), is_low, note, size))
+
+
+def _check_readable(folder: Path, target: Format, weights: Mapping[str, LowbitTensor]) -> None:
+    """Open the new folder as a reader does. Raises FormatError unless it finds the same weights."""
+    found = Folder(folder)
+    if found.format is not target or found.weights.keys() != weights.keys():
+        raise FormatError(f"the folder would be read as another one: {sorted(found.weights)[:3]}")

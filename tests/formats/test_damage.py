@@ -1,0 +1,204 @@
+"""Damaged, missing and misleading files, full disks, read-only folders: one line says so, nothing is half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit
+from lowbit import Int4WeightOnly, formats
+from lowbit.formats import FormatError
+from tests.formats.models import build, low_bit, plain_folder
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint in several shards."""
+    lowbit.export(low_bit(Int4WeightOnly(64)), tmp_path / "model", max_shard_size="20KB")
+    return tmp_path / "model"
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def change_config(folder: Path, change: Callable[[dict], object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def settings(key: str, value: object) -> Callable[[Path], None]:
+    return lambda folder: change_config(
+        folder, lambda config: config["quantization_config"].update({key: value})
+    )
+
+
+def rename_parts(folder: Path) -> None:
+    """As if the shards were those of another format."""
+    for path in folder.glob("*.safetensors"):
+        found = safetensors.load_file(path)
+        safetensors.save_file({n.replace("weight_", "q"): t for n, t in found.items()}, path)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def without_scales(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        found = safetensors.load_file(path)
+        safetensors.save_file({n: t for n, t in found.items() if n != "up_proj.weight_scale"}, path)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a lost shard": (lambda f: first_shard(f).unlink(), "lacks the shard model-00001"),
+    "a truncated shard": (
+        lambda f: os.truncate(first_shard(f), first_shard(f).stat().st_size - 9),
+        "truncated, damaged or no safetensors file",
+    ),
+    "a shard of text": (lambda f: first_shard(f).write_text("hello"), "truncated, damaged or no"),
+    "an empty shard": (lambda f: first_shard(f).write_bytes(b""), "truncated, damaged or no"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "half a config": (lambda f: os.truncate(f / "config.json", 40), "config.json cannot be read"),
+    "a list as config": (lambda f: (f / "config.json").write_text("[]"), "holds a list"),
+    "an index without names": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "no weight_map",
+    ),
+    "an index that leads elsewhere": (
+        lambda f: (f / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "../../secret.safetensors"}})
+        ),
+        "lacks the shard ../../secret",
+    ),
+    "no weights": (lambda f: [p.unlink() for p in f.glob("*.safe*")], "no .*safetensors"),
+    "an unknown method": (settings("quant_method", "hqq"), "'hqq' in config.json is none"),
+    "another method": (settings("quant_method", "fp8"), "config.json says fp8"),
+    "other tensors": (rename_parts, "claims another format than it has"),
+    "a lost part": (without_scales, "no weight_scale beside them"),
+    "no groups": (settings("config_groups", 5), "config_groups is 5"),
+    "other bits": (
+        lambda f: change_config(
+            f,
+            lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(
+                num_bits=8
+            ),
+        ),
+        "codes of 8 bits take",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_folders(case: str, folder: Path) -> None:
+    damage, why = DAMAGE[case]
+    damage(folder)
+    for read in (
+        lambda: lowbit.load_pretrained(folder, build()),
+        lambda: lowbit.export(folder, folder.parent / "out", "lowbit"),
+        lambda: dict(formats.tensors(folder)),
+    ):
+        with pytest.raises(FormatError, match=why) as caught:
+            read()
+        assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+def test_a_name_of_the_index_that_no_shard_holds(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["more.weight"] = first_shard(folder).name
+    path.write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=r"no shard holds more.weight"):
+        lowbit.load_pretrained(folder, build())
+
+
+def test_no_folder_and_folders_of_no_model(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled/config.json").write_text("{}")
+    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
+    for name, why in [
+        ("nowhere", "is no folder"),
+        ("file", "is no folder"),
+        (".", "no config.json"),
+        ("pickled", "convert pytorch_model.bin to safetensors"),
+    ]:
+        with pytest.raises(FormatError, match=why):
+            lowbit.load_pretrained(tmp_path / name, build())
+
+
+def test_parts_of_lowbit_without_a_description(tmp_path: Path) -> None:
+    """What `save_pretrained` of a low-bit model leaves: nothing says which scheme it is."""
+    plain_folder(tmp_path / "model", low_bit(Int4WeightOnly(64)))
+    with pytest.raises(FormatError, match=r"config.json does not describe them"):
+        lowbit.load_pretrained(tmp_path / "model", build())
+
+
+def test_a_file_that_changes_on_its_way_to_the_disk_is_found(monkeypatch, tmp_path: Path) -> None:
+    """The shard is read back. Here the writer itself flips a bit."""
+    write = safetensors.save_file
+
+    def damaged(tensors, path, metadata=None):
+        changed = {name: t.clone() for name, t in tensors.items()}
+        changed["norm.weight"].view(torch.uint8)[3] ^= 1
+        write(changed, path, metadata=metadata)
+
+    monkeypatch.setattr(safetensors, "save_file", damaged)
+    with pytest.raises(FormatError, match=r"other values in norm.weight"):
+        lowbit.export(low_bit(Int4WeightOnly(64)), tmp_path / "out")
+    assert [*tmp_path.iterdir()] == []
+
+
+FULL = """
+import resource, sys, torch
+import lowbit
+from tests.formats.models import low_bit
+model = low_bit(lowbit.Int4WeightOnly(64))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    lowbit.export(model, sys.argv[1])
+except lowbit.formats.FormatError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of the size of files")
+@pytest.mark.parametrize("limit", [20_000, 300])
+def test_no_space_left(limit: int, tmp_path: Path) -> None:
+    """The system refuses to write more than so many bytes into a file."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "out"), str(limit)],
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot be written" in done.stdout and "too large" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write")
+def test_a_read_only_folder() -> None:
+    with pytest.raises(FormatError, match="/proc cannot be written"):
+        lowbit.export(low_bit(Int4WeightOnly(64)), "/proc/out")
+
+
+def test_an_interrupted_export_leaves_nothing(monkeypatch, tmp_path: Path) -> None:
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors, "save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lowbit.export(low_bit(Int4WeightOnly(64)), tmp_path / "out")
+    assert [*tmp_path.iterdir()] == []
