@@ -16,6 +16,7 @@ from lowbit.checkpoint import CheckpointError, load, load_metadata, save
 from lowbit.dequantize import dequantize_
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.inference import Report, quantize_, register_linear, unregister_linear
+from lowbit.lookup_table import E2M1, NF4, LookupTable
 from lowbit.presets import (
     Float8DynamicActivationFloat8Weight,
     Float8StaticActivationFloat8Weight,
@@ -28,6 +29,9 @@ from lowbit.presets import (
     Int8StaticActivationInt8Weight,
     Int8WeightOnly,
     IntxWeightOnly,
+    MXFP4WeightOnly,
+    NF4WeightOnly,
+    NVFP4WeightOnly,
 )
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import (
@@ -40,6 +44,7 @@ from lowbit.tensor import (
     Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
+    TableTensor,
     TernaryTensor,
 )
 from lowbit.traced import Trace, TracedProduct
@@ -56,6 +61,8 @@ from lowbit.train_scheme import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "E2M1",
+    "NF4",
     "AffineTensor",
     "BitNet",
     "BitNetTensor",
@@ -82,8 +89,12 @@ __all__ = [
     "Int8WeightOnly",
     "Int8WeightTensor",
     "IntxWeightOnly",
+    "LookupTable",
     "LowbitTensor",
+    "MXFP4WeightOnly",
     "MixedPrecisionTensor",
+    "NF4WeightOnly",
+    "NVFP4WeightOnly",
     "PerBlock",
     "PerGroup",
     "PerRow",
@@ -92,6 +103,7 @@ __all__ = [
     "Report",
     "Scheme",
     "Spec",
+    "TableTensor",
     "TernaryTensor",
     "Trace",
     "TracedProduct",

@@ -218,7 +218,7 @@ def _values(bits: int, signed: bool) -> np.ndarray:
     return np.concatenate([mirrored, [0.0], positive, [1.0]]).astype(np.float32)
 
 
-def _boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The midpoints of neighbouring values, float64, and the largest float32 that are not above them."""
     wide = values.astype(np.float64)
     midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
@@ -250,7 +250,7 @@ def _cells(bits: int, signed: bool) -> Cells:
         raise ValueError("the linear 4-bit book has no cells: code = ceil(16 y - 0.5) - 1")
     values = _values(bits, signed)
     values = values[values >= 0]
-    midpoints, below = _boundaries(values)
+    midpoints, below = boundaries(values)
     boundary_bits = below.view(np.uint32)
     # keep the fewest bits of the mantissa that leave at most one boundary in a cell
     low = next(n for n in range(22, 0, -1) if len(set(boundary_bits >> n)) == len(boundary_bits))
@@ -286,7 +286,7 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
 
 def _steps(values: np.ndarray) -> np.ndarray:
     """`step` of the module docstring, int32 [_CELLS], negative cells before the others."""
-    _, boundary = _boundaries(values)
+    _, boundary = boundaries(values)
     cell = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int64)
     bits = (cell << 16).astype(np.int32)
     last = (bits | 0xFFFF).view(np.float32)
