@@ -193,7 +193,12 @@ def _tables(values: list[float], ties_to_even: bool, device: torch.device) -> _T
 def _nearest(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
     tables = _tables(values, ties_to_even, x.device)
     rank = torch.bucketize(x.float().contiguous(), tables.last, out_int32=True)
-    return tables.ascending.index_select(0, rank.reshape(-1)).view(x.shape)
+    found = tables.ascending.index_select(0, rank.reshape(-1)).view(x.shape)
+    if any(v == 0 and math.copysign(1.0, v) < 0 for v in values):
+        found = torch.where(
+            found == 0, found.copysign(x), found
+        )  # comparisons miss the sign of zero
+    return found
 
 
 def _codes(x: Tensor, values: list[float]) -> Tensor:

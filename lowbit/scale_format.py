@@ -16,11 +16,10 @@ global scale and offset. All arithmetic is float32.
   exponent where the value lies half a step or more beyond the last one (7 for E2M1), as compressed-tensors writes it.
   The smallest exponent is −126, so that 1/scale and every product are normal numbers. Byte 255 is NaN.
 - "e4m3" (NVFP4; Alvarez et al., "Introducing NVFP4", NVIDIA 2025): global_scale = 448 · largest / max|X|. It divides,
-  as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number, so that no scale is zero.
-- "double" (QLoRA, arXiv 2305.14314): offset = mean of all s. Blocks of 256 consecutive s − offset of the matrix share
-  an absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these
-  absmax values in one list. Here row n has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The
-  values are the same.
+  as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number: none is zero.
+- "double" (QLoRA, arXiv 2305.14314): offset = mean of all s. Each 256 consecutive s − offset of the matrix share an
+  absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. Here each
+  row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
 """
 
 from __future__ import annotations

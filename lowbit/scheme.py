@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -125,7 +125,7 @@ class Spec:
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise TypeError(
-                f"format must be Int(bits), Float8() or a LookupTable, got {self.format!r}"
+                f"format must be Int(bits) or Float8(), or a LookupTable, got {self.format!r}"
             )
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
@@ -153,6 +153,11 @@ class Spec:
             raise ValueError(
                 f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
             )
+
+    def __repr__(self) -> str:
+        left_out = () if self.scales is not None else ("scale_format",)
+        shown = [f.name for f in fields(self) if f.name not in left_out]
+        return f"Spec({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def _check_scale_format(self) -> None:
         if self.scale_format not in SCALE_FORMATS:
@@ -184,7 +189,9 @@ class Spec:
         """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
         scales but decode them alike."""
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
-        return self == (replace(other, mapping=self.mapping) if symmetric else other)
+        if not symmetric:
+            return self == other
+        return replace(self, mapping="symmetric") == replace(other, mapping="symmetric")
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dimension rounded up to a whole number of blocks."""

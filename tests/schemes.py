@@ -28,6 +28,11 @@ WEIGHT_ONLY = {
     "int6-row-asymmetric": lb.IntxWeightOnly(6, None, "asymmetric"),
     "float8": lb.Float8WeightOnly(),
     "int5-blocks": lb.Scheme(lb.Spec(lb.Int(5, signed=False), lb.PerBlock(4, 8))),
+    "nf4-g16": lb.NF4WeightOnly(16),
+    "nf4-g16-double": lb.NF4WeightOnly(16, double_quantization=True),
+    "mxfp4": lb.MXFP4WeightOnly(),
+    "mxfp4-ocp": lb.MXFP4WeightOnly("symmetric"),
+    "nvfp4": lb.NVFP4WeightOnly(),
     "int4-tensor": lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor(), "symmetric_no_clipping_err")),
 }
 DYNAMIC = {
@@ -42,6 +47,9 @@ DYNAMIC = {
         lb.Spec(lb.Int(8), lb.PerRow()), lb.Spec(lb.Int(8), lb.PerTensor())
     ),
 }
+FREE_SCALES = {n: s for n, s in WEIGHT_ONLY.items() if s.weight.scale_format == "float"}
+"""Scales take any value: they can be searched and learned."""
+AFFINE = {n: s for n, s in WEIGHT_ONLY.items() if not isinstance(s.weight.format, lb.LookupTable)}
 PER_TOKEN = {name: s for name, s in DYNAMIC.items() if name != "tensor-int8xint8"}
 SCHEMES = {**WEIGHT_ONLY, **DYNAMIC}
 
@@ -118,6 +126,8 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
     inside = tuple(slice(n) for n in shape)
     padded[inside] = x
     fmt = spec.format
+    if isinstance(fmt, lb.LookupTable):
+        return _rounded_to_table(padded.float(), spec, block)[inside].double()
     if isinstance(fmt, lb.Float8):
         dtype, low, high = fmt.dtype, None, None
     elif fmt.signed:
@@ -130,6 +140,51 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
     )
     codes = quantize_affine(padded, block, scale, zero, dtype, low, high)
     return dequantize_affine(codes, block, scale, zero, low, high)[inside].double()
+
+
+def _rounded_to_table(x: Tensor, spec: lb.Spec, block: tuple[int, ...]) -> Tensor:
+    """`rounded` of padded x in groups of a row: the nearest of all values, times the scale as it is stored."""
+    grouped = x.unflatten(-1, (-1, block[-1]))
+    largest = max(abs(v) for v in spec.format.values)
+    absmax = grouped.abs().amax(-1)
+    scale = absmax / largest
+    if spec.scale_format == "e8m0":
+        mantissa, exponent = absmax.clamp(min=2.0**-100).frexp()  # mantissa in [0.5, 1)
+        if spec.mapping != "symmetric":
+            exponent = exponent + (mantissa >= 0.875)
+        scale = torch.ldexp(torch.ones(()), exponent - 1 - 2)
+    elif spec.scale_format == "e4m3":
+        most = absmax.amax((-2, -1), keepdim=True)
+        whole = torch.full_like(most, 448 * 6) / most  # a number / a tensor is rounded twice
+        scale = (scale * whole).clamp(min=2.0**-9, max=448).to(torch.float8_e4m3fn).float() / whole
+    elif spec.scale_format == "double":
+        scale = _quantized_twice(scale)
+    values = torch.tensor(spec.format.values)
+    steps = grouped * (1 / scale.clamp(min=2.0**-126))[..., None]
+    return (values[_nearest(steps, spec.format)] * scale[..., None]).flatten(-2)
+
+
+def _quantized_twice(scale: Tensor) -> Tensor:
+    """Each matrix [N, G] of scales around its mean, in flat blocks of 256, to 8 bits."""
+    if scale.ndim > 2:
+        return torch.stack([_quantized_twice(part) for part in scale])
+    offset = scale.double().mean().float()
+    book = torch.tensor(lb.lookup_table.DYNAMIC8.values)
+    found = []
+    for part in (scale.flatten() - offset).split(256):
+        absmax = part.abs().max()
+        code = ((part / absmax.clamp(min=2.0**-126)).unsqueeze(-1) - book).abs().argmin(-1)
+        found.append(book[code] * absmax)
+    return torch.cat(found).view(scale.shape) + offset
+
+
+def _nearest(x: Tensor, table: lb.LookupTable) -> Tensor:
+    """Codes of the nearest values. At a tie the smaller value, or the even code."""
+    values = torch.tensor(table.values, dtype=torch.float64)
+    distance = (x.double().unsqueeze(-1) - values).abs()
+    tied = distance == distance.amin(-1, keepdim=True)
+    order = torch.arange(len(values)) % 2 if table.ties_to_even else values
+    return torch.where(tied, order.double(), torch.inf).argmin(-1)
 
 
 def rounded_activation(x: Tensor, spec: lb.Spec | None) -> Tensor:

@@ -53,7 +53,11 @@ def test_impossible_float8_dtypes(dtype: object) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: lb.Spec("int4", ROW), TypeError, r"Int\(bits\) or Float8\(\), got 'int4'"),
+        (
+            lambda: lb.Spec("int4", ROW),
+            TypeError,
+            r"Int\(bits\) or Float8\(\), or a LookupTable, got 'int4'",
+        ),
         (lambda: lb.Spec(4, ROW), TypeError, r"got 4"),
         (lambda: lb.Spec(lb.Int(4), 128), TypeError, r"PerGroup\(g\).*got 128"),
         (lambda: lb.Spec(lb.Int(4), lb.PerGroup), TypeError, r"granularity must be"),
