@@ -241,6 +241,10 @@ class Spec:
         `kept`: the parts of a weight that keeps what all of its blocks share.
         """
         assert self.scales is not None and isinstance(self.format, LookupTable)
+        if x.ndim < 2:
+            raise ValueError(
+                f"{self} is for matrices [..., N, K], got shape {tuple(x.shape)}; reshape it"
+            )
         absmax = absmax_of_blocks(x, self.block_size(x.shape))
         return self.scales.encode(absmax, self.format, self.mapping, kept)
 

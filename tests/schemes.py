@@ -6,6 +6,7 @@ ranges itself, so that a mistake in `Spec` or in a tensor class shows.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -65,6 +66,7 @@ _sizes = st.integers(1, 40)
 formats = st.one_of(
     st.builds(lb.Int, st.integers(1, 8), st.booleans()),
     st.builds(lb.Float8, st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])),
+    st.sampled_from([lb.NF4, lb.E2M1]),
 )
 granularities = st.one_of(
     st.sampled_from([lb.PerTensor(), lb.PerRow(), lb.PerToken()]),
@@ -80,18 +82,32 @@ MAPPINGS = (
 )
 
 
-def _fits(fmt: lb.Int | lb.Float8, mapping: str) -> bool:
-    if isinstance(fmt, lb.Float8):
+def _fits(fmt: lb.Int | lb.Float8 | lb.LookupTable, mapping: str) -> bool:
+    if not isinstance(fmt, lb.Int):
         return mapping == "symmetric"
     return fmt.bits > 1 or not mapping.startswith("symmetric")
+
+
+def _scale_formats(fmt: lb.Int | lb.Float8 | lb.LookupTable) -> st.SearchStrategy[str]:
+    is_table = isinstance(fmt, lb.LookupTable)
+    return st.sampled_from(["float", "e8m0", "e4m3", "double"] if is_table else ["float"])
 
 
 specs = (
     st.tuples(formats, granularities, st.sampled_from(MAPPINGS))
     .filter(lambda parts: _fits(parts[0], parts[2]))
-    .map(lambda parts: lb.Spec(*parts))
+    .flatmap(
+        lambda parts: st.builds(
+            lb.Spec, *map(st.just, parts), scale_format=_scale_formats(parts[0])
+        )
+    )
 )
-activation_specs = specs.filter(lambda s: isinstance(s.granularity, lb.PerToken | lb.PerTensor))
+activation_specs = specs.filter(
+    lambda s: (
+        isinstance(s.granularity, lb.PerToken | lb.PerTensor)
+        and not isinstance(s.format, lb.LookupTable)
+    )
+)
 
 
 def weight_specs(rank: int) -> st.SearchStrategy[lb.Spec]:
@@ -143,25 +159,28 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
 
 
 def _rounded_to_table(x: Tensor, spec: lb.Spec, block: tuple[int, ...]) -> Tensor:
-    """`rounded` of padded x in groups of a row: the nearest of all values, times the scale as it is stored."""
-    grouped = x.unflatten(-1, (-1, block[-1]))
+    """`rounded` of padded x: the nearest of all values, times the scale as it is stored."""
+    counts = [size // b for size, b in zip(x.shape, block, strict=True)]
+    tiled = x.reshape([n for pair in zip(counts, block, strict=True) for n in pair])
     largest = max(abs(v) for v in spec.format.values)
-    absmax = grouped.abs().amax(-1)
+    absmax = tiled.abs().amax(list(range(1, tiled.ndim, 2)))
     scale = absmax / largest
     if spec.scale_format == "e8m0":
         mantissa, exponent = absmax.clamp(min=2.0**-100).frexp()  # mantissa in [0.5, 1)
         if spec.mapping != "symmetric":
             exponent = exponent + (mantissa >= 0.875)
-        scale = torch.ldexp(torch.ones(()), exponent - 1 - 2)
+        scale = torch.ldexp(torch.ones(()), exponent - 1 - int(math.log2(largest)))
     elif spec.scale_format == "e4m3":
         most = absmax.amax((-2, -1), keepdim=True)
-        whole = torch.full_like(most, 448 * 6) / most  # a number / a tensor is rounded twice
+        whole = torch.full_like(most, 448 * largest) / most  # a number / a tensor is rounded twice
+        whole = torch.where(most == 0, 1.0, whole)
         scale = (scale * whole).clamp(min=2.0**-9, max=448).to(torch.float8_e4m3fn).float() / whole
     elif spec.scale_format == "double":
         scale = _quantized_twice(scale)
+    scale = scale.reshape([n for count in counts for n in (count, 1)])
+    least = torch.where(scale.abs() < 2.0**-126, 2.0**-126, scale)
     values = torch.tensor(spec.format.values)
-    steps = grouped * (1 / scale.clamp(min=2.0**-126))[..., None]
-    return (values[_nearest(steps, spec.format)] * scale[..., None]).flatten(-2)
+    return (values[_nearest(tiled * (1 / least), spec.format)] * scale).view(x.shape)
 
 
 def _quantized_twice(scale: Tensor) -> Tensor:

@@ -63,9 +63,9 @@ def quantize_(
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: unknown `scales`; "searched" with a `scale_format` other than "float"; nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or
-            infinite weight; a static activation that `lowbit.calibrate` has not seen with this scheme. The model is
-            then as it was.
+        ValueError: unknown `scales`, or "searched" with a `scale_format` other than "float"; nothing to convert; a
+            pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static activation that
+            `lowbit.calibrate` has not seen with this scheme. The model is then as it was.
     """
     if scales not in get_args(Scales):
         raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
