@@ -11,16 +11,16 @@ Three operators look values up, so that torch.compile, fake tensors and tensor s
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codebook import boundaries
+from lowbit.codebook import boundaries, pairs, ranks, share_a_cell, steps
 from lowbit.packing import unpack
 
 
@@ -61,8 +61,8 @@ class LookupTable:
         return len(self.values).bit_length() - 1
 
     @property
-    def dtype(self) -> LookupTable:
-        """The type of a code, as `lowbit.affine` takes it: the table itself."""
+    def dtype(self) -> Any:
+        """The type of a code, as `lowbit.affine` takes it: the table itself, which is no torch.dtype."""
         return self
 
     @property
@@ -156,64 +156,72 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic8": DYNAMIC8}
 class _Tables(NamedTuple):
     ascending: Tensor  # float32 [2**bits], -0.0 before 0.0
     last: Tensor  # float32 [2**bits - 1]: the largest x that takes each value but the last
+    step: (
+        Tensor | None
+    )  # the same for `lowbit.codebook.ranks`; None where it cannot tell two of them apart
     codes: Tensor  # uint8 [2**bits], of the ascending values
     values: Tensor  # float32 [2**bits], in the order of codes
-    pairs: Tensor  # int64 [256]: two float32 values, for the two codes of 4 bits in a byte
+    pairs: Tensor | None  # int64 [256], for 4 bits
 
 
 @functools.cache
 def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.device) -> _Tables:
     if device.type != "cpu":
         on_cpu = _on_device(values, ties_to_even, torch.device("cpu"))
-        return _Tables(*(t.to(device) for t in on_cpu))
+        return _Tables(*(None if t is None else t.to(device) for t in on_cpu))  # type: ignore[arg-type]
     order = sorted(range(len(values)), key=lambda code: _key(values[code]))
     ascending = np.array([values[code] for code in order], dtype=np.float32)
     midpoints, last = boundaries(ascending)
     if ties_to_even:
-        upper = [code % 2 == 0 for code in order[1:]]  # a tie takes the upper value
-        up = np.array(upper) & (last.astype(np.float64) == midpoints)
+        upper = np.array([code % 2 == 0 for code in order[1:]])  # a tie takes the upper value
+        up = upper & (last.astype(np.float64) == midpoints)
         last = np.where(up, np.nextafter(last, np.float32(-np.inf)), last)
     own = np.array(values, dtype=np.float32)
-    byte = np.arange(256)
-    each = np.resize(own, 16)
-    pairs = np.stack([each[byte & 15], each[byte >> 4]], axis=-1)
     return _Tables(
         torch.from_numpy(ascending),
         torch.from_numpy(last),
+        None if share_a_cell(last) else torch.from_numpy(steps(last)),
         torch.tensor(order, dtype=torch.uint8),
         torch.from_numpy(own),
-        torch.from_numpy(pairs).view(torch.int64).squeeze(-1),
+        pairs(own) if len(values) == 16 else None,
     )
 
 
-def _tables(values: list[float], ties_to_even: bool, device: torch.device) -> _Tables:
-    return _on_device(tuple(values), ties_to_even, device)
+def _ranks(x: Tensor, tables: _Tables) -> Tensor:
+    """int32 [x.numel()]: the index of the nearest among the ascending values."""
+    x = x.float().contiguous()
+    if tables.step is not None:
+        return ranks(x, tables.step).view(-1)
+    return torch.bucketize(x, tables.last, out_int32=True).view(-1)
+
+
+def _negative_zero(values: Sequence[float]) -> int | None:
+    """The rank of -0.0, which comparisons do not tell from the 0.0 after it."""
+    ordered = sorted(values, key=_key)
+    at = ordered.index(0.0) if 0.0 in ordered else 0
+    return at if ordered[at] == 0 and math.copysign(1.0, ordered[at]) < 0 else None
 
 
 def _nearest(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
-    tables = _tables(values, ties_to_even, x.device)
-    rank = torch.bucketize(x.float().contiguous(), tables.last, out_int32=True)
-    found = tables.ascending.index_select(0, rank.reshape(-1)).view(x.shape)
-    if any(v == 0 and math.copysign(1.0, v) < 0 for v in values):
-        found = torch.where(
-            found == 0, found.copysign(x), found
-        )  # comparisons miss the sign of zero
+    tables = _on_device(tuple(values), ties_to_even, x.device)
+    found = tables.ascending.index_select(0, _ranks(x, tables)).view(x.shape)
+    if _negative_zero(values) is not None:
+        found = torch.where(found == 0, found.copysign(x), found)
     return found
 
 
 def _codes(x: Tensor, values: list[float]) -> Tensor:
-    tables = _tables(values, False, x.device)
-    rank = torch.searchsorted(tables.ascending, x.contiguous(), out_int32=True)
-    for low, high in itertools.pairwise(sorted(values, key=_key)):
-        if low == high:  # -0.0 and 0.0, which comparisons do not tell apart
-            first = sorted(values, key=_key).index(low)
-            rank = rank + ((rank == first) & ~x.signbit())
-    return tables.codes.index_select(0, rank.reshape(-1)).view(x.shape)
+    tables = _on_device(tuple(values), False, x.device)
+    codes = tables.codes.index_select(0, _ranks(x, tables)).view(x.shape)
+    if (at := _negative_zero(values)) is not None:
+        own = torch.where(x.signbit(), tables.codes[at], tables.codes[at + 1])
+        codes = torch.where(x == 0, own, codes)
+    return codes
 
 
 def _values(packed: Tensor, values: list[float], size: int) -> Tensor:
-    tables = _tables(values, False, packed.device)
-    if len(values) == 16:
+    tables = _on_device(tuple(values), False, packed.device)
+    if tables.pairs is not None:
         both = tables.pairs.index_select(0, packed.reshape(-1).to(torch.int32))
         found = both.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
         return found if found.shape[-1] == size else found[..., :size].contiguous()

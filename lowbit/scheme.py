@@ -553,7 +553,11 @@ def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     else:
         described = {"table": list(fmt.values), "ties_to_even": fmt.ties_to_even}
     granularity = [type(gran).__name__, *gran.sizes()]
-    found = {"format": described, "granularity": granularity, "mapping": spec.mapping}
+    found: dict[str, Any] = {
+        "format": described,
+        "granularity": granularity,
+        "mapping": spec.mapping,
+    }
     # others as in files of earlier versions
     if spec.static:
         found["static"] = True

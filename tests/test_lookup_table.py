@@ -36,8 +36,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_nf4_values_are_quantiles() -> None:
-    """Eight positive and seven negative quantiles of a normal distribution around 0 (QLoRA, section 3), in float32.
-    Published values are rounded by a program of float64; tests/integrations compares all bits with bitsandbytes."""
+    """Eight positive and seven negative quantiles of a normal distribution around 0 (QLoRA, section 3), to 1e-6.
+    tests/integrations compares the bits with those of bitsandbytes."""
 
     def quantiles(count: int) -> Tensor:
         return torch.special.ndtri(torch.linspace(0.9677083, 0.5, count, dtype=torch.float64)[:-1])
@@ -236,6 +236,23 @@ def test_double_quantization_is_sliced_along_k() -> None:
         part = t[:, start:end]
         part.check_parts()
         assert torch.equal(part.dequantize(), values[:, start:end])
+
+
+def test_signal_to_noise_of_normal_weights() -> None:
+    """Figures of docs/inference.md, in dB."""
+    w = normal(256, 4096).bfloat16()
+    schemes = {**PRESETS, "ocp": lb.MXFP4WeightOnly("symmetric"), "g32": lb.Int4WeightOnly(32)}
+    expected = {
+        "nf4": 20.7,
+        "nf4-double": 20.7,
+        "mxfp4": 19.0,
+        "nvfp4": 20.4,
+        "ocp": 18.8,
+        "g32": 20.7,
+    }
+    for name, scheme in schemes.items():
+        values = lb.AffineTensor.from_float(w, scheme).dequantize()
+        assert -20 * math.log10(relative_error(values, w)) == pytest.approx(expected[name], abs=0.1)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
