@@ -166,10 +166,7 @@ class Double(ScaleFormat):
         centred = (scale - offset).flatten(-2)
         whole = F.pad(centred, (0, -centred.shape[-1] % self.block))
         of_block = whole.unflatten(-1, (-1, self.block)).abs().amax(-1)
-        step = math.gcd(groups, self.block)
-        first = torch.arange(0, scale.shape[-2] * groups, step, device=scale.device) // self.block
-        own = of_block[..., first].unflatten(-1, (scale.shape[-2], groups // step))
-        return self._encoded(scale, own, offset)
+        return self._encoded(scale, absmax_of_rows(of_block, scale.shape[-2], groups), offset)
 
     def _encoded(self, scale: Tensor, of_block: Tensor, offset: Tensor) -> dict[str, Tensor]:
         ratio = divide(scale - offset, _spread(of_block, scale).clamp(min=self.smallest))
@@ -179,6 +176,30 @@ class Double(ScaleFormat):
     def decode(self, parts: Parts) -> Tensor:
         values = DYNAMIC8.look_up(parts["scale"], parts["scale"].shape[-1])
         return values * _spread(parts["scale_absmax"], values) + parts["scale_offset"]
+
+
+def absmax_of_rows(flat: Tensor, rows: int, groups: int) -> Tensor:
+    """`scale_absmax` [..., N, A] of N rows with G groups each, from one absmax for each 256 scales of the matrix
+    [..., ⌈N · G / 256⌉], as bitsandbytes stores them."""
+    step = math.gcd(groups, Double.block)
+    first = torch.arange(0, rows * groups, step, device=flat.device) // Double.block
+    return flat[..., first].unflatten(-1, (rows, groups // step))
+
+
+def flat_absmax(scale_absmax: Tensor, groups: int) -> Tensor:
+    """The inverse of `absmax_of_rows`.
+
+    Raises ValueError where the copies of one absmax differ, as in a slice of rows.
+    """
+    each = _spread(scale_absmax, scale_absmax.new_empty((1, groups), device="meta")).flatten(-2)
+    flat = each[..., :: Double.block].contiguous()
+    block = torch.arange(each.shape[-1], device=each.device) // Double.block
+    if not torch.equal(flat[..., block], each):
+        raise ValueError(
+            f"scale_absmax {tuple(scale_absmax.shape)} differs within {Double.block} scales of the matrix, as in a "
+            "slice or a concatenation; quantize the whole weight anew"
+        )
+    return flat
 
 
 def _spread(of_block: Tensor, scale: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lowbit import qat
 from lowbit.affine import quantize_affine
 from lowbit.lookup_table import DYNAMIC8
 from lowbit.packing import unpack
-from lowbit.scale_format import SCALE_FORMATS
+from lowbit.scale_format import SCALE_FORMATS, absmax_of_rows, flat_absmax
 from tests.schemes import relative_error
 
 INF = math.inf
@@ -255,6 +255,17 @@ def test_signal_to_noise_of_normal_weights() -> None:
         assert -20 * math.log10(relative_error(values, w)) == pytest.approx(expected[name], abs=0.1)
 
 
+def test_absmax_values_of_rows_and_in_one_list() -> None:
+    for rows, groups in ((4, 64), (7, 172), (40, 45), (2, 600), (1, 3), (3, 256)):
+        flat = torch.arange(-(-rows * groups // 256)).float()
+        of_rows = absmax_of_rows(flat, rows, groups)
+        each = of_rows.repeat_interleave(groups // of_rows.shape[-1], -1).flatten()
+        assert torch.equal(each, flat[torch.arange(rows * groups) // 256])
+        assert torch.equal(flat_absmax(of_rows, groups), flat)
+    with pytest.raises(ValueError, match="quantize the whole weight anew"):
+        flat_absmax(absmax_of_rows(torch.arange(2.0), 8, 64)[1:], 64)
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -358,20 +369,26 @@ def test_the_floor_rule_of_e8m0_clips() -> None:
     assert (w.grad == 1).all()
 
 
+def trained(model: nn.Module, x: Tensor, target: Tensor, lr: float, steps: int) -> list[float]:
+    """The losses of some steps."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        loss = (model(x) - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
 def test_learned_scales_of_nf4() -> None:
     """The gradients of scales by their formula, and the converted weight to the bit."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(96, 16, bias=False)), normal(32, 96)
     target = F.linear(x, model[0].weight.detach())
     qat.prepare_(model, lb.NF4WeightOnly(32), scales="learned")
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(20):
-        loss = (model(x) - target).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = trained(model, x, target, lr=1e-3, steps=20)
     assert losses[-1] < losses[0]
     y = model(x)
     qat.convert_(model)
@@ -414,14 +431,7 @@ def test_qlora(scheme: lb.Scheme) -> None:
         assert (p.grad is None) == isinstance(p, lb.TableTensor), name
         if p.grad is not None:
             assert relative_error(p.grad, q.grad) < 1e-5 or not q.grad.any(), name
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
-    for _ in range(30):
-        loss = (model(x) - target).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = trained(model, x, target, lr=1e-2, steps=30)
     assert losses[-1] < 0.9 * losses[0]
 
 

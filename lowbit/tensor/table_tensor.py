@@ -223,4 +223,4 @@ def _table(spec: Spec) -> LookupTable:
 
 
 def _squared_error(weight: TableTensor, values: Tensor) -> float:
-    return float((weight.dequantize().double() - values.double()).square().sum())
+    return float((weight.dequantize().double() - values.detach().double()).square().sum())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 import lowbit as lb
 from lowbit.lookup_table import DYNAMIC8, NF4
+from lowbit.scale_format import absmax_of_rows, flat_absmax
 
 torch.set_num_threads(1)
 
@@ -62,14 +61,13 @@ def test_double_quantization_is_that_of_bitsandbytes(bnb, shape):
     w = weight(*shape)
     packed, state = bnb.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
     t = lb.AffineTensor.from_float(w, lb.NF4WeightOnly(double_quantization=True))
-    groups = shape[1] // 64
-    step = math.gcd(groups, 256)
-    first = torch.arange(0, shape[0] * groups, step) // 256
+    groups, flat = shape[1] // 64, state.state2.absmax
     scales = {
         "scale": state.absmax.view(shape[0], groups),
-        "scale_absmax": state.state2.absmax[first].view(shape[0], -1),
+        "scale_absmax": absmax_of_rows(flat, shape[0], groups),
         "scale_offset": state.offset.view(1, 1),
     }
+    assert torch.equal(flat_absmax(scales["scale_absmax"], groups), flat)
     codes = of_bitsandbytes(packed.flatten()).view(t.codes.shape)
     theirs = lb.TableTensor(codes, scales, t.spec, w.shape, w.dtype)
     assert torch.equal(theirs.dequantize(), bnb.dequantize_4bit(packed, state))
