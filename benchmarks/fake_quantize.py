@@ -23,7 +23,7 @@ from lowbit_kernels.fake_quantize import unpack_inside
 def forward_bytes(case: Case) -> int:
     """As the module says."""
     elements = case.rows * case.columns
-    bits = 0 if case.spec.never_clips(case.scale_dtype) else elements // 8
+    bits = elements // 8 if case.spec.may_clip(case.scale_dtype) else 0
     return 2 * elements * case.dtype.itemsize + bits
 
 
@@ -35,7 +35,7 @@ def gradient_bytes(case: Case) -> int:
 
 
 def by_kernel(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    clips = not case.spec.never_clips(case.scale_dtype)
+    clips = case.spec.may_clip(case.scale_dtype)
     dtypes = (case.scale_dtype, case.dtype)
     found = torch.ops.lowbit.fake_quantize(
         x, None, None, case.group_size, *case.grid, *dtypes, clips
@@ -44,7 +44,7 @@ def by_kernel(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def by_operations(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    clips = not case.spec.never_clips(case.scale_dtype)
+    clips = case.spec.may_clip(case.scale_dtype)
     return case.spec.rounded(x, case.scale_dtype, clips)
 
 

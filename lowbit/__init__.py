@@ -18,6 +18,7 @@ from lowbit.checkpoint import CheckpointError, load, load_metadata, save
 from lowbit.dequantize import dequantize_
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.inference import Report, quantize_, register_linear, unregister_linear
+from lowbit.lookup_table import E2M1, NF4, LookupTable
 from lowbit.presets import (
     Float8DynamicActivationFloat8Weight,
     Float8StaticActivationFloat8Weight,
@@ -30,6 +31,9 @@ from lowbit.presets import (
     Int8StaticActivationInt8Weight,
     Int8WeightOnly,
     IntxWeightOnly,
+    MXFP4WeightOnly,
+    NF4WeightOnly,
+    NVFP4WeightOnly,
 )
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import (
@@ -42,6 +46,7 @@ from lowbit.tensor import (
     Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
+    TableTensor,
     TernaryTensor,
 )
 from lowbit.traced import Trace, TracedProduct
@@ -62,6 +67,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "E2M1",
+    "NF4",
     "AffineTensor",
     "BitNet",
     "BitNetTensor",
@@ -88,8 +95,12 @@ __all__ = [
     "Int8WeightOnly",
     "Int8WeightTensor",
     "IntxWeightOnly",
+    "LookupTable",
     "LowbitTensor",
+    "MXFP4WeightOnly",
     "MixedPrecisionTensor",
+    "NF4WeightOnly",
+    "NVFP4WeightOnly",
     "PerBlock",
     "PerGroup",
     "PerRow",
@@ -98,6 +109,7 @@ __all__ = [
     "Report",
     "Scheme",
     "Spec",
+    "TableTensor",
     "TernaryTensor",
     "Trace",
     "TracedProduct",

@@ -10,6 +10,8 @@ is float32 and rounds half to even. The order of operations is always the one ab
 where the cast rounds. NaN gets the code of the zero point; float8 keeps NaN. `choose_qparams_affine` gives a block with
 a NaN a scale of NaN, so the whole dequantized block is NaN.
 
+A `LookupTable` is a number type like float8: codes are its values, in float32, and the cast takes the nearest one.
+
 A zero point of integer dtype is a code. A zero point of floating dtype is a value in the input's own domain, the
 tinygemm convention, with mid = (quant_min + quant_max + 1)/2:
 
@@ -38,9 +40,10 @@ import torch
 from torch import Tensor
 
 from lowbit.code_range import (
-    FLOAT8_DTYPES,
+    CodeType,
     check_zero_point_dtype,
     clamped,
+    is_value,
     quant_range,
     within_range,
 )
@@ -95,6 +98,12 @@ def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
     return param.reshape([s for n in counts for s in (n, 1)])
 
 
+def absmax_of_blocks(input: Tensor, block_size: Sequence[int]) -> Tensor:
+    """The largest magnitude of each block: float32, blocks along each dimension."""
+    min_neg, max_pos = _min_max(input, block_size, None, None)
+    return torch.maximum(-min_neg, max_pos)
+
+
 def smallest_scale(scale_dtype: torch.dtype) -> float:
     """The smallest scale that `scale_dtype` represents and whose reciprocal is finite in float32."""
     if scale_dtype is torch.float16:
@@ -120,7 +129,7 @@ def _min_max(
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
 
-def _divide(x: Tensor, divisor: float | Tensor) -> Tensor:
+def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
     """x / divisor in float32, rounded once on every device, eager and compiled.
 
     Division in float64 gives exactly the IEEE float32 quotient. CUDA and Triton approximate division in float32, and
@@ -157,19 +166,19 @@ def _symmetric_scale(
     mapping: Mapping, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
 ) -> Tensor:
     if mapping != "symmetric_no_clipping_err":
-        return _divide(torch.maximum(-min_neg, max_pos), float(high - low) / 2)
+        return divide(torch.maximum(-min_neg, max_pos), float(high - low) / 2)
     if high == mid:
         raise ValueError(
             f"symmetric_no_clipping_err has no positive code in {low}..{high}; use asymmetric"
         )
-    return torch.maximum(_divide(min_neg, float(low - mid)), _divide(max_pos, float(high - mid)))
+    return torch.maximum(divide(min_neg, float(low - mid)), divide(max_pos, float(high - mid)))
 
 
 def _span_scale(min_neg: Tensor, max_pos: Tensor, levels: float) -> Tensor:
     """(max − min)/levels. Where max − min overflows float32, it divides before it subtracts."""
     span = max_pos - min_neg
     return torch.where(
-        span.isinf(), _divide(max_pos, levels) - _divide(min_neg, levels), _divide(span, levels)
+        span.isinf(), divide(max_pos, levels) - divide(min_neg, levels), divide(span, levels)
     )
 
 
@@ -177,7 +186,7 @@ def choose_qparams_affine(
     input: Tensor,
     mapping: Mapping,
     block_size: Sequence[int],
-    target_dtype: torch.dtype,
+    target_dtype: CodeType,
     quant_min: float | None = None,
     quant_max: float | None = None,
     *,
@@ -202,7 +211,7 @@ def choose_qparams_affine(
     Args:
         input: real floating tensor of any shape. With `min_val` and `max_val` only its shape is used.
         block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
-        target_dtype: int8, uint8, int16, int32, or float8 (symmetric only).
+        target_dtype: int8, uint8, int16, int32, or float8 or a `LookupTable` (symmetric only).
         eps: the smallest scale allowed. Scales are never below the smallest number of `scale_dtype` whose reciprocal is
             finite, so all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
@@ -213,7 +222,7 @@ def choose_qparams_affine(
         min_val, max_val: observed range, one element a block, instead of `input`'s own.
 
     Returns:
-        (scale, zero_point); zero_point is None for float8. A block with NaN or Inf has a NaN or Inf scale.
+        (scale, zero_point); zero_point is None for float8 and tables. A block with NaN or Inf has a NaN or Inf scale.
 
     Raises:
         ValueError: unknown mapping, integer or complex input, a block that does not tile, a bad range, a
@@ -222,14 +231,14 @@ def choose_qparams_affine(
     _check_input(input)
     if mapping not in get_args(Mapping):
         raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
-    is_float8 = target_dtype in FLOAT8_DTYPES
-    if is_float8 and mapping != "symmetric":
+    has_values = is_value(target_dtype)
+    if has_values and mapping != "symmetric":
         raise ValueError(
             f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}"
         )
     low, high = quant_range(target_dtype, quant_min, quant_max)
-    mid = 0 if is_float8 else (low + high + 1) // 2
-    if zero_point_dtype is not None and not is_float8:
+    mid = 0 if has_values else (low + high + 1) // 2
+    if zero_point_dtype is not None and not has_values:
         codes = None if mapping in VALUE_ZERO_POINT else (mid, mid)
         check_zero_point_dtype(
             zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
@@ -244,13 +253,13 @@ def choose_qparams_affine(
         zero_point = None
         if mapping == "half_integer":
             zero_point = half_step(scale, zero_point_dtype or scale_dtype)
-        elif not is_float8:
+        elif not has_values:
             zero_point = torch.full_like(scale, mid, dtype=zero_point_dtype or torch.int32)
     else:
         scale = _span_scale(min_neg, max_pos, float(high - low))
         scale = round_to_dtype(scale.clamp(min=least), scale_dtype)
         if mapping == "asymmetric":
-            steps = _nan_to(0.0, _divide(min_neg, scale).round_())
+            steps = _nan_to(0.0, divide(min_neg, scale).round_())
             zero_point = clamped(low - steps, torch.int32, low, high)
             zero_point = zero_point.to(zero_point_dtype or torch.int32)
         else:
@@ -276,14 +285,14 @@ def _nan_to(value: float, x: Tensor) -> Tensor:
 
 
 def _to_grid(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, low: float, high: float
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: CodeType, low: float, high: float
 ) -> Tensor:
     """Codes before the clamp, as float32; `x` is blocked, `scale` and `zero_point` broadcast to it.
 
     NaN takes the code of the zero point, so that the cast is defined.
     """
-    inverse = _divide(torch.ones_like(scale), scale)
-    if dtype in FLOAT8_DTYPES:
+    inverse = divide(torch.ones_like(scale), scale)
+    if is_value(dtype):
         return x * inverse  # the cast rounds
     if zero_point is not None and zero_point.dtype.is_floating_point:
         mid = (low + high + 1) // 2
@@ -305,15 +314,15 @@ def _from_grid(
 
 
 def round_to_grid(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, low: float, high: float
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: CodeType, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """Codes, as float32, and values of `x`, to the bits of `quantize_affine` and `dequantize_affine`.
 
     `x` is float32; `scale` and `zero_point` broadcast to it. low..high has at most 16 bits.
     """
     codes = _to_grid(x, scale, zero_point, dtype, low, high).clamp_(low, high)
-    if dtype in FLOAT8_DTYPES:
-        codes = codes.to(dtype).float()
+    if is_value(dtype):
+        codes = clamped(codes, dtype, low, high).float()
     return codes, _from_grid(codes, scale, zero_point, low, high)
 
 
@@ -329,14 +338,14 @@ def unclamped_codes(
     block_size: Sequence[int],
     scale: Tensor,
     zero_point: Tensor | None,
-    dtype: torch.dtype,
+    dtype: CodeType,
     quant_min: float | None = None,
     quant_max: float | None = None,
 ) -> Tensor:
     """round(x · (1/scale)) + zero_point before the clamp to the range: float32, in `input`'s shape, no NaN.
 
-    A code outside quant_min..quant_max clips. Arguments and errors are those of `quantize_affine`. For float8 the
-    result is x · (1/scale), which the cast has yet to round; NaN stays NaN.
+    A code outside quant_min..quant_max clips. Arguments and errors are those of `quantize_affine`. For float8 and
+    tables the result is x · (1/scale), which the cast has yet to round; NaN stays NaN.
     """
     _check_input(input)
     low, high = quant_range(dtype, quant_min, quant_max)
@@ -350,11 +359,11 @@ def quantize_affine(
     block_size: Sequence[int],
     scale: Tensor,
     zero_point: Tensor | None,
-    output_dtype: torch.dtype,
+    output_dtype: CodeType,
     quant_min: float | None = None,
     quant_max: float | None = None,
 ) -> Tensor:
-    """Codes of `input`: same shape, dtype `output_dtype`, within quant_min..quant_max.
+    """Codes of `input`: same shape, dtype `output_dtype` (float32 values of a table), within quant_min..quant_max.
 
     `scale` and `zero_point` have one element a block, in any shape. A `zero_point` of None means 0. Values beyond the
     range, infinities too, take the code at the nearest end. NaN takes the code of the zero point (the middle code, if
@@ -380,9 +389,11 @@ def dequantize_affine(
     """Values of `codes`: (code − zero_point) · scale in float32, rounded once to `output_dtype`.
 
     quant_min and quant_max matter only for a floating zero point, whose formula names the middle of the range.
-    Float32 rounds codes of int32 beyond 2^24.
+    Float32 rounds codes of int32 beyond 2^24. Codes in float32 are values of a `LookupTable`.
     """
-    low, high = quant_range(codes.dtype, quant_min, quant_max)
+    low = high = 0.0
+    if codes.dtype is not torch.float32:
+        low, high = quant_range(codes.dtype, quant_min, quant_max)
     blocks, counts = _blocked(codes, block_size)
     scale, zero_point = _params(scale, zero_point, counts)
     values = _from_grid(blocks.float(), scale, zero_point, low, high)
@@ -421,7 +432,7 @@ def rounded_affine(
     block_size: Sequence[int],
     scale: Tensor,
     zero_point: Tensor | None,
-    quant_dtype: torch.dtype,
+    quant_dtype: CodeType,
     quant_min: float | None = None,
     quant_max: float | None = None,
     clips: bool = True,
@@ -445,7 +456,7 @@ def fake_quantize_affine(
     block_size: Sequence[int],
     scale: Tensor,
     zero_point: Tensor | None,
-    quant_dtype: torch.dtype,
+    quant_dtype: CodeType,
     quant_min: float | None = None,
     quant_max: float | None = None,
     clips: bool = True,

@@ -2,6 +2,8 @@
 
 Codes are computed in float32. float32 represents both ends of every range of 16 bits or fewer, but not of int32: it
 rounds 2^31 − 1 to 2^31, which the cast wraps to −2^31. So int32 ranges are compared and clamped in float64.
+
+Codes of float8 and of a `LookupTable` are the values themselves; the cast rounds to them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.lookup_table import LookupTable
+
+CodeType = torch.dtype | LookupTable
+"""What a code is: an integer or float8 dtype, or a value of a table."""
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODE_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _ZERO_POINT_DTYPES = (*_CODE_DTYPES, torch.int64)
@@ -20,13 +26,20 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 `lowbit_kernels.library.FLOATS`."""
 
 
+def is_value(dtype: CodeType) -> bool:
+    """Whether codes are values, to which the cast rounds, and not integers."""
+    return isinstance(dtype, LookupTable) or dtype in FLOAT8_DTYPES
+
+
 def quant_range(
-    dtype: torch.dtype, quant_min: float | None, quant_max: float | None
+    dtype: CodeType, quant_min: float | None, quant_max: float | None
 ) -> tuple[float, float]:
-    """The given code range, or the whole range of `dtype`.
+    """The given code range, or the whole range of `dtype`. That of a table is symmetric, and cannot be chosen.
 
     Raises ValueError where the range is empty, does not fit `dtype`, or ends between two of its numbers.
     """
+    if isinstance(dtype, LookupTable):
+        return -dtype.largest, dtype.largest
     info: Any
     if dtype in FLOAT8_DTYPES:
         info = torch.finfo(dtype)
@@ -62,8 +75,10 @@ def _step(dtype: torch.dtype, number: float) -> float:
     return 2.0 ** math.floor(math.log2(max(abs(number), info.tiny))) * info.eps
 
 
-def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    """Where unclamped codes do not clip. A float8 code within half a step of an end of the range rounds to that end."""
+def within_range(codes: Tensor, dtype: CodeType, low: float, high: float) -> Tensor:
+    """Where unclamped codes do not clip. A value within half a step of an end of the range rounds to that end."""
+    if isinstance(dtype, LookupTable):
+        return dtype.reaches(codes)
     if dtype is torch.int32:
         codes = codes.double()
     elif dtype in FLOAT8_DTYPES:
@@ -71,9 +86,11 @@ def within_range(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> 
     return (codes >= low) & (codes <= high)
 
 
-def clamped(codes: Tensor, dtype: torch.dtype, low: float, high: float) -> Tensor:
+def clamped(codes: Tensor, dtype: CodeType, low: float, high: float) -> Tensor:
     """Clamp float32 codes to low..high and cast them to `dtype`. Integer codes must be integral and free of NaN; for
-    float8 the cast rounds."""
+    float8 the cast rounds, and a table gives its nearest values in float32."""
+    if isinstance(dtype, LookupTable):
+        return dtype.nearest(codes)
     if dtype is torch.int32:
         codes = codes.double()
     return codes.clamp(low, high).to(dtype)

@@ -218,7 +218,7 @@ def _values(bits: int, signed: bool) -> np.ndarray:
     return np.concatenate([mirrored, [0.0], positive, [1.0]]).astype(np.float32)
 
 
-def _boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def boundaries(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The midpoints of neighbouring values, float64, and the largest float32 that are not above them."""
     wide = values.astype(np.float64)
     midpoints = (wide[:-1] + wide[1:]) / 2  # exact: two float32 within 2**24 of each other
@@ -250,7 +250,7 @@ def _cells(bits: int, signed: bool) -> Cells:
         raise ValueError("the linear 4-bit book has no cells: code = ceil(16 y - 0.5) - 1")
     values = _values(bits, signed)
     values = values[values >= 0]
-    midpoints, below = _boundaries(values)
+    midpoints, below = boundaries(values)
     boundary_bits = below.view(np.uint32)
     # keep the fewest bits of the mantissa that leave at most one boundary in a cell
     low = next(n for n in range(22, 0, -1) if len(set(boundary_bits >> n)) == len(boundary_bits))
@@ -275,18 +275,28 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
     if device.type != "cpu":
         return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
     values = _values(book.bits, book.signed)
-    each, byte = values[:16], np.arange(256)
-    pairs = np.stack([each[byte & 15], each[byte >> 4]], axis=-1)
     return _Tables(
         torch.from_numpy(values.copy()),
-        torch.from_numpy(_steps(values)),
-        torch.from_numpy(pairs).view(torch.int64).squeeze(-1),
+        torch.from_numpy(steps(boundaries(values)[1])),
+        pairs(values[:16]),
     )
 
 
-def _steps(values: np.ndarray) -> np.ndarray:
-    """`step` of the module docstring, int32 [_CELLS], negative cells before the others."""
-    _, boundary = _boundaries(values)
+def pairs(values: np.ndarray) -> Tensor:
+    """int64 [256], of each byte: the two float32 values of its 4-bit codes. `values`: float32, one a code."""
+    byte = np.arange(256)
+    both = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
+    return torch.from_numpy(both).view(torch.int64).squeeze(-1)
+
+
+def share_a_cell(boundary: np.ndarray) -> bool:
+    """Whether two of these boundaries fall into one cell, so that `steps` cannot tell them apart."""
+    return len(set(boundary.view(np.uint32) >> 16)) < len(boundary)
+
+
+def steps(boundary: np.ndarray) -> np.ndarray:
+    """`step` of the module docstring, int32 [_CELLS], negative cells before the others. `boundary`: float32, the
+    largest x of each code but the last."""
     cell = np.arange(-_CELLS // 2, _CELLS // 2, dtype=np.int64)
     bits = (cell << 16).astype(np.int32)
     last = (bits | 0xFFFF).view(np.float32)
@@ -325,10 +335,15 @@ _LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
 def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
-    raw = x.reshape(-1).view(torch.int32)
     step = _on_device(Codebook(bits, signed), x.device).step
+    return ranks(x, step).to(torch.uint8)
+
+
+def ranks(x: Tensor, step: Tensor) -> Tensor:
+    """int32 of the shape of float32 x: how many boundaries of `step`, from `steps`, lie below each element."""
+    raw = x.reshape(-1).view(torch.int32)
     code = step.index_select(0, (raw >> 16).add_(_CELLS // 2))
-    return code.add_(raw).bitwise_right_shift_(16).abs_().to(torch.uint8).view(x.shape)
+    return code.add_(raw).bitwise_right_shift_(16).abs_().view(x.shape)
 
 
 def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:

@@ -37,7 +37,7 @@ from lowbit.affine import (
     unclamped_codes,
 )
 from lowbit.code_range import clamped, within_range
-from lowbit.scheme import Float8, Spec, crop
+from lowbit.scheme import Int, Spec, crop
 
 RATE = 0.125
 """Scale per unit of its parameter."""
@@ -85,7 +85,7 @@ def qparams(
     least = smallest_scale(scale.dtype)
     scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
     fmt = spec.format
-    if isinstance(fmt, Float8) or not spec.has_zero_point:
+    if not isinstance(fmt, Int) or not spec.has_zero_point:
         return scale, None
     if spec.mapping == "half_integer":
         return scale, half_step(scale, scale.dtype)
@@ -252,7 +252,7 @@ def gradients(
 def _code_of_z(spec: Spec) -> float:
     """The code, also between two, whose value is z."""
     fmt = spec.format
-    if isinstance(fmt, Float8) or spec.mapping == "asymmetric":
+    if not isinstance(fmt, Int) or spec.mapping == "asymmetric":
         return 0
     middle = (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
     return middle - 0.5 if spec.mapping == "half_integer" else middle

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from lowbit.affine import Mapping
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.lookup_table import E2M1, NF4
+from lowbit.scheme import Float8, Int, Scales, Scheme, Spec
 
 _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
 """For each number of bits, the largest group in which "symmetric_no_clipping_err" has the smaller error. With 6 or more
@@ -120,3 +121,27 @@ def Float8StaticActivationFloat8Weight() -> Scheme:
     finds."""
     activation = Spec(Float8(), PerTensor(), static=True)
     return Scheme(weight=Float8WeightOnly().weight, activation=activation)
+
+
+def NF4WeightOnly(group_size: int = 64, double_quantization: bool = False) -> Scheme:
+    """4-bit NormalFloat weights (QLoRA, arXiv 2305.14314): one float32 scale a group of `group_size` inputs.
+
+    `double_quantization` stores each scale in 8 bits, and one float32 for up to 256 scales: 4.13 to 4.25 bits a weight
+    instead of 4.5, in groups of 64. The values are those of bitsandbytes' nf4 where `group_size` divides in_features.
+    """
+    scales: Scales = "double" if double_quantization else "float"
+    return Scheme(Spec(NF4, PerGroup(group_size), scale_format=scales))
+
+
+def MXFP4WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+    """FP4 (E2M1) weights whose scale is a power of two for each 32 inputs, in 8 bits: 4.25 bits a weight.
+
+    The two mappings choose the power of two, and are stored alike (`lowbit.scale_format`): "symmetric" by the rule of
+    OCP Microscaling Formats v1.0; "symmetric_no_clipping_err" by that of compressed-tensors, whose error is smaller.
+    """
+    return Scheme(Spec(E2M1, PerGroup(32), mapping, scale_format="e8m0"))
+
+
+def NVFP4WeightOnly() -> Scheme:
+    """FP4 (E2M1) weights with an e4m3 scale for each 16 inputs, and one float32 scale for all: 4.5 bits a weight."""
+    return Scheme(Spec(E2M1, PerGroup(16), scale_format="e4m3"))

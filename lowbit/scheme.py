@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from lowbit.affine import (
     VALUE_ZERO_POINT,
     Mapping,
+    absmax_of_blocks,
     choose_qparams_affine,
     dequantize_affine,
     fake_quantize_affine,
@@ -31,6 +32,8 @@ from lowbit.affine import (
 )
 from lowbit.code_range import FLOAT8_DTYPES, FLOATS, clamped, within_range
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
+from lowbit.lookup_table import TABLES, LookupTable
+from lowbit.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.search import search_qparams_affine
 
 
@@ -84,6 +87,10 @@ class Float8:
         return torch.finfo(self.dtype).max
 
 
+Format = Int | Float8 | LookupTable
+Scales = Literal["float", "e8m0", "e4m3", "double"]
+
+
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
     """The leading `shape` of a padded tensor: a view, or `t` itself where nothing was padded."""
     for dim, size in enumerate(shape):
@@ -97,25 +104,30 @@ class Spec:
     """How one tensor is quantized.
 
     Args:
-        format: `Int(bits, signed)` or `Float8(dtype)`.
+        format: `Int(bits, signed)`, `Float8(dtype)` or a `LookupTable`, such as `NF4` and `E2M1`.
         granularity: which elements share a scale: `PerTensor`, `PerRow`, `PerGroup(g)`, `PerToken`, `PerBlock`.
         mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point" or "half_integer" (see
             `lowbit.affine`).
         static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
+        scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3" or "double" (see
+            `lowbit.scale_format`).
 
     Raises:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
     """
 
-    format: Int | Float8
+    format: Format
     granularity: Granularity
     mapping: Mapping = "symmetric"
     static: bool = field(default=False, kw_only=True)
+    scale_format: Scales = field(default="float", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, Int | Float8):
-            raise TypeError(f"format must be Int(bits) or Float8(), got {self.format!r}")
+        if not isinstance(self.format, Format):
+            raise TypeError(
+                f"format must be Int(bits) or Float8(), or a LookupTable, got {self.format!r}"
+            )
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
                 f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken(), PerBlock(...) or another "
@@ -129,7 +141,9 @@ class Spec:
             raise ValueError(
                 f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}"
             )
-        if self.format.bits == 1 and self.mapping.startswith("symmetric"):
+        self._check_scale_format()
+        one_bit = isinstance(self.format, Int) and self.format.bits == 1
+        if one_bit and self.mapping.startswith("symmetric"):
             raise ValueError(
                 f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric' or "
                 "'half_integer'"
@@ -141,11 +155,44 @@ class Spec:
                 f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
             )
 
+    def __repr__(self) -> str:
+        left_out = () if self.scales is not None else ("scale_format",)
+        shown = [f.name for f in fields(self) if f.name not in left_out]
+        return f"Spec({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def _check_scale_format(self) -> None:
+        if self.scale_format not in SCALE_FORMATS:
+            raise ValueError(
+                f"unknown scale_format {self.scale_format!r}; accepted: {', '.join(SCALE_FORMATS)}"
+            )
+        if not isinstance(self.format, LookupTable):
+            if self.scale_format != "float":
+                raise ValueError(
+                    f"scale_format={self.scale_format!r} is for a LookupTable, such as NF4 and E2M1; {self.format} "
+                    "takes 'float'"
+                )
+            return
+        accepted = ["symmetric"]
+        if self.scale_format == "e8m0":
+            accepted.append("symmetric_no_clipping_err")
+        if self.mapping not in accepted:
+            raise ValueError(
+                f"a LookupTable with scale_format={self.scale_format!r} has no zero point: mapping must be "
+                f"{' or '.join(map(repr, accepted))}, got {self.mapping!r}"
+            )
+
+    @property
+    def scales(self) -> ScaleFormat | None:
+        """How scales are stored; None: as they are, in a floating dtype."""
+        return SCALE_FORMATS[self.scale_format]
+
     def same_values(self, other: Spec) -> bool:
         """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
         scales but decode them alike."""
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
-        return self == (replace(other, mapping=self.mapping) if symmetric else other)
+        if not symmetric:
+            return self == other
+        return replace(self, mapping="symmetric") == replace(other, mapping="symmetric")
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dimension rounded up to a whole number of blocks."""
@@ -179,6 +226,8 @@ class Spec:
                 f"{self} is static: its scale belongs to the layer, not to the present input; call the module itself "
                 "(not F.linear with its weight), or take a dynamic activation (static=False)"
             )
+        if self.scales is not None:
+            return self.scales.decode(self.choose_scales(x)), None
         scale, zero_point = choose_qparams_affine(
             *self._affine_arguments(x),
             scale_dtype=scale_dtype,
@@ -186,6 +235,27 @@ class Spec:
             keepdim=True,
         )
         return scale, zero_point if self.has_zero_point else None
+
+    def choose_scales(self, x: Tensor, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The scales of `x` (already padded) as they are stored, by name, where `scales` says how.
+
+        `kept`: the parts of a weight that keeps what all of its blocks share.
+        """
+        assert self.scales is not None and isinstance(self.format, LookupTable)
+        if x.ndim < 2:
+            raise ValueError(
+                f"{self} is for matrices [..., N, K], got shape {tuple(x.shape)}; reshape it"
+            )
+        absmax = absmax_of_blocks(x, self.block_size(x.shape))
+        return self.scales.encode(absmax, self.format, self.mapping, kept)
+
+    def check_free_scales(self, what: str, way_out: str) -> None:
+        """Raise ValueError if scales cannot take any floating value. `what` needs such scales."""
+        if self.scales is not None:
+            raise ValueError(
+                f"{what} needs scales that take any value, and {self} stores them as {self.scale_format!r}; "
+                f"{way_out}, or take scale_format='float'"
+            )
 
     def search_qparams(
         self, x: Tensor, scale_dtype: torch.dtype, importance: Tensor | None = None
@@ -200,8 +270,9 @@ class Spec:
                 makes it the error of the layer's output, if channels are uncorrelated.
 
         Raises:
-            ValueError: an importance that does not fit.
+            ValueError: an importance that does not fit; a `scale_format` other than "float".
         """
+        self.check_free_scales("a search of scales", "call quantize_ with scales='minmax'")
         padded = self.pad(x)
         if padded is not x and (importance is not None or self.zero_point_is_value):
             importance = self._pad_importance(importance, x)
@@ -240,7 +311,7 @@ class Spec:
     @property
     def has_zero_point(self) -> bool:
         """Whether each scale has a zero point beside it; otherwise the zero point is 0."""
-        if isinstance(self.format, Float8):
+        if not isinstance(self.format, Int):
             return False
         return not (self.format.signed and self.mapping.startswith("symmetric"))
 
@@ -257,8 +328,9 @@ class Spec:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codes, scale, zero_point) of `x`.
 
-        codes: `padded_shape(x.shape)`, dtype of the format; scale and zero_point: blocks along each dimension. These
-        are `qparams` where given, and otherwise those of `choose_qparams`.
+        codes: `padded_shape(x.shape)`, dtype of the format, and for a LookupTable its values in float32; scale and
+        zero_point: blocks along each dimension. These are `qparams` where given, and otherwise those of
+        `choose_qparams`.
         """
         x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype) if qparams is None else qparams
@@ -278,19 +350,22 @@ class Spec:
         return clamped(codes, fmt.dtype, low, high), inside
 
     def may_clip(self, scale_dtype: torch.dtype) -> bool:
-        """Whether values may clip by the scale that `choose_qparams` gives in this dtype.
+        """Whether values may clip by the scale that `choose_qparams` gives in this dtype; else backward needs no mask.
 
         "symmetric_no_clipping_err" and float8 put the largest value on the last code. The rounding of a scale to
-        bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most, and ties round to the even last
-        code. In float16 small scales are subnormal and have fewer digits.
+        bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which rounds to
+        -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer digits.
         """
-        exact = self.mapping == "symmetric_no_clipping_err" or isinstance(self.format, Float8)
-        return self.static or not exact or scale_dtype is torch.float16
+        if self.static or scale_dtype is torch.float16 or isinstance(self.format, LookupTable):
+            return True
+        is_float8 = isinstance(self.format, Float8)
+        return not is_float8 and self.mapping != "symmetric_no_clipping_err"
 
     def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
         """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
 
-        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative.
+        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative, unless
+        the `scale_format` has no sign.
         """
         blocks = self.blocks(shape)
         if scale.dtype not in FLOATS or tuple(scale.shape) != blocks:
@@ -319,6 +394,8 @@ class Spec:
                 "negative or not, is finite, not zero, and has a finite reciprocal; `choose_qparams` and "
                 "`search_qparams` give such scales"
             )
+        if self.scales is not None:
+            self.scales.encode_given(scale)
 
     def unclamped_codes(
         self, x: Tensor, scale_dtype: torch.dtype
@@ -326,7 +403,7 @@ class Spec:
         """`quantize` without the clamp: codes in the narrowest dtype that still shows which of them clip.
 
         The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes of which some may
-        clip; float8 for float8, which never clips at its own scale.
+        clip; float8 for float8, which never clips at its own scale; float32 for a LookupTable.
         """
         x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype)
@@ -340,6 +417,8 @@ class Spec:
     def narrowed(self, codes: Tensor, may_clip: bool = True) -> Tensor:
         """float32 codes before the clamp, in the dtype that `unclamped_codes` names."""
         fmt = self.format
+        if isinstance(fmt, LookupTable):
+            return codes
         low, high = fmt.quant_min, fmt.quant_max
         if isinstance(fmt, Float8) or not may_clip:
             return codes.clamp(low, high).to(fmt.dtype)
@@ -348,8 +427,10 @@ class Spec:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether elements of several rows (indices of dimension 0) may share a scale."""
-        return self.granularity.shares_rows
+        """Whether the scale of a row (an index of dimension 0) may depend on other rows."""
+        return self.granularity.shares_rows or (
+            self.scales is not None and bool(self.scales.shared)
+        )
 
     def dequantize(
         self,
@@ -366,19 +447,6 @@ class Spec:
             codes, block, scale, zero_point, fmt.quant_min, fmt.quant_max, output_dtype=output_dtype
         )
         return crop(values, shape)
-
-    def never_clips(self, scale_dtype: torch.dtype) -> bool:
-        """Whether no code of a tensor by its own scales lies beyond the range, so that backward needs no mask.
-
-        "symmetric_no_clipping_err" puts the largest value on a code. A scale that is rounded to bfloat16 moves this
-        value by up to 1/256 of it: -128 to -128.5, which rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too.
-        Scales of float16 may be subnormal numbers, whose rounding moves it further.
-        """
-        return (
-            self.mapping == "symmetric_no_clipping_err"
-            and not self.static
-            and scale_dtype is not torch.float16
-        )
 
     def rounded(
         self, x: Tensor, scale_dtype: torch.dtype = torch.float32, masked: bool = True
@@ -403,7 +471,7 @@ class Spec:
         padded = self.pad(x)
         with torch.no_grad():
             scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
-        return self._fake_quantize(x, scale, zero_point, not self.never_clips(scale_dtype))
+        return self._fake_quantize(x, scale, zero_point, self.may_clip(scale_dtype))
 
     def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         """`fake_quantize` with a scale and zero point that are given, one element a block."""
@@ -438,6 +506,10 @@ class Scheme:
             return
         if not isinstance(self.activation, Spec):
             raise TypeError(f"activation must be a Spec or None, got {self.activation!r}")
+        if isinstance(self.activation.format, LookupTable):
+            raise ValueError(
+                f"a LookupTable is for weights, got an activation {self.activation}; accepted: Int(bits) or Float8()"
+            )
         if not isinstance(self.activation.granularity, PerToken | PerTensor | PerGroup):
             raise ValueError(
                 "an activation takes PerToken(), PerTensor() or PerGroup(g), got "
@@ -479,6 +551,7 @@ class Scheme:
         """A report's note on a weight that was converted."""
         spec, activation = self.weight, self.activation
         note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
+        note += "" if spec.scales is None else f", {spec.scale_format} scales"
         if activation is not None:
             note += f"; activation {activation.format}, {activation.granularity}"
             note += ", static" if activation.static else ""
@@ -512,12 +585,27 @@ class Scheme:
 
 def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     fmt, gran = spec.format, spec.granularity
-    described: dict[str, Any] = {"float8": str(fmt.dtype).removeprefix("torch.")}
+    described: dict[str, Any]
     if isinstance(fmt, Int):
         described = {"bits": fmt.bits, "signed": fmt.signed}
+    elif isinstance(fmt, Float8):
+        described = {"float8": str(fmt.dtype).removeprefix("torch.")}
+    elif fmt.name in TABLES:
+        described = {"table": fmt.name}
+    else:
+        described = {"table": list(fmt.values), "ties_to_even": fmt.ties_to_even}
     granularity = [type(gran).__name__, *gran.sizes()]
-    found = {"format": described, "granularity": granularity, "mapping": spec.mapping}
-    return {**found, "static": True} if spec.static else found  # as files of earlier versions
+    found: dict[str, Any] = {
+        "format": described,
+        "granularity": granularity,
+        "mapping": spec.mapping,
+    }
+    # others as in files of earlier versions
+    if spec.static:
+        found["static"] = True
+    if spec.scales is not None:
+        found["scale_format"] = spec.scale_format
+    return found
 
 
 def _spec_from_dict(data: dict[str, Any]) -> Spec:
@@ -528,6 +616,21 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
         raise ValueError(
             f"unknown granularity {name!r}; accepted: {', '.join(kinds)}; import the module that defines another first"
         )
-    is_float8 = "float8" in fmt
-    format = Float8(getattr(torch, fmt["float8"])) if is_float8 else Int(fmt["bits"], fmt["signed"])
-    return Spec(format, kinds[name](*sizes), data["mapping"], static=data.get("static", False))
+    return Spec(
+        _format_from_dict(fmt),
+        kinds[name](*sizes),
+        data["mapping"],
+        static=data.get("static", False),
+        scale_format=data.get("scale_format", "float"),
+    )
+
+
+def _format_from_dict(described: dict[str, Any]) -> Format:
+    if "float8" in described:
+        return Float8(getattr(torch, described["float8"]))
+    if "table" not in described:
+        return Int(described["bits"], described["signed"])
+    table = described["table"]
+    if isinstance(table, str):
+        return TABLES[table]
+    return LookupTable(tuple(table), described["ties_to_even"])

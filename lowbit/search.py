@@ -41,7 +41,7 @@ from lowbit.affine import (
     round_to_grid,
     smallest_scale,
 )
-from lowbit.code_range import FLOAT8_DTYPES, quant_range
+from lowbit.code_range import CodeType, is_value, quant_range
 
 CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""
@@ -72,19 +72,20 @@ class _Format:
     """What is searched for: a mapping, a code range, and the dtypes of scale and zero point."""
 
     mapping: Mapping
-    dtype: torch.dtype
+    dtype: CodeType
     low: float
     high: float
     scale_dtype: torch.dtype
     zero_point_dtype: torch.dtype | None
 
     @property
-    def is_float8(self) -> bool:
-        return self.dtype in FLOAT8_DTYPES
+    def has_values(self) -> bool:
+        """Whether codes are values: those of float8 or of a table."""
+        return is_value(self.dtype)
 
     @property
     def bits(self) -> int:
-        return 8 if self.is_float8 else max(round(math.log2(self.high - self.low + 1)), 1)
+        return 8 if self.has_values else max(round(math.log2(self.high - self.low + 1)), 1)
 
     @property
     def mid(self) -> float:
@@ -98,7 +99,7 @@ class _Format:
     @property
     def may_be_negative(self) -> bool:
         """Whether a scale of the other sign gives other values."""
-        return self.mapping.startswith("symmetric") and not self.is_float8
+        return self.mapping.startswith("symmetric") and not self.has_values
 
     def min_max(self, x: Tensor, block_size: Sequence[int], *ends: Tensor) -> QParams:
         """The choice of `choose_qparams_affine`, for x or for the smallest and largest value of each block."""
@@ -276,7 +277,9 @@ def _ratios(fmt: _Format, count: int) -> list[float]:
     largest = 1.0
     if fmt.may_be_negative:  # to where neither end clips
         largest = (fmt.high - fmt.low) / (fmt.high - fmt.low - 1)
-    least = 0.5 if fmt.is_float8 else SMALLEST_RATIO[min(fmt.bits, 8)]  # float8 repeats itself
+    least = SMALLEST_RATIO[min(fmt.bits, 8)]
+    if fmt.has_values:  # float8 repeats itself
+        least = 0.5
     return [least + (largest - least) * i / (count - 1) for i in range(count)]
 
 
@@ -376,7 +379,7 @@ def search_qparams_affine(
     input: Tensor,
     mapping: Mapping,
     block_size: Sequence[int],
-    target_dtype: torch.dtype,
+    target_dtype: CodeType,
     quant_min: float | None = None,
     quant_max: float | None = None,
     *,
@@ -391,7 +394,7 @@ def search_qparams_affine(
 
     Args:
         input: real floating tensor; a meta tensor gets min-max's shapes.
-        target_dtype: int8 or uint8, with ranges of 1 to 8 bits, or float8.
+        target_dtype: int8 or uint8, with ranges of 1 to 8 bits, or float8 or a `LookupTable`.
         importance: floating, finite, not negative, broadcastable to `input`; None for 1. A block whose importance is 0
             keeps min-max's choice.
 
@@ -400,7 +403,7 @@ def search_qparams_affine(
     """
     low, high = quant_range(target_dtype, quant_min, quant_max)
     fmt = _Format(mapping, target_dtype, low, high, scale_dtype, zero_point_dtype)
-    if not fmt.is_float8 and high - low > 255:
+    if not fmt.has_values and high - low > 255:
         raise ValueError(
             f"the search takes ranges of up to 8 bits, got {low}..{high}; use choose_qparams_affine"
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowbit.granularity import PerBlock, PerGroup
+from lowbit.lookup_table import LookupTable
 from lowbit.scheme import Int, Spec
 
 LOW_BITS = frozenset({"int8", "e4m3", "e5m2"})
@@ -145,11 +146,10 @@ def specs_name(weight: Spec, activation: Spec | None) -> str:
 
 def _spec_name(spec: Spec) -> str:
     fmt, granularity = spec.format, spec.granularity
-    name = (
-        f"{'' if fmt.signed else 'u'}int{fmt.bits}"
-        if isinstance(fmt, Int)
-        else dtype_name(fmt.dtype)
-    )
+    if isinstance(fmt, Int):
+        name = f"{'' if fmt.signed else 'u'}int{fmt.bits}"
+    else:
+        name = fmt.name if isinstance(fmt, LookupTable) else dtype_name(fmt.dtype)
     if spec.static:
         name += "-static"
     elif isinstance(granularity, PerGroup):
@@ -159,4 +159,6 @@ def _spec_name(spec: Spec) -> str:
     else:
         name += "-" + type(granularity).__name__.removeprefix("Per").lower()
         name += "x".join(map(str, granularity.sizes()))
+    if spec.scales is not None:
+        name += f"-{spec.scale_format}"
     return name if spec.mapping.startswith("symmetric") else f"{name}-{spec.mapping}"

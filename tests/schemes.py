@@ -6,6 +6,7 @@ ranges itself, so that a mistake in `Spec` or in a tensor class shows.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -28,6 +29,11 @@ WEIGHT_ONLY = {
     "int6-row-asymmetric": lb.IntxWeightOnly(6, None, "asymmetric"),
     "float8": lb.Float8WeightOnly(),
     "int5-blocks": lb.Scheme(lb.Spec(lb.Int(5, signed=False), lb.PerBlock(4, 8))),
+    "nf4-g16": lb.NF4WeightOnly(16),
+    "nf4-g16-double": lb.NF4WeightOnly(16, double_quantization=True),
+    "mxfp4": lb.MXFP4WeightOnly(),
+    "mxfp4-ocp": lb.MXFP4WeightOnly("symmetric"),
+    "nvfp4": lb.NVFP4WeightOnly(),
     "int4-tensor": lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor(), "symmetric_no_clipping_err")),
 }
 DYNAMIC = {
@@ -42,6 +48,9 @@ DYNAMIC = {
         lb.Spec(lb.Int(8), lb.PerRow()), lb.Spec(lb.Int(8), lb.PerTensor())
     ),
 }
+FREE_SCALES = {n: s for n, s in WEIGHT_ONLY.items() if s.weight.scale_format == "float"}
+"""Scales take any value: they can be searched and learned."""
+AFFINE = {n: s for n, s in WEIGHT_ONLY.items() if not isinstance(s.weight.format, lb.LookupTable)}
 PER_TOKEN = {name: s for name, s in DYNAMIC.items() if name != "tensor-int8xint8"}
 SCHEMES = {**WEIGHT_ONLY, **DYNAMIC}
 
@@ -57,6 +66,7 @@ _sizes = st.integers(1, 40)
 formats = st.one_of(
     st.builds(lb.Int, st.integers(1, 8), st.booleans()),
     st.builds(lb.Float8, st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])),
+    st.sampled_from([lb.NF4, lb.E2M1]),
 )
 granularities = st.one_of(
     st.sampled_from([lb.PerTensor(), lb.PerRow(), lb.PerToken()]),
@@ -72,18 +82,32 @@ MAPPINGS = (
 )
 
 
-def _fits(fmt: lb.Int | lb.Float8, mapping: str) -> bool:
-    if isinstance(fmt, lb.Float8):
+def _fits(fmt: lb.Int | lb.Float8 | lb.LookupTable, mapping: str) -> bool:
+    if not isinstance(fmt, lb.Int):
         return mapping == "symmetric"
     return fmt.bits > 1 or not mapping.startswith("symmetric")
+
+
+def _scale_formats(fmt: lb.Int | lb.Float8 | lb.LookupTable) -> st.SearchStrategy[str]:
+    is_table = isinstance(fmt, lb.LookupTable)
+    return st.sampled_from(["float", "e8m0", "e4m3", "double"] if is_table else ["float"])
 
 
 specs = (
     st.tuples(formats, granularities, st.sampled_from(MAPPINGS))
     .filter(lambda parts: _fits(parts[0], parts[2]))
-    .map(lambda parts: lb.Spec(*parts))
+    .flatmap(
+        lambda parts: st.builds(
+            lb.Spec, *map(st.just, parts), scale_format=_scale_formats(parts[0])
+        )
+    )
 )
-activation_specs = specs.filter(lambda s: isinstance(s.granularity, lb.PerToken | lb.PerTensor))
+activation_specs = specs.filter(
+    lambda s: (
+        isinstance(s.granularity, lb.PerToken | lb.PerTensor)
+        and not isinstance(s.format, lb.LookupTable)
+    )
+)
 
 
 def weight_specs(rank: int) -> st.SearchStrategy[lb.Spec]:
@@ -118,6 +142,8 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
     inside = tuple(slice(n) for n in shape)
     padded[inside] = x
     fmt = spec.format
+    if isinstance(fmt, lb.LookupTable):
+        return _rounded_to_table(padded.float(), spec, block)[inside].double()
     if isinstance(fmt, lb.Float8):
         dtype, low, high = fmt.dtype, None, None
     elif fmt.signed:
@@ -130,6 +156,54 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
     )
     codes = quantize_affine(padded, block, scale, zero, dtype, low, high)
     return dequantize_affine(codes, block, scale, zero, low, high)[inside].double()
+
+
+def _rounded_to_table(x: Tensor, spec: lb.Spec, block: tuple[int, ...]) -> Tensor:
+    """`rounded` of padded x: the nearest of all values, times the scale as it is stored."""
+    counts = [size // b for size, b in zip(x.shape, block, strict=True)]
+    tiled = x.reshape([n for pair in zip(counts, block, strict=True) for n in pair])
+    largest = max(abs(v) for v in spec.format.values)
+    absmax = tiled.abs().amax(list(range(1, tiled.ndim, 2)))
+    scale = absmax / largest
+    if spec.scale_format == "e8m0":
+        mantissa, exponent = absmax.clamp(min=2.0**-100).frexp()  # mantissa in [0.5, 1)
+        if spec.mapping != "symmetric":
+            exponent = exponent + (mantissa >= 0.875)
+        scale = torch.ldexp(torch.ones(()), exponent - 1 - int(math.log2(largest)))
+    elif spec.scale_format == "e4m3":
+        most = absmax.amax((-2, -1), keepdim=True)
+        whole = torch.full_like(most, 448 * largest) / most  # a number / a tensor is rounded twice
+        whole = torch.where(most == 0, 1.0, whole)
+        scale = (scale * whole).clamp(min=2.0**-9, max=448).to(torch.float8_e4m3fn).float() / whole
+    elif spec.scale_format == "double":
+        scale = _quantized_twice(scale)
+    scale = scale.reshape([n for count in counts for n in (count, 1)])
+    least = torch.where(scale.abs() < 2.0**-126, 2.0**-126, scale)
+    values = torch.tensor(spec.format.values)
+    return (values[_nearest(tiled * (1 / least), spec.format)] * scale).view(x.shape)
+
+
+def _quantized_twice(scale: Tensor) -> Tensor:
+    """Each matrix [N, G] of scales around its mean, in flat blocks of 256, to 8 bits."""
+    if scale.ndim > 2:
+        return torch.stack([_quantized_twice(part) for part in scale])
+    offset = scale.double().mean().float()
+    book = torch.tensor(lb.lookup_table.DYNAMIC8.values)
+    found = []
+    for part in (scale.flatten() - offset).split(256):
+        absmax = part.abs().max()
+        code = ((part / absmax.clamp(min=2.0**-126)).unsqueeze(-1) - book).abs().argmin(-1)
+        found.append(book[code] * absmax)
+    return torch.cat(found).view(scale.shape) + offset
+
+
+def _nearest(x: Tensor, table: lb.LookupTable) -> Tensor:
+    """Codes of the nearest values. At a tie the smaller value, or the even code."""
+    values = torch.tensor(table.values, dtype=torch.float64)
+    distance = (x.double().unsqueeze(-1) - values).abs()
+    tied = distance == distance.amin(-1, keepdim=True)
+    order = torch.arange(len(values)) % 2 if table.ties_to_even else values
+    return torch.where(tied, order.double(), torch.inf).argmin(-1)
 
 
 def rounded_activation(x: Tensor, spec: lb.Spec | None) -> Tensor:

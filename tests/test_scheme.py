@@ -53,7 +53,11 @@ def test_impossible_float8_dtypes(dtype: object) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: lb.Spec("int4", ROW), TypeError, r"Int\(bits\) or Float8\(\), got 'int4'"),
+        (
+            lambda: lb.Spec("int4", ROW),
+            TypeError,
+            r"Int\(bits\) or Float8\(\), or a LookupTable, got 'int4'",
+        ),
         (lambda: lb.Spec(4, ROW), TypeError, r"got 4"),
         (lambda: lb.Spec(lb.Int(4), 128), TypeError, r"PerGroup\(g\).*got 128"),
         (lambda: lb.Spec(lb.Int(4), lb.PerGroup), TypeError, r"granularity must be"),
@@ -221,12 +225,14 @@ def test_a_spec_rounds_as_the_primitives_do(
 ) -> None:
     generator = torch.Generator().manual_seed(sum(shape))
     x = (torch.randn(shape, generator=generator) * 10**magnitude).to(dtype)
-    codes, scale, zero_point = spec.quantize(x, dtype)
-    assert codes.shape == spec.padded_shape(shape) and codes.dtype == spec.format.dtype
+    is_table = isinstance(spec.format, lb.LookupTable)
+    code_dtype, scale_dtype = (torch.float32,) * 2 if is_table else (spec.format.dtype, dtype)
+    codes, scale, zero_point = spec.quantize(x, scale_dtype)
+    assert codes.shape == spec.padded_shape(shape) and codes.dtype == code_dtype
     values = spec.dequantize(codes, scale, zero_point, shape, torch.float32)
     if x.numel():
         assert torch.equal(values.double(), rounded(x, spec))
-    assert torch.equal(spec.fake_quantize(x, dtype), values.to(dtype))
+    assert torch.equal(spec.fake_quantize(x, scale_dtype), values.to(dtype))
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)

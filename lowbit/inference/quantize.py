@@ -63,15 +63,19 @@ def quantize_(
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: unknown `scales`; nothing to convert; a pattern that chooses nothing; an integer, complex, NaN or
-            infinite weight; a static activation that `lowbit.calibrate` has not seen with this scheme. The model is
-            then as it was.
+        ValueError: unknown `scales`, or "searched" with a `scale_format` other than "float"; nothing to convert; a
+            pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static activation that
+            `lowbit.calibrate` has not seen with this scheme. The model is then as it was.
     """
     if scales not in get_args(Scales):
         raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)
+        if scales == "searched":
+            target.scheme.weight.check_free_scales(
+                f"{target.owners[0].fqn}: scales='searched'", "call quantize_ with scales='minmax'"
+            )
     modules = {owner.module for target in targets for owner in target.owners}
     trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]
     if 0 < len(trained) < len(targets):

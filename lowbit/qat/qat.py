@@ -84,7 +84,8 @@ def prepare_(
 
     Raises also:
         TypeError: `gradients` is no scheme of mixed precision.
-        ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units.
+        ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units;
+            learned scales of a scheme whose `scale_format` is not "float".
         NotImplementedError: adapters that cannot be merged, by name (`lowbit.qat.lora`). The model is then as it was.
     """
     if scales not in ("present", "learned"):
@@ -98,6 +99,11 @@ def prepare_(
     lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
     for target in targets:
         _check_static(target, id(target.weight) in layers)
+        if scales == "learned" and _why_present(target) is None:
+            target.scheme.weight.check_free_scales(
+                f"{target.owners[0].fqn}: scales='learned'",
+                "call prepare_ with scales='present', which rounds them as they are stored",
+            )
     modules = _modules(targets)
     static = [
         (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static

@@ -12,6 +12,7 @@ from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.state_dict import joined
+from lowbit.tensor.table_tensor import TableTensor
 from lowbit.tensor.ternary import TernaryTensor
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Int8WeightTensor",
     "LowbitTensor",
     "MixedPrecisionTensor",
+    "TableTensor",
     "TernaryTensor",
     "joined",
 ]

@@ -23,7 +23,7 @@ merging loses nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -32,19 +32,20 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 import lowbit_kernels as kernels
-from lowbit.affine import quantize_affine
 from lowbit.granularity import PerGroup, PerRow
+from lowbit.lookup_table import LookupTable
 from lowbit.packing import pack, packed_size, unpack
 from lowbit.products import quantized_linear
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, check_weight
 from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
+from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
 from lowbit.tensor.trainable import GROUPED, MATMULS
 from lowbit.traced import specs_name
 
-torch.serialization.add_safe_globals([Int, Float8, Spec, Scheme])
+torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
@@ -116,7 +117,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         qparams: tuple[Tensor, Tensor | None] | None = None,
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
     ) -> AffineTensor:
-        """Quantize `weight` [..., N, K], rounding to nearest. A Float8 format gives a `Float8Tensor`.
+        """Quantize `weight` [..., N, K], rounding to nearest. A Float8 format gives a `Float8Tensor`, a LookupTable a
+        `TableTensor`.
 
         Args:
             qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
@@ -230,8 +232,16 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return self._dequantize_by_op()
         if (values := self._dequantize_on_cpu()) is not None:
             return values
+        return self._dequantized(shape)
+
+    def _dequantized(self, shape: Sequence[int]) -> Tensor:
+        """The values of a matrix, or a stack of them, of the shape of the codes, by PyTorch's operations."""
         codes = self._load(self.spec.padded_shape(shape)[-1])
         return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
+
+    def scale_values(self) -> Tensor:
+        """The scale of each block, as `lowbit.affine` takes it."""
+        return self.scale
 
     def _fits_dequantize_op(self) -> bool:
         spec = self.spec
@@ -281,6 +291,10 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         """The inner tensors that describe the input, by name. Slices share them, and a write keeps them."""
         return {k: t for k, t in self.inner_tensors().items() if k.startswith("input_")}
 
+    def _common(self, dim: int) -> dict[str, Tensor]:
+        """The inner tensors that all parts along dimension `dim` share, by name."""
+        return self._of_input()
+
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
         is_known = not values.is_meta and not torch.compiler.is_compiling()
@@ -311,7 +325,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             raise self._unsupported(
                 f"sharding rows that share scales in blocks of {block} (accepted: shards of whole blocks)"
             )
-        names = self.inner_tensors().keys() - self._of_input().keys()
+        names = self.inner_tensors().keys() - self._common(0).keys()
         return ("codes",) if block == 0 else tuple(n for n in self.tensor_attrs if n in names)
 
     def _take(self, rows: Tensor) -> Self:
@@ -339,13 +353,17 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         elif end == size:  # keep the padding that belongs to the last block
             end = self.spec.padded_shape(self.shape)[dim]
         codes = self.codes.narrow(dim, start * bits // 8, packed_size(end - start, bits))
-        tensors: dict[str, Tensor | None] = {"codes": codes, **self._of_input()}
-        for name in ("scale", "zero_point"):
-            t = getattr(self, name)
-            if t is not None and block:
-                t = t.narrow(dim, start // block, -(-(end - start) // block))
-            tensors[name] = t
-        return self._with(tensors, shape)
+        tensors = self.inner_tensors()
+        if block:
+            count = -(-(end - start) // block)
+            tensors.update(self._scales_of_blocks(dim, start // block, count))
+        return self._with({**tensors, "codes": codes}, shape)
+
+    def _scales_of_blocks(self, dim: int, first: int, count: int) -> dict[str, Tensor]:
+        """The inner tensors of scales and zero points, of `count` blocks along `dim` from block `first` on."""
+        kept = {"codes", *self._common(dim)}
+        own = {name: t for name, t in self.inner_tensors().items() if name not in kept}
+        return {name: t.narrow(dim, first, count) for name, t in own.items()}
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
         """Merges or splits leading dimensions; the blocked ones must stay."""
@@ -354,7 +372,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return None
         if any(self._blocks_along(dim) != 1 for dim in range(self.ndim - 1)):
             return None
-        own, kept = self.inner_tensors(), self._of_input()
+        own, kept = self.inner_tensors(), self._common(0)
         viewed = {k: t.view(*shape[:-1], t.shape[-1]) for k, t in own.items() if k not in kept}
         return self._with({**viewed, **kept}, shape)
 
@@ -363,6 +381,9 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             raise self._unsupported("cat of transposed tensors")
         if not all(self._has_input_of(t) for t in tensors):
             raise self._unsupported("cat of weights with different static scales of their inputs")
+        common = self._common(dim)
+        if not all(self._has_equal(t, common) for t in tensors):
+            raise self._unsupported(f"cat of weights with different {' or '.join(common)}")
         block = self._blocks_along(dim)
         total = sum(t.shape[dim] for t in tensors)
         shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
@@ -378,15 +399,19 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             )
         joined = {
             name: torch.cat([getattr(t, name) for t in tensors], dim)
-            for name in self.inner_tensors().keys() - self._of_input().keys()
+            for name in self.inner_tensors().keys() - common.keys()
         }
-        return self._with({**joined, **self._of_input()}, shape)
+        return self._with({**joined, **common}, shape)
 
     def _has_input_of(self, other: Self) -> bool:
         """Whether both round their inputs by the same static scale, if they have one."""
+        return self._has_equal(other, self._of_input())
+
+    def _has_equal(self, other: Self, own: Mapping[str, Tensor]) -> bool:
+        """Whether `other` has inner tensors equal to `own` of this tensor; on the meta device all are."""
         return self.is_meta or all(
-            t.data_ptr() == (own := getattr(other, name)).data_ptr() or torch.equal(t, own)
-            for name, t in self._of_input().items()
+            t.data_ptr() == (its := getattr(other, name)).data_ptr() or torch.equal(t, its)
+            for name, t in own.items()
         )
 
     def _has_scales_of(self, other: Self) -> bool:
@@ -401,8 +426,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             return super()._new(shape, dtype, device, make)
         if self.transposed or self._blocks_along(0):
             made = super()._new(shape, dtype, device, make)
-            of_input = {name: t.to(device, copy=True) for name, t in self._of_input().items()}
-            return made._with({**made.inner_tensors(), **of_input}) if of_input else made
+            common = {name: t.to(device, copy=True) for name, t in self._common(0).items()}
+            return made._with({**made.inner_tensors(), **common}) if common else made
         zeros = self._slice(0, 0, 0)._pad_rows(shape[0])
         return zeros._map(lambda t: t.to(device, copy=True), dtype=dtype)
 
@@ -465,6 +490,14 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         else:
             for part, own in _row_chunks(weight, values):
                 _requantize(part, own)
+
+    def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
+        """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.affine` takes them."""
+        scale, zero_point = self.spec.choose_qparams(x, self.scale.dtype)
+        parts = (
+            {"scale": scale} if zero_point is None else {"scale": scale, "zero_point": zero_point}
+        )
+        return parts, (scale, zero_point)
 
     def _assign_data(self, values: Any) -> None:
         """`self.data = values`: takes the inner tensors of a low-bit tensor, or quantizes plain values. Aliases of this
@@ -682,25 +715,24 @@ def _requantize(weight: AffineTensor, values: Tensor) -> None:
     if weight.numel() == 0:
         return
     x = spec.pad(values.contiguous())
-    block = spec.block_size(x.shape)
-    fmt = spec.format
-    kept = quantize_affine(
-        x, block, weight.scale, weight.zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
-    )
-    new, scale, zero_point = spec.quantize(values, weight.scale.dtype)
-    own_error = _squared_error(weight, values, kept, weight.scale, weight.zero_point)
-    keeps = own_error <= _squared_error(weight, values, new, scale, zero_point)
+    own = (weight.scale_values(), weight.zero_point)
+    kept, _, _ = spec.quantize(x, qparams=own)
+    parts, qparams = weight._new_scales(x)
+    new, _, _ = spec.quantize(x, qparams=qparams)
+    own_error = _squared_error(weight, values, kept, *own)
+    keeps = own_error <= _squared_error(weight, values, new, *qparams)
     keeps_element = keeps
-    for dim, size in enumerate(block):
+    for dim, size in enumerate(spec.block_size(x.shape)):
         keeps_element = keeps_element.repeat_interleave(size, dim)
-    # as bytes, since float8 has fewer operations
-    codes = torch.where(keeps_element, kept.view(torch.uint8), new.view(torch.uint8)).view(
-        kept.dtype
-    )
-    weight.codes.copy_(weight._store(codes, spec))
-    weight.scale.copy_(torch.where(keeps, weight.scale, scale))
-    if zero_point is not None and weight.zero_point is not None:
-        weight.zero_point.copy_(torch.where(keeps, weight.zero_point, zero_point))
+    weight.codes.copy_(weight._store(_where(keeps_element, kept, new), spec))
+    for name, t in parts.items():
+        held = getattr(weight, name)
+        held.copy_(_where(keeps, held, t))
+
+
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """torch.where of two tensors of one dtype, float8 too, which has fewer operations."""
+    return torch.where(condition, as_bytes(a), as_bytes(b)).view(a.dtype)
 
 
 def _squared_error(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.code_range import within_range
+from lowbit.lookup_table import LookupTable
 from lowbit.products import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
@@ -360,6 +361,11 @@ class FakeQuantizedTensor(MasterWeightTensor):
                 "scale is its module's; accepted: a dynamic activation, or FSDP2"
             )
         spec = self.scheme.weight
+        if spec.scales is not None and spec.scales.shared:
+            raise NotImplementedError(
+                f"tensor parallelism of a weight {tuple(param.shape)} prepared for QAT in {spec}: each part would "
+                f"choose its own {', '.join(spec.scales.shared)}; accepted: FSDP2, or scale_format='e8m0' or 'float'"
+            )
         sizes = spec.block_size(spec.padded_shape(param.shape))
         for mesh_dim, placement in enumerate(param.placements):
             dim = getattr(placement, "dim", None)
@@ -381,7 +387,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
         its codes takes many operations before the gather, and takes longer than the byte that they would save.
         """
         spec = self.scheme.weight
-        if not self.rounds_weight or spec.shares_rows or self.weight.dtype.itemsize <= 2:
+        is_table = isinstance(spec.format, LookupTable)  # codes before the clamp are float32
+        is_short = self.weight.dtype.itemsize <= 2
+        if not self.rounds_weight or spec.shares_rows or is_short or is_table:
             return self
         weight = self.weight.detach()
         dtype = representation_of(spec).scale_dtype(spec, weight.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 import lowbit_kernels as kernels
 from lowbit import learned_scales
 from lowbit.learned_scales import RATE, codes_and_residual, gradients, qparams, steps_of
+from lowbit.lookup_table import LookupTable
 from lowbit.scheme import Spec
 from lowbit_kernels.library import FLOATS
 
@@ -42,6 +43,7 @@ def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
         found
         and type(spec) is Spec  # a subclass may observe what it rounds
         and not spec.static
+        and not isinstance(spec.format, LookupTable)
         and x.dtype in FLOATS
         and all(size == 1 for size in spec.block_size(x.shape)[:-1])
     )
@@ -105,7 +107,7 @@ def rounded(
     asks where the gradient passes.
     """
     x = x.detach()
-    clips = masked and not spec.never_clips(scale_dtype)
+    clips = masked and spec.may_clip(scale_dtype)
     if not runs(spec, x, after is not None) or x.numel() == 0:
         values, mask = spec.rounded(x, scale_dtype, clips)
         return values if dtype is None else values.to(dtype), Inside(mask)

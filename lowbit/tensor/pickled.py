@@ -112,6 +112,12 @@ class Pickling:
             raise ValueError(f"{label} has no {' and no '.join(missing)}") from error
         for name, part in parts.items():
             _check_part(name, part, label, expected.get(name), self.numel() == 0)
+            if part is not None and self.is_floating(name) and part.dtype not in FLOATS:
+                raise ValueError(f"{name} of {part.dtype} does not fit {label}; accepted: {FLOATS}")
+
+    def is_floating(self: Any, name: str) -> bool:
+        """Whether the inner tensor of this name may have any dtype of `lowbit.code_range.FLOATS`, and no other."""
+        return name in ("scale", "weight")
 
     def check_meta(self: Any) -> None:
         """Raise ValueError, or another error that a damaged attribute causes, for impossible metadata."""
@@ -191,8 +197,6 @@ def _check_part(
             f"{name} of {describe_part(part.shape, part.dtype)} does not fit {label}; expected "
             f"{describe_part(shape, dtype)}"
         )
-    if name in ("scale", "weight") and dtype not in FLOATS:
-        raise ValueError(f"{name} of {dtype} does not fit {label}; accepted: {FLOATS}")
 
 
 def describe_part(shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -459,7 +459,8 @@ def join(param: Any, given: Mapping[str, Any], key: str, *, keep_dtypes: bool) -
     first, *others = given
     for name, t in given.items():
         found, wanted = (tuple(t.shape), t.dtype), expected.get(name)
-        if found != wanted or (name == "scale" and t.dtype not in FLOATS):
+        is_of_kind = not own.is_floating(name) or t.dtype in FLOATS
+        if found != wanted or not is_of_kind:
             what = "size mismatch for " if wanted is not None and found[0] != wanted[0] else ""
             raise ValueError(
                 f"{what}{key}.{name}: it is {describe_part(*found)}, expected "

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly
+from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly, NF4WeightOnly, NVFP4WeightOnly
 from lowbit.tensor import Int8WeightTensor, LowbitTensor
 from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, named, same, same_bits, values
@@ -266,6 +266,9 @@ def check_experts(rank, world_size):
     for weight in (
         AffineTensor.from_float(values((3, 16, 100)), Int4WeightOnly(32)),
         FakeQuantizedTensor(values((3, 16, 100)), Int4WeightOnly(32)),
+        AffineTensor.from_float(values((3, 16, 100)), NVFP4WeightOnly()),
+        AffineTensor.from_float(values((3, 16, 100)), NF4WeightOnly(32, double_quantization=True)),
+        FakeQuantizedTensor(values((3, 16, 100)), NVFP4WeightOnly()),
     ):
         whole, model = Experts(weight), Experts(weight.clone())
         fully_shard(model, mesh=mesh)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.tensor.conv_tensor import ConvTensor
-from tests.schemes import WEIGHT_ONLY, over, relative_error
+from tests.schemes import AFFINE, over, relative_error
 
 OPTIONS = {
     "plain": {},
@@ -88,7 +88,7 @@ def test_every_option_of_a_convolution(options: dict, rank: int) -> None:
     assert torch.equal(y, plain(x)) and repr(module) == repr(plain)
 
 
-@over(WEIGHT_ONLY)
+@over(AFFINE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_weight_is_quantized_as_the_matrix_of_its_rows(scheme: lb.Scheme, dtype) -> None:
     for rank, how in itertools.product(RANKS, ["from_float", "searched"]):
@@ -101,7 +101,7 @@ def test_a_weight_is_quantized_as_the_matrix_of_its_rows(scheme: lb.Scheme, dtyp
         assert torch.equal(found.dequantize(), matrix.dequantize().view(w.shape))
 
 
-@over(WEIGHT_ONLY)
+@over(AFFINE)
 def test_models(scheme: lb.Scheme) -> None:
     """Minimum and searched scales, state dicts and files of every kind, and the way back."""
     found, x = quantized(scheme, scales="searched"), image()
@@ -128,7 +128,7 @@ def test_models(scheme: lb.Scheme) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-@over({name: WEIGHT_ONLY[name] for name in ("int4-g8", "float8", "int5-blocks", "int4-tensor")})
+@over({name: AFFINE[name] for name in ("int4-g8", "float8", "int5-blocks", "int4-tensor")})
 def test_files(scheme: lb.Scheme, suffix: str, tmp_path) -> None:
     if suffix == "safetensors":
         pytest.importorskip("safetensors")
@@ -223,7 +223,7 @@ def test_compiled(name: str, backend: str) -> None:
     if backend == "inductor" and name != "int4-g8":
         pytest.skip("one scheme is compiled for the CPU")
     torch._dynamo.reset()
-    found, x = quantized(WEIGHT_ONLY[name]), image()
+    found, x = quantized(AFFINE[name]), image()
     compiled = torch.compile(found, fullgraph=True, backend=backend)
     with torch.no_grad():
         assert relative_error(compiled(x), found(x)) < 1e-5
@@ -397,7 +397,7 @@ def test_the_trace_names_convolutions() -> None:
 
 
 @pytest.mark.gpu
-@over(WEIGHT_ONLY)
+@over(AFFINE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(scheme: lb.Scheme, dtype) -> None:
     found, x = quantized(scheme).to("cuda", dtype), image().to("cuda", dtype)

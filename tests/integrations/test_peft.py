@@ -21,8 +21,10 @@ SCHEMES = {
     "int4": lb.Int4WeightOnly(32),
     "int8": lb.Int8WeightOnly(),
     "float8": lb.Float8WeightOnly(),
+    "nf4": lb.NF4WeightOnly(32, double_quantization=True),
+    "nvfp4": lb.NVFP4WeightOnly(),
 }
-ROUNDING = {"int4": 0.2, "int8": 0.02, "float8": 0.08}
+ROUNDING = {"int4": 0.2, "int8": 0.02, "float8": 0.08, "nf4": 0.2, "nvfp4": 0.2}
 """Relative error of outputs where a weight is quantized a second time."""
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS = {

@@ -23,7 +23,15 @@ from lowbit.tensor.learned_scales import scales_of
 from lowbit_kernels.add_low_rank import add_low_rank
 from tests.qat.lora_layers import LoraEmbedding, LoraLayer, Net
 from tests.qat.test_training import straight_through
-from tests.schemes import SCHEMES, WEIGHT_ONLY, over, relative_error, weight_specs
+from tests.schemes import (
+    DYNAMIC,
+    FREE_SCALES,
+    SCHEMES,
+    WEIGHT_ONLY,
+    over,
+    relative_error,
+    weight_specs,
+)
 
 INT4 = lb.Int4WeightOnly(32)
 DTYPES = pytest.mark.parametrize(
@@ -534,7 +542,7 @@ def test_an_adapter_that_diverged_is_not_converted(bad: float) -> None:
 # ---- learned scales ----------------------------------------------------------------------------------------------
 
 
-@over(SCHEMES)
+@over({**FREE_SCALES, **DYNAMIC})
 def test_learned_scales_of_merged_weights(scheme: lb.Scheme) -> None:
     """They train with the adapters, and the converted weight is the one that was trained."""
     torch.manual_seed(0)

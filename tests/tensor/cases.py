@@ -29,6 +29,10 @@ from lowbit import (
     Int8Weight,
     Int8WeightOnly,
     IntxWeightOnly,
+    LookupTable,
+    MXFP4WeightOnly,
+    NF4WeightOnly,
+    NVFP4WeightOnly,
     PerBlock,
     PerRow,
     PerTensor,
@@ -45,6 +49,7 @@ from lowbit.tensor import (
     Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
+    TableTensor,
     TernaryTensor,
 )
 from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
@@ -107,7 +112,9 @@ class Case:
 
     @property
     def shares_rows(self) -> bool:
-        """All rows of a matrix have one scale, so that they cannot be regrouped."""
+        """All rows of a matrix have one scale, or one scale of scales, so that they cannot be regrouped."""
+        if self.kind is TableTensor and self.how.weight.shares_rows:
+            return True
         return "tensor" in self.name or self.kind in (TernaryTensor, BitNetTensor)
 
     @property
@@ -200,12 +207,25 @@ _FLOAT8 = {
     "e4m3dyn-e4m3-row": (Float8DynamicActivationFloat8Weight(), 1, 1),
     "e4m3dyn-e4m3-block-8x16": (Float8DynamicActivationFloat8Weight(PerBlock(8, 16)), 8, 16),
 }
+THREE_BITS = LookupTable((-1.0, -0.5, -0.2, 0.0, 0.1, 0.3, 0.6, 1.2))
+_TABLES = {
+    "nf4-g32": (NF4WeightOnly(32), 1, 32),
+    "nf4-g16-double": (NF4WeightOnly(16, double_quantization=True), 1, 16),
+    "mxfp4": (MXFP4WeightOnly(), 1, 32),
+    "nvfp4": (NVFP4WeightOnly(), 1, 16),
+    "table8-row": (Scheme(Spec(THREE_BITS, PerRow())), 1, 8),
+    "table8-tensor": (Scheme(Spec(THREE_BITS, PerTensor())), 1, 8),
+    "int8static-nvfp4": (_static(NVFP4WeightOnly()), 1, 16),
+}
 _FAKE = {
     "qat-int4-g32": Int4WeightOnly(32),
     "qat-int3-g48": IntxWeightOnly(3, 48),
     "qat-int8dyn-int4-g32": Int8DynamicActivationInt4Weight(32),
     "qat-int4-block-8x16": Scheme(Spec(Int(4), PerBlock(8, 16))),
     "qat-e4m3-row": Float8WeightOnly(),
+    "qat-nf4-g32": NF4WeightOnly(32),
+    "qat-mxfp4": MXFP4WeightOnly(),
+    "qat-nvfp4": NVFP4WeightOnly(),
 }
 # on a CPU their products run in high precision, so that these can be compared; tests/train has the others
 _MIXED = {
@@ -222,6 +242,7 @@ _WEIGHTS_IN_TRAINING = {
 CASES = [
     *(Case(name, AffineTensor, how, *steps) for name, (how, *steps) in _WEIGHTS.items()),
     *(Case(name, Float8Tensor, how, *steps) for name, (how, *steps) in _FLOAT8.items()),
+    *(Case(name, TableTensor, how, *steps) for name, (how, *steps) in _TABLES.items()),
     *(
         Case(
             f"state-{format}-{'signed' if signed else 'unsigned'}",

@@ -54,6 +54,7 @@ def test_dequantize(case):
         "e5m2-tensor",
         "qat-int3-g48",
         "qat-int8dyn-int4-g32",
+        *("nf4-g16-double", "mxfp4", "nvfp4", "qat-nf4-g32", "qat-mxfp4", "qat-nvfp4"),
         *("train-int8", "train-int8-weight", "train-bitnet", "ternary"),
     )
 )
@@ -86,6 +87,7 @@ def outcome(fn, linear, x):
 @over(
     named(
         *("int4-g32", "int8dyn-int8-row", "e4m3-row", "qat-int8dyn-int4-g32"),
+        *("nf4-g32", "nf4-g16-double", "mxfp4", "nvfp4", "qat-nf4-g32", "qat-nvfp4"),
         *("train-int8-weight", "train-bitnet", "ternary"),
     )
 )
