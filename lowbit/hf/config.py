@@ -50,9 +50,7 @@ class LowbitConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = METHOD
         if scales not in get_args(Scales):
-            raise ValueError(
-                f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}"
-            )
+            raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
         self.scales, self.experts = scales, experts
         self.scheme = _schemes(scheme, options)
         self.stored: dict[str, Any] | None = None

@@ -98,7 +98,9 @@ class _Choice:
         else:
             selected = last not in module._parameters
         if selected and getattr(module, "is_transposed", False):
-            note = "stored as [experts, inputs, outputs], so that groups would run along the outputs"
+            note = (
+                "stored as [experts, inputs, outputs], so that groups would run along the outputs"
+            )
             self.reasons |= {f"{prefix}.{n}": note for n in stacked}
             self.reasons |= {f"{name}.{n}": note for n in stacked}
             return False

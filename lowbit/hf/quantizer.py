@@ -112,7 +112,9 @@ class LowbitQuantizer(HfQuantizer):
             except FormatError:
                 raise
             except Exception as error:  # safetensors raises its own class, or an OSError
-                raise FormatError(f"{file} cannot be read: it is truncated or damaged ({error})") from error
+                raise FormatError(
+                    f"{file} cannot be read: it is truncated or damaged ({error})"
+                ) from error
         if not files:
             return {}
         found = self.own_format.find(sizes.keys(), self._stored)
@@ -188,7 +190,9 @@ class LowbitQuantizer(HfQuantizer):
 
     # ---- saving, and the way back ----------------------------------------------------------------------------------
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
         """The tensors of the folder. Raises FormatError for weights that are still trained or sharded."""
         if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
             return None, {}
@@ -264,7 +268,9 @@ class _Operation(ConversionOps):
 class _Quantize(_Operation):
     """Plain weights, as they are read, to low-bit ones."""
 
-    def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Raises ValueError for values that cannot be quantized, and for another shape than the model has."""
         made: dict[str, Any] = {}
         for name in list(input_dict):

@@ -40,7 +40,9 @@ def optimizer(
             f"Trainer(optimizers=(lowbit.optim.{kind.__name__}(…), None))"
         )
     if unknown := sorted((own.keys() | options.keys()) - known.keys()):
-        raise ValueError(f"{kind.__name__} has no option {unknown[0]!r}; accepted: {', '.join(known)}")
+        raise ValueError(
+            f"{kind.__name__} has no option {unknown[0]!r}; accepted: {', '.join(known)}"
+        )
     given = {"lr": args.learning_rate, "eps": args.adam_epsilon}
     betas = (args.adam_beta1, args.adam_beta2)
     if "betas" in known:
