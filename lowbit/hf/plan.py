@@ -92,22 +92,19 @@ class _Choice:
         """Their stacked weights, of three dimensions, and not their stacked biases, of two."""
         stacked = _stacks(module)
         matrices = [n for n, p in module._parameters.items() if p is not None and p.ndim >= 2]
-        prefix, _, last = name.rpartition(".")
-        if stacked != matrices:  # the walk asks for each parameter of a module that is refused
-            selected = last in stacked
-        else:
-            selected = last not in module._parameters
-        if selected and getattr(module, "is_transposed", False):
+        last = name.rpartition(".")[2]
+        # The walk asks for each parameter of a module that is refused.
+        selected = last in stacked if stacked != matrices else last not in module._parameters
+        note = None
+        if not self.experts:
+            note = "of experts, and experts=False"
+        elif getattr(module, "is_transposed", False):
             note = (
                 "stored as [experts, inputs, outputs], so that groups would run along the outputs"
             )
-            self.reasons |= {f"{prefix}.{n}": note for n in stacked}
+        if note is not None:
             self.reasons |= {f"{name}.{n}": note for n in stacked}
-            return False
-        if selected and not self.experts:
-            self.reasons |= {f"{name}.{n}": "of experts, and experts=False" for n in stacked}
-            return False
-        return selected
+        return selected and note is None
 
 
 def _stacks(module: nn.Module) -> list[str]:

@@ -10,8 +10,9 @@ that of `lowbit.export(…, format="lowbit")`. Its weights have the names of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class LowbitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.report = Report()
+        self.errors: dict[str, Exception] = {}
+        """The first weight that cannot be converted, by its name."""
         self._plan: Plan | None = None
         self._sizes: dict[str, int] = {}
         """Bytes of each low-bit weight, by its name."""
@@ -139,6 +142,13 @@ class LowbitQuantizer(HfQuantizer):
         known = self._stored.get("tensors", {})
         return next((n for n in (name, base + name, name.removeprefix(base)) if n in known), None)
 
+    def quantized(self, name: str, value: Tensor) -> LowbitTensor:
+        """`value` in the scheme that was chosen for the weight of this name."""
+        assert self._plan is not None
+        searched = self.quantization_config.scales == "searched"
+        make = AffineTensor.searched if searched else AffineTensor.from_float
+        return make(value, self._plan.schemes[name])
+
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
@@ -163,6 +173,8 @@ class LowbitQuantizer(HfQuantizer):
         ]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for name, error in self.errors.items():
+            raise FormatError(f"{name}: {error}") from error
         self._conversions = None if self.pre_quantized else model._weight_conversions
         model._weight_conversions = []
         if self._plan is not None:
@@ -251,18 +263,31 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
 
 
 class _Operation(ConversionOps):
+    """Converts weights and keeps errors: transformers would print a stack trace for each, and raise a general one."""
+
     def __init__(self, hf_quantizer: LowbitQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
-    def _held(self, model: Any, name: str) -> Any:
-        """The parameter of the skeleton. Raises ValueError where it is sharded."""
-        param = model.get_parameter(name)
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"{name} is sharded while it loads, and lowbit quantizes whole weights: load the model on each rank "
-                "without tp_plan, or shard it afterwards"
-            )
-        return param
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """transformers copies an operation for each weight. A copy of the quantizer would collect errors of its own, and
+        copy the description of all weights."""
+        return self
+
+    def _made(self, model: Any, name: str, make: Callable[[Tensor], LowbitTensor]) -> Any:
+        """The low-bit parameter that `make` gives for the one of the skeleton. After an error, in which the load ends,
+        a placeholder that takes no memory."""
+        held, errors = model.get_parameter(name), self.hf_quantizer.errors
+        if not errors:
+            try:
+                if isinstance(held, DTensor):
+                    raise ValueError(
+                        "it is sharded while it loads, and lowbit quantizes whole weights: load the model without "
+                        "tp_plan, and shard it afterwards"
+                    )
+                return nn.Parameter(make(held), requires_grad=False)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                errors[name] = error
+        return torch.zeros((), dtype=held.dtype).expand(held.shape)
 
 
 class _Quantize(_Operation):
@@ -271,25 +296,23 @@ class _Quantize(_Operation):
     def convert(
         self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Raises ValueError for values that cannot be quantized, and for another shape than the model has."""
         made: dict[str, Any] = {}
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            scheme = self.hf_quantizer._plan.schemes.get(name)  # type: ignore[union-attr]
-            if scheme is not None:
-                held = self._held(model, name)
-                if held.shape != value.shape:
-                    raise ValueError(
-                        f"{name} has the shape {tuple(value.shape)} in the checkpoint, and the model takes "
-                        f"{tuple(held.shape)}"
-                    )
-                check_weight(value, name)
-                searched = self.hf_quantizer.quantization_config.scales == "searched"
-                make = AffineTensor.searched if searched else AffineTensor.from_float
-                value = nn.Parameter(make(value, scheme), requires_grad=False)
+            if self.hf_quantizer.param_needs_quantization(model, name):
+                value = self._made(model, name, partial(self._quantized, name, value))
             made[name] = value
         return made
+
+    def _quantized(self, name: str, value: Tensor, held: Tensor) -> LowbitTensor:
+        """Raises ValueError for values that cannot be quantized, and for another shape than the model has."""
+        if held.shape != value.shape:
+            raise ValueError(
+                f"it has the shape {tuple(value.shape)} in the checkpoint, and the model takes {tuple(held.shape)}"
+            )
+        check_weight(value, "it")
+        return self.hf_quantizer.quantized(name, value)
 
 
 class _Decode(_Operation):
@@ -302,16 +325,24 @@ class _Decode(_Operation):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Raises FormatError for parts that do not fit their description, or that have none."""
-        quantizer = self.hf_quantizer
-        stored = quantizer.stored_name(model, full_layer_name)
-        if stored is None:
-            raise FormatError(f"config.json describes no tensor for {full_layer_name}")
         parts = {
             pattern.split(r"\.")[-1].removesuffix("$"): t[0] if isinstance(t, list) else t
             for pattern, t in input_dict.items()
         }
-        weight = quantizer.own_format.decode(parts, quantizer._stored, stored, None)
-        dtype = self._held(model, full_layer_name).dtype
-        weight = weight if weight.dtype == dtype else weight.to(dtype)
-        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
+        make = partial(self._decoded, model, full_layer_name, parts)
+        return {full_layer_name: self._made(model, full_layer_name, make)}
+
+    def _decoded(
+        self, model: Any, name: str, parts: dict[str, Tensor], held: Tensor
+    ) -> LowbitTensor:
+        """Raises FormatError for parts that do not fit their description, or that have none."""
+        stored = self.hf_quantizer.stored_name(model, name)
+        if stored is None:
+            raise FormatError("config.json does not describe it")
+        settings = self.hf_quantizer.quantization_config.stored or {}
+        weight = self.hf_quantizer.own_format.decode(parts, settings, stored, None)
+        if weight.shape != held.shape:
+            raise FormatError(
+                f"it has the shape {tuple(weight.shape)} in the folder, and the model takes {tuple(held.shape)}"
+            )
+        return weight if weight.dtype == held.dtype else weight.to(held.dtype)

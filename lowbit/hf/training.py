@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from lowbit import names, qat
@@ -20,8 +22,8 @@ def optimizer(
         args = TrainingArguments("out", learning_rate=1e-4, weight_decay=0.1)
         Trainer(model, args, optimizer_cls_and_kwargs=lowbit.hf.optimizer("AdamW4bit", args), …)
 
-    `TrainingArguments(optim=…)` takes only the names that transformers lists, so this is the nearest. The learning rate,
-    the betas and epsilon come from `args` where the optimizer has them, and the Trainer forms the groups with and
+    `TrainingArguments(optim=…)` takes only the names that transformers lists, so a name is given here. The learning
+    rate, the betas and epsilon come from `args` where the optimizer has them. The Trainer forms the groups with and
     without weight decay.
 
     Args:
@@ -39,16 +41,17 @@ def optimizer(
             f"{name} takes matrices and other parameters in groups of its own, which the Trainer does not form; pass "
             f"Trainer(optimizers=(lowbit.optim.{kind.__name__}(…), None))"
         )
-    if unknown := sorted((own.keys() | options.keys()) - known.keys()):
-        raise ValueError(
-            f"{kind.__name__} has no option {unknown[0]!r}; accepted: {', '.join(known)}"
-        )
-    given = {"lr": args.learning_rate, "eps": args.adam_epsilon}
+    given: dict[str, Any] = {"lr": args.learning_rate, "eps": args.adam_epsilon}
     betas = (args.adam_beta1, args.adam_beta2)
     if "betas" in known:
         default = known["betas"].default
         given["betas"] = (*betas, *default[len(betas) :])
-    return kind, {**{n: v for n, v in given.items() if n in known}, **own, **options}
+    chosen = {**{n: v for n, v in given.items() if n in known}, **own, **options}
+    try:  # the Trainer makes it when it has loaded data and model; an error should come now
+        kind([nn.Parameter(torch.zeros(1))], **chosen)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return kind, chosen
 
 
 class QATCallback(TrainerCallback):

@@ -201,7 +201,7 @@ def test_save_pretrained_writes_the_folder_of_export(name: str, tmp_path: Path) 
     settings, names = [], []
     for folder in (tmp_path / "saved", tmp_path / "exported"):
         settings.append(json.loads((folder / "config.json").read_text())["quantization_config"])
-        names.append({n: t for n, t in lb.formats.tensors(folder)}.keys())
+        names.append(dict(lb.formats.tensors(folder)).keys())
         for again in (read(folder), lb.load_pretrained(folder)):
             assert torch.equal(logits(again), logits(found))
             assert_same_tensors(again, found)
