@@ -25,6 +25,7 @@ NEEDS = {
     "docs/checkpoints.md": ("safetensors",),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
+    "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
 }
 """Packages that the snippets of a page import, beyond torch. Without them the test skips and names what is missing."""
 DISTRIBUTED = {"docs/distributed.md"}
