@@ -16,9 +16,16 @@ from lowbit.scheme import Scheme
 
 @dataclass
 class Plan:
-    """The scheme of each weight that is quantized, by every name that it has, and a report of the others."""
+    """What is quantized, and a report of the other weights.
+
+    Attributes:
+        schemes: the scheme of each weight that is quantized, by every name that it has.
+        transposed: names of those that the model stores as [experts, inputs, outputs]. They are quantized as
+            [experts, outputs, inputs], so that groups run along the inputs, and transposed.
+    """
 
     schemes: dict[str, Scheme]
+    transposed: set[str]
     report: Report
 
 
@@ -35,9 +42,16 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> Pl
     chosen = _Choice(model, patterns, experts)
     with _tied(model):
         targets, report = find_targets(model, dict(patterns), chosen)
-    schemes = {owner.fqn: t.scheme for t in targets for owner in t.owners}
+    owners = [(owner, t.scheme) for t in targets for owner in t.owners]
+    schemes = {owner.fqn: scheme for owner, scheme in owners}
+    transposed = {
+        owner.fqn
+        for owner, _ in owners
+        if getattr(owner.module, "is_transposed", False)
+        and owner.attribute in _stacks(owner.module)
+    }
     report.entries = [replace(e, note=chosen.reasons.get(e.fqn, e.note)) for e in report.entries]
-    return Plan(schemes, report)
+    return Plan(schemes, transposed, report)
 
 
 @contextmanager
@@ -95,16 +109,9 @@ class _Choice:
         last = name.rpartition(".")[2]
         # The walk asks for each parameter of a module that is refused.
         selected = last in stacked if stacked != matrices else last not in module._parameters
-        note = None
         if not self.experts:
-            note = "of experts, and experts=False"
-        elif getattr(module, "is_transposed", False):
-            note = (
-                "stored as [experts, inputs, outputs], so that groups would run along the outputs"
-            )
-        if note is not None:
-            self.reasons |= {f"{name}.{n}": note for n in stacked}
-        return selected and note is None
+            self.reasons |= {f"{name}.{n}": "of experts, and experts=False" for n in stacked}
+        return selected and self.experts
 
 
 def _stacks(module: nn.Module) -> list[str]:

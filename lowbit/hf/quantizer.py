@@ -101,9 +101,9 @@ class LowbitQuantizer(HfQuantizer):
             self._sizes = self._stored_sizes(checkpoint_files or [])
             return
         self._plan = plan(model, config.patterns, config.experts)
-        for name, scheme in self._plan.schemes.items():
+        for name in self._plan.schemes:
             like = torch.empty(model.get_parameter(name).shape, device="meta", dtype=torch.bfloat16)
-            self._sizes[name] = AffineTensor.from_float(like, scheme).nbytes_stored()
+            self._sizes[name] = self.quantized(name, like, "minmax").nbytes_stored()
 
     def _stored_sizes(self, files: list[str]) -> dict[str, int]:
         """Bytes of each weight in `files`. Raises FormatError for a damaged file, and where parts are missing."""
@@ -142,11 +142,13 @@ class LowbitQuantizer(HfQuantizer):
         known = self._stored.get("tensors", {})
         return next((n for n in (name, base + name, name.removeprefix(base)) if n in known), None)
 
-    def quantized(self, name: str, value: Tensor) -> LowbitTensor:
-        """`value` in the scheme that was chosen for the weight of this name."""
+    def quantized(self, name: str, value: Tensor, scales: str | None = None) -> LowbitTensor:
+        """`value` in the scheme that was chosen for the weight of this name; `scales` defaults to the config's."""
         assert self._plan is not None
-        searched = self.quantization_config.scales == "searched"
+        searched = (scales or self.quantization_config.scales) == "searched"
         make = AffineTensor.searched if searched else AffineTensor.from_float
+        if name in self._plan.transposed:
+            return make(value.mT.contiguous(), self._plan.schemes[name])._transposed()
         return make(value, self._plan.schemes[name])
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -191,7 +193,8 @@ class LowbitQuantizer(HfQuantizer):
             weight = model.get_parameter(name)
             first = seen.setdefault(id(weight), name)
             is_low = isinstance(weight, LowbitTensor)
-            note = scheme.describe(weight.shape) if is_low else "not in the checkpoint, so plain"
+            shape = weight.mT.shape if name in plan.transposed else weight.shape
+            note = scheme.describe(shape) if is_low else "not in the checkpoint, so plain"
             note = note if first == name else f"tied to {first}"
             yield Entry(name, tuple(weight.shape), is_low, note)
 
@@ -269,7 +272,7 @@ class _Operation(ConversionOps):
         self.hf_quantizer = hf_quantizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """transformers copies an operation for each weight. A copy of the quantizer would collect errors of its own, and
+        """transformers copies an operation for each weight. A copy of the quantizer would keep errors for itself, and
         copy the description of all weights."""
         return self
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.tensor.base import LowbitTensor
-from tests.integrations.models import TOKENS, llama, logits, mixtral, qwen3_moe
+from tests.integrations.models import TOKENS, gpt_oss, llama, logits, mixtral, qwen3_moe
 from tests.schemes import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -126,6 +126,36 @@ def test_experts_in_low_bits_run_in_the_stock_paths(
     found.dequantize()
     assert 0 < relative_error(expected, logits(model)) < 0.2
     assert relative_error(expected, logits(found)) < 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "int8_int8", "float8"])
+def test_experts_that_are_stored_transposed(scheme: str, tmp_path: Path) -> None:
+    """Groups run along the inputs, as in a linear, in memory and in the folder."""
+    model = gpt_oss()
+    found = read(source(tmp_path / "plain", model), LowbitConfig(scheme))
+    experts, plain = found.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        weight, like = getattr(experts, name), getattr(plain, name)
+        wanted = lb.AffineTensor.from_float(like.mT.contiguous(), LowbitConfig(scheme).scheme)
+        assert weight.shape == like.shape
+        assert torch.equal(weight.dequantize(), wanted.dequantize().mT)
+        assert not isinstance(getattr(experts, f"{name}_bias"), LowbitTensor)
+    found.save_pretrained(tmp_path / "saved")
+    lb.export(found, tmp_path / "exported", format="lowbit")
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        found.set_experts_implementation(implementation)
+        model.set_experts_implementation(implementation)
+        expected = logits(found)
+        assert 0 < relative_error(expected, logits(model)) < 0.2
+        for folder in ("saved", "exported"):
+            again = read(tmp_path / folder, experts_implementation=implementation)
+            assert torch.equal(logits(again), expected)
+            assert torch.equal(
+                again.model.layers[0].mlp.experts.down_proj.codes, experts.down_proj.codes
+            )
+    assert relative_error(logits(found.dequantize()), expected) < (
+        0.1 if "_" in scheme[:6] else 1e-5
+    )
 
 
 def test_a_pattern_that_names_embeddings_and_routers_converts_them(tmp_path: Path) -> None:
