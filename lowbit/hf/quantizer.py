@@ -25,7 +25,7 @@ from transformers.utils import logging
 from lowbit.convert import Entry, Report
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
-from lowbit.formats.folder import safetensors
+from lowbit.formats.folder import open_shard
 from lowbit.formats.module import Model
 from lowbit.formats.registry import by_name
 from lowbit.hf.config import METHOD, LowbitConfig
@@ -102,22 +102,15 @@ class LowbitQuantizer(HfQuantizer):
             return
         self._plan = plan(model, config.patterns, config.experts)
         for name in self._plan.schemes:
-            like = torch.empty(model.get_parameter(name).shape, device="meta", dtype=torch.bfloat16)
+            like = model.get_parameter(name).detach().to("meta")
             self._sizes[name] = self.quantized(name, like, "minmax").nbytes_stored()
 
     def _stored_sizes(self, files: list[str]) -> dict[str, int]:
         """Bytes of each weight in `files`. Raises FormatError for a damaged file, and where parts are missing."""
         sizes: dict[str, int] = {}
         for file in files:
-            try:
-                with safetensors().safe_open(file, framework="pt") as opened:
-                    sizes |= {n: _bytes(opened.get_slice(n)) for n in opened.keys()}  # noqa: SIM118
-            except FormatError:
-                raise
-            except Exception as error:  # safetensors raises its own class, or an OSError
-                raise FormatError(
-                    f"{file} cannot be read: it is truncated or damaged ({error})"
-                ) from error
+            with open_shard(file) as opened:
+                sizes |= {name: _bytes(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
         if not files:
             return {}
         found = self.own_format.find(sizes.keys(), self._stored)
@@ -257,8 +250,13 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
     """The weights of a model that was read in low bits."""
     for name, param in model.named_parameters():
         if param.ndim >= 2:
-            is_low = isinstance(param, LowbitTensor)
-            note = param.stored_format() if is_low else "plain in the folder"  # type: ignore[union-attr]
+            weight: Tensor = param
+            is_low = isinstance(weight, LowbitTensor)
+            note = (
+                weight.stored_format()
+                if isinstance(weight, LowbitTensor)
+                else "plain in the folder"
+            )
             yield Entry(name, tuple(param.shape), is_low, note)
 
 
@@ -348,4 +346,4 @@ class _Decode(_Operation):
             raise FormatError(
                 f"it has the shape {tuple(weight.shape)} in the folder, and the model takes {tuple(held.shape)}"
             )
-        return weight if weight.dtype == held.dtype else weight.to(held.dtype)
+        return weight if weight.dtype == held.dtype else weight.to(held.dtype)  # type: ignore[return-value]

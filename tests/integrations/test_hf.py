@@ -194,6 +194,19 @@ def test_a_head_that_the_checkpoint_lacks_stays_plain(tmp_path: Path) -> None:
     assert len(report.converted) == 7
 
 
+@every_model
+def test_transformers_learns_the_size_of_each_weight(name: str, tmp_path: Path) -> None:
+    """It distributes a model over devices, and reserves memory, by these sizes."""
+    found = read(source(tmp_path / "plain", MODELS[name]()), CONFIGS["patterns"])
+    found.save_pretrained(tmp_path / "saved")
+    again = read(tmp_path / "saved")
+    for model in (found, again):
+        quantizer, total = model.hf_quantizer, 0.0
+        for fqn, param in model.named_parameters():
+            total += param.numel() * quantizer.param_element_size(model, fqn, param)
+        assert total == pytest.approx(quantizer.report.nbytes)
+
+
 def test_one_config_serves_two_models(tmp_path: Path) -> None:
     config = LowbitConfig("int8")
     before = config.to_dict()
