@@ -91,6 +91,7 @@ class Report:
         low_bits: how many of them are now stored in low bits.
         prepared: how many are kept in high precision, with products in low bits.
         nbytes: bytes that all parameters take now.
+        low_bit_nbytes: how many of them those in low bits take.
         vectors: how many parameters of fewer than two dimensions there are, such as biases and norms.
         vector_nbytes: bytes that these take.
     """
@@ -100,6 +101,7 @@ class Report:
     low_bits: int = 0
     prepared: int = 0
     nbytes: int = 0
+    low_bit_nbytes: int = 0
     vectors: int = 0
     vector_nbytes: int = 0
 
@@ -116,7 +118,7 @@ class Report:
     def count(self, model: nn.Module) -> Self:
         """Fill in the numbers from `model` as it is now. Returns the report."""
         self.parameters = self.low_bits = self.prepared = 0
-        self.nbytes = self.vectors = self.vector_nbytes = 0
+        self.nbytes = self.low_bit_nbytes = self.vectors = self.vector_nbytes = 0
         sizes: dict[str, int] = {}
         for name, param in model.named_parameters():  # tied ones once
             if isinstance(param, nn.UninitializedParameter):
@@ -128,6 +130,7 @@ class Report:
             if isinstance(own, LowbitTensor):
                 if own.updated_in_place() is None:
                     self.low_bits += param.numel()
+                    self.low_bit_nbytes += size
                 else:
                     self.prepared += param.numel()
             elif param.ndim < 2:
@@ -142,6 +145,8 @@ class Report:
         if self.parameters:
             share = _share(self.low_bits, self.parameters)
             head += f"; {share} of {self.parameters:,} parameters are now in low bits"
+        if self.low_bits:
+            head += f" and take {_share(self.low_bit_nbytes, self.nbytes)} of the bytes"
         if self.prepared:
             head += f", {_share(self.prepared, self.parameters)} have low-bit products"
         lines = [head]

@@ -58,7 +58,7 @@ OPTIONAL = [
     "torchtitan",
     "tensorboard",
 ]
-INTEGRATIONS = {"torchtitan": {"torchtitan"}}
+INTEGRATIONS = {"torchtitan": {"torchtitan"}, "hf": {"transformers", "safetensors"}}
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
 
 
@@ -149,8 +149,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
     "formats": {"formats", "checkpoint", "tensor", "convert", "maths"},
+    "names": {"maths", *FLOWS},
+    "hf": {
+        *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize"),
+        *FLOWS,
+    },
     "torchtitan": {
         "torchtitan",
+        "names",
         "surface",
         "tensor",
         "convert",

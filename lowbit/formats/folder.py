@@ -41,6 +41,18 @@ def safetensors() -> Any:
     return safetensors
 
 
+def open_shard(path: str | os.PathLike[str]) -> Any:
+    """The file of safetensors, of which only the header is read. Raises FormatError where it cannot be read."""
+    try:
+        return safetensors().safe_open(path, framework="pt")
+    except FormatError:
+        raise
+    except Exception as error:  # safetensors raises its own class, or an OSError
+        raise FormatError(
+            f"{path} cannot be read: it is truncated, damaged or no safetensors file ({error})"
+        ) from error
+
+
 def is_embedding(layer: str) -> bool:
     """Whether a module of this name is an embedding, by the names that published models give them."""
     last = layer.rpartition(".")[2]
@@ -145,14 +157,7 @@ class Folder:
         return found
 
     def _open(self, file: str) -> Any:
-        try:
-            return safetensors().safe_open(self.path / file, framework="pt")
-        except FormatError:
-            raise
-        except Exception as error:  # safetensors raises its own class, or an OSError
-            raise FormatError(
-                f"{self.path / file} cannot be read: it is truncated, damaged or no safetensors file ({error})"
-            ) from error
+        return open_shard(self.path / file)
 
     def _check_claims(self) -> None:
         """Refuse a folder that holds other weights than its config.json says."""

@@ -7,6 +7,9 @@
         "kinds": [{"kind": "AffineTensor", "dtype": "bfloat16", "scheme": {…}}, …],
         "tensors": {"layer.weight": {"kind": 0, "shape": [N, K]}, …}}
 
+An entry with "transposed": true describes a weight whose last two dimensions are swapped in the model, such as experts
+of shape [E, K, N] whose groups run along K. The parts and the "shape" are those of [E, N, K].
+
 A "kind" is an index of "kinds", so that thousands of weights do not repeat their scheme. The format holds every
 representation that a state dict describes, also of embeddings, convolutions and stacks of experts, without loss.
 """
@@ -70,6 +73,8 @@ class Own(Format):
                 {n: parts.get(n) for n in kind.tensor_attrs}, meta, shape, own_dtype
             )
             made.check_parts()
+            if entry.get("transposed", False):
+                made = made._transposed()
         except FormatError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -79,19 +84,22 @@ class Own(Format):
     def encode(self, weight: LowbitTensor) -> Parts:
         if type(weight).__name__ not in LowbitTensor.kinds:
             raise FormatError(f"a {type(weight).__name__} has no description that can be read back")
-        if weight.transposed or weight.flat_from is not None:
-            raise FormatError("it is a transposed or flattened view; export the original")
+        if weight.flat_from is not None:
+            raise FormatError("it is a flattened view; export the original")
+        weight = weight._transposed() if weight.transposed else weight
         return {name: t.detach().contiguous() for name, t in weight.inner_tensors().items()}
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         kinds: list[dict[str, Any]] = []
         tensors: dict[str, Any] = {}
         for name, weight in weights.items():
-            described = describe(weight)
+            described = describe(weight._transposed() if weight.transposed else weight)
             shape = described.pop("shape")
             if described not in kinds:
                 kinds.append(described)
             tensors[name] = {"kind": kinds.index(described), "shape": shape}
+            if weight.transposed:
+                tensors[name]["transposed"] = True
         head = {"quant_method": "lowbit", "format_version": FORMAT_VERSION}
         return {**head, "kinds": kinds, "tensors": tensors}
 

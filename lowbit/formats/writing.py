@@ -250,6 +250,7 @@ def _enter(report: ExportReport, item: Item, size: int) -> None:
         report.snr[item.name] = item.snr
         note = f"SNR {item.snr:.1f} dB; {note}"
     report.low_bits += value.numel() if is_low else 0
+    report.low_bit_nbytes += size if is_low else 0
     report.entries.append(Entry(item.name, tuple(value.shape), is_low, note, size))
 
 

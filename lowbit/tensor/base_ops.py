@@ -142,6 +142,8 @@ def _index(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
     check_not_flat(self, "indexing")
     has_one_index = func is aten.index_select.default or len(args[1]) == 1
+    if self.transposed and self.ndim == 3:  # stacked experts, which dimension 0 selects
+        return _index(func, (self._transposed(), *args[1:]), kwargs)._transposed()
     if dim != 0 or self.transposed or not has_one_index or rows.ndim != 1:
         raise self._unsupported("this indexing (accepted: one 1-D index of dimension 0)")
     if rows.dtype is torch.bool:

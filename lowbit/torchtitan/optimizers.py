@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import names
 from lowbit.optim import LowbitOptimizer, Muon
-from lowbit.torchtitan import names
 
 OF_ADAM = ("betas", "eps", "weight_decay")
 """Options that torchtitan gives to every optimizer. One that has no such option leaves it out."""

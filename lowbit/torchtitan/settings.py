@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lowbit import qat, train
+from lowbit import names, qat, train
 from lowbit.convert import Report
 from lowbit.scheme import Scheme
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally
-from lowbit.torchtitan import names
 from lowbit.train_scheme import LowbitProducts, TrainingScheme
 
 LEFT_OUT = ("output", "lm_head", "router.gate")
@@ -56,12 +55,23 @@ def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme
             f"lowbit.train={settings.train!r} and lowbit.qat={settings.qat!r} both change the weights; give one of them"
         )
     if settings.qat:
-        return names.qat_scheme(settings.qat)
+        return qat_scheme(settings.qat)
     if not settings.train:
         return None
     scheme = names.training_scheme(settings.train)
     # The model is still on meta, so its weights cannot tell which device it will train on.
     scheme.check(torch.empty(1, 1, device=device, dtype=torch.bfloat16))
+    return scheme
+
+
+def qat_scheme(line: str) -> Scheme:
+    """Raises ValueError for a line that names no scheme, and for a static activation."""
+    scheme = names.scheme(line)
+    if scheme.is_static:
+        raise ValueError(
+            f"{line}: torchtitan's trainer runs no calibration, which static activations need; accepted: dynamic ones, "
+            "such as int8_int8"
+        )
     return scheme
 
 

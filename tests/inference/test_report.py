@@ -82,7 +82,8 @@ def test_printed() -> None:
     low = 20 * 16 + 24 * 13 + 16 * 24
     total = sum(p.numel() for p in model.parameters())
     assert lines[0] == (
-        f"4 weights converted, 2 left alone; {100 * low / total:.1f}% of {total:,} parameters are now in low bits"
+        f"4 weights converted, 2 left alone; {100 * low / total:.1f}% of {total:,} parameters are now in low bits and "
+        f"take {100 * report.low_bit_nbytes / report.nbytes:.1f}% of the bytes"
     )
     assert sorted(line.split()[1] for line in lines[1:-1]) == sorted(
         [*report.converted, *report.left]

@@ -65,7 +65,10 @@ def test_weights_left_alone_are_reported_with_their_share() -> None:
     rows = {line.split()[1]: line for line in str(report).splitlines()[1:-1]}
     for name, size in sizes.items():
         assert f" {100 * size / total:.1f}% of bytes " in rows[name], name
-    assert str(report).splitlines()[0].endswith("parameters are now in low bits")
+    low = sum(sizes[name] for name in report.converted)
+    assert report.low_bit_nbytes == low
+    head = str(report).splitlines()[0]
+    assert head.endswith(f"are now in low bits and take {100 * low / total:.1f}% of the bytes")
 
 
 def test_a_tied_weight_counts_once() -> None:

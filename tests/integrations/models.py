@@ -55,6 +55,16 @@ def qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).eval()
 
 
+def gpt_oss() -> Any:
+    """Its experts are stored as [experts, inputs, outputs], with biases."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    config = GptOssConfig(**SIZES, **experts, layer_types=["full_attention"])
+    return GptOssForCausalLM(config).eval()
+
+
 def is_inner_linear(module: nn.Module, name: str) -> bool:
     """Selects every linear except the head, as users quantize a base model."""
     return isinstance(module, nn.Linear) and "lm_head" not in name

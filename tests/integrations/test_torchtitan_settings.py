@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import optim
+from lowbit import names, optim
 from tests.integrations.titan import ROOT, environment
 
 RECIPES = sorted((ROOT / "recipes/torchtitan").glob("*.toml"))
@@ -65,12 +65,12 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 from lowbit.torchtitan import (  # noqa: E402
     Lowbit,
     LowbitConverter,
-    names,
     optimizers,
     release_0_2,
     settings,
 )
 from lowbit.torchtitan.metrics import Measurement, Schedule  # noqa: E402
+from lowbit.torchtitan.settings import qat_scheme  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -89,8 +89,8 @@ def test_lines():
         backward="e5m2"
     )
     assert names.training_scheme("Int8Weight(seed=1)") == lowbit.Int8Weight(seed=1)
-    assert names.qat_scheme("int4(group_size=32)") == lowbit.Int4WeightOnly(group_size=32)
-    assert names.qat_scheme("IntxWeightOnly(bits=3)") == lowbit.IntxWeightOnly(3)
+    assert qat_scheme("int4(group_size=32)") == lowbit.Int4WeightOnly(group_size=32)
+    assert qat_scheme("IntxWeightOnly(bits=3)") == lowbit.IntxWeightOnly(3)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_lines():
         (names.training_scheme, "int8(groups=2)", r"int8\(groups=2\): .*unexpected keyword"),
         (names.training_scheme, "float8(backward='e4')", r"backward must be 'e4m3' or 'e5m2'"),
         (names.training_scheme, "MixedPrecision", r"no training scheme 'MixedPrecision'"),
-        (names.qat_scheme, "bitnet", r"no scheme of QAT 'bitnet'; accepted: int4, int8, float8"),
-        (names.qat_scheme, "int4(group_size=0)", r"int4\(group_size=0\): "),
-        (names.qat_scheme, "Int8StaticActivationInt8Weight", "runs no calibration, which static"),
+        (qat_scheme, "bitnet", r"no scheme 'bitnet'; accepted: int4, int8, float8"),
+        (qat_scheme, "int4(group_size=0)", r"int4\(group_size=0\): "),
+        (qat_scheme, "Int8StaticActivationInt8Weight", "runs no calibration, which static"),
     ],
 )
 def test_lines_that_name_nothing(resolve, line, message):

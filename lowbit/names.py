@@ -1,10 +1,10 @@
-"""Optimizers, training schemes and QAT schemes by name, as one line of a configuration gives them.
+"""Optimizers, training schemes and schemes by name, as one line of a configuration gives them.
 
 A line is a name, or a call with literal keyword arguments:
 
     AdamW8bit    AdamW4bit(bf16_stochastic_round=True)    an optimizer: a class of lowbit.optim
     int8         float8(backward="e5m2")                  a training scheme
-    int4         int4(group_size=32)                      a scheme of QAT
+    int4         int4(group_size=32)                      a scheme
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAINING: dict[str, type[TrainingScheme]] = {
     "bitnet": BitNet,
 }
 """Short names. The names of the classes are accepted too."""
-QAT: dict[str, Callable[..., Scheme]] = {
+SCHEMES: dict[str, Callable[..., Scheme]] = {
     "int4": presets.Int4WeightOnly,
     "int8": presets.Int8WeightOnly,
     "float8": presets.Float8WeightOnly,
@@ -66,18 +66,18 @@ def training_scheme(line: str) -> TrainingScheme:
     return _made(_found(name, "training scheme", {**TRAINING, **classes, **own}), options, line)
 
 
-def qat_scheme(line: str) -> Scheme:
-    """Raises ValueError for an unknown name, for options that the scheme refuses, and for a static activation."""
-    name, options = parsed(line, "scheme of QAT", "int4(group_size=32)")
+def scheme(line: str) -> Scheme:
+    """Raises ValueError for an unknown name, and for options that the scheme refuses."""
+    name, options = parsed(line, "scheme", "int4(group_size=32)")
+    return scheme_of(name, options)
+
+
+def scheme_of(name: str, options: Mapping[str, Any]) -> Scheme:
+    """The preset of this name with these options; see `scheme`."""
     made = vars(presets).items()
     full = {n: f for n, f in made if isinstance(f, FunctionType) and not n.startswith("_")}
-    scheme = _made(_found(name, "scheme of QAT", {**QAT, **full}), options, line)
-    if scheme.is_static:
-        raise ValueError(
-            f"{line}: torchtitan's trainer runs no calibration, which static activations need; accepted: dynamic ones, "
-            "such as int8_int8"
-        )
-    return scheme
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    return _made(_found(name, "scheme", {**SCHEMES, **full}), options, f"{name}({given})")
 
 
 def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:
@@ -104,7 +104,7 @@ def _found(name: str, what: str, known: Mapping[str, Any]) -> Any:
     return known[name]
 
 
-def _made(kind: Callable[..., Any], options: dict[str, Any], line: str) -> Any:
+def _made(kind: Callable[..., Any], options: Mapping[str, Any], line: str) -> Any:
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,211 @@
+"""What lowbit.hf refuses, each time in one line: versions, configs, and folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit as lb
+from tests.integrations.models import llama, mixtral
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def imported(setup: str) -> str:
+    """The last line of the error of `import lowbit.hf` after `setup`, in a process of its own."""
+    code = f"{setup}\nimport lowbit.hf"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+VERSION = """
+from importlib import metadata
+asked = metadata.version
+def version(name):
+    if name != "transformers":
+        return asked(name)
+    found = {found!r}
+    if found is None:
+        raise metadata.PackageNotFoundError(name)
+    return found
+metadata.version = version
+"""
+
+
+@pytest.mark.parametrize("found", [None, "4.57.1"])
+def test_transformers_is_missing_or_too_old(found: str | None) -> None:
+    said = imported(VERSION.format(found=found))
+    what = "which is not installed" if found is None else "and 4.57.1 is installed"
+    wanted = f"ImportError: lowbit.hf needs transformers >= 5, {what}: pip install 'lowbit[hf]'"
+    assert said == wanted
+
+
+transformers = pytest.importorskip("transformers")
+
+from lowbit.hf import LowbitConfig  # noqa: E402
+
+
+def test_safetensors_is_missing() -> None:
+    said = imported("import sys\nsys.modules['safetensors'] = None")
+    assert said.startswith("ImportError: lowbit.hf needs safetensors, which is not installed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "says"),
+    [
+        (("int5",), {}, ValueError, "there is no scheme 'int5'; accepted: int4, int8"),
+        (("int4",), {"group": 3}, ValueError, r"int4\(group=3\): "),
+        (("int4",), {"group_size": 0}, ValueError, r"int4\(group_size=0\): "),
+        ((3,), {}, TypeError, "unknown scheme 3; accepted: a name such as 'int4'"),
+        ((lb.Int8WeightOnly(),), {"group_size": 3}, TypeError, "group_size: options belong to"),
+        (({"*": 4},), {}, TypeError, r"'\*': 4; accepted"),
+        (("int4",), {"scales": "best"}, ValueError, "unknown scales 'best'; accepted: minmax"),
+        (("Int8StaticActivationInt8Weight",), {}, ValueError, "needs a calibration"),
+    ],
+)
+def test_refused_configs(arguments: Any, options: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says) as found:
+        LowbitConfig(*arguments, **options)
+    assert "\n" not in str(found.value)
+
+
+def test_a_config_goes_through_json() -> None:
+    config = LowbitConfig(
+        {"lm_head": None, "*.0.*": "int8", "*": lb.Int4WeightOnly(32)}, experts=False
+    )
+    again = LowbitConfig.from_dict(json.loads(config.to_json_string()))
+    assert again == config and list(again.patterns) == ["lm_head", "*.0.*", "*"]
+    assert again != LowbitConfig("int4") and dict(config) == config.to_dict()
+    assert "Int(bits=4" in repr(config)
+    with pytest.raises(ValueError, match="neither schemes nor tensors"):
+        LowbitConfig.from_dict({"quant_method": "lowbit"})
+
+
+def read(folder: Path, config: Any = None, **options: Any) -> Any:
+    given = {} if config is None else {"quantization_config": config}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **given, **options)
+
+
+@pytest.mark.parametrize(
+    ("schemes", "says"),
+    [
+        ({"nothing": "int8"}, "chose no weight"),
+        ({"*": None}, "nothing to convert"),
+        ({"*embed_tokens": "int8", "lm_head": "int4"}, "are one tied weight, but"),
+    ],
+)
+def test_refused_patterns(schemes: Any, says: str, tmp_path: Path) -> None:
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=says) as error:
+        read(tmp_path, LowbitConfig(schemes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_quantized_folder_keeps_its_own_schemes(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "plain")
+    found = read(tmp_path / "plain", LowbitConfig("int8"))
+    found.save_pretrained(tmp_path / "low")
+    with pytest.warns(UserWarning, match="The `quantization_config` from the model will be used"):
+        again = read(tmp_path / "low", LowbitConfig("int4"))
+    weight = again.model.layers[0].mlp.up_proj.weight
+    assert weight.spec.format.bits == 8
+
+
+def test_a_nan_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"up_proj\.weight: it has 1 NaN or infinite values"):
+        read(tmp_path, LowbitConfig("int8"))
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    settings = json.loads(config.read_text())
+    settings["intermediate_size"] = 64
+    config.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"it has the shape \(64, 96\) in the checkpoint, and the"):
+        read(tmp_path, LowbitConfig("int8"))
+
+
+def saved(folder: Path) -> Path:
+    mixtral().save_pretrained(folder / "plain")
+    read(folder / "plain", LowbitConfig("int8")).save_pretrained(folder / "low")
+    return folder / "low"
+
+
+def edited(folder: Path, change: Any) -> None:
+    """The folder with other settings."""
+    settings = json.loads((folder / "config.json").read_text())
+    change(settings["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+WEIGHT = "model.layers.0.mlp.experts.down_proj"
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    edited(folder, lambda settings: settings.update(format_version=99))
+    with pytest.raises(ValueError, match="format_version 99; this lowbit reads 1 to"):
+        read(folder)
+
+
+def test_parts_without_a_description_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    edited(folder, lambda settings: settings["tensors"].pop(WEIGHT))
+    with pytest.raises(ValueError, match=f"describes no tensor for {WEIGHT}"):
+        read(folder)
+
+
+@pytest.mark.parametrize("part", ["codes", "scale"])
+def test_a_missing_part_is_refused(part: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = saved(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{WEIGHT}.{part}"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"down_proj: its parts do not fit its description: .*no {part}"
+    ):
+        read(folder)
+
+
+def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(Exception, match=r"(?i)incomplete|truncated|damaged|header|metadata"):
+        read(folder)
+
+
+def test_disk_offload_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    places = {"model": "cpu", "lm_head": "disk"}
+    with pytest.raises(ValueError, match='places modules on "disk"'):
+        read(tmp_path, LowbitConfig("int8"), device_map=places, offload_folder=tmp_path / "off")
+
+
+def test_a_model_in_training_is_not_saved(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "plain")
+    found = read(tmp_path / "plain", LowbitConfig({"*.q_proj": "int8"}))
+    lb.qat.prepare_(found, {"*.up_proj": lb.Int8WeightOnly()})
+    with pytest.raises(ValueError, match=r"still in training; lowbit\.qat\.convert_"):
+        found.save_pretrained(tmp_path / "out")
+    lb.qat.convert_(found)
+    found.save_pretrained(tmp_path / "out")
+    assert torch.equal(read(tmp_path / "out").lm_head.weight, found.lm_head.weight)
