@@ -54,6 +54,7 @@ OPTIONAL = [
     "tqdm",
     "torchtitan",
     "tensorboard",
+    "pytest",
 ]
 INTEGRATIONS = {"torchtitan": {"torchtitan"}}
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
@@ -160,6 +161,7 @@ ALLOWED: dict[str, set[str]] = {
         "calibration",
         *FLOWS,
     },
+    "testing": {"testing", "tensor", "checkpoint"},
     "recipes": {
         *("recipes", "surface", "maths", "tensor", "products", "convert", "tracer"),
         *("checkpoint", "dequantize", "torchtitan", *FLOWS),
