@@ -57,8 +57,9 @@ class AutogradContract(Subject):
                 assert weight.grad is None, "a frozen weight gets no gradient"
             found = {"input": x.grad, "bias": bias.grad, "weight": weight.grad}
             for name, gradient in expected.items():
-                assert found[name] is not None, f"the {name} got no gradient"
-                error = relative_error(found[name], gradient)
+                own = found[name]
+                assert own is not None, f"the {name} got no gradient"
+                error = relative_error(own, gradient)
                 limit = self.gradient_tolerance
                 assert error < limit, f"{name}, tokens {tokens}, weight [{n}, {k}]: {error}"
 

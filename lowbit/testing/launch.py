@@ -118,8 +118,7 @@ class _Group:
                     if rank not in results and rank not in failures:
                         failures[rank] = f"gave no answer (limit {timeout:.0f} s)"
                 break
-            for pipe in ready:
-                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+            for rank in [r for r, pipe in enumerate(self.pipes) if pipe in ready]:
                 try:
                     ok, value = pickle.loads(self.pipes[rank].recv_bytes())
                 except (EOFError, OSError):

@@ -25,9 +25,9 @@ class Net(nn.Module):
 
     def __init__(self, subject: Any, seed: int = 0) -> None:
         super().__init__()
-        self.body = nn.ModuleDict({"up": nn.Linear(100, 24)})
+        self.body: Any = nn.ModuleDict({"up": nn.Linear(100, 24)})
         self.tied = nn.Linear(100, 24, bias=False)
-        up: Any = self.body["up"]
+        up = self.body["up"]
         with torch.no_grad():
             up.bias.copy_(values((24,), seed + 3))
         up.weight = nn.Parameter(subject.make((24, 100), seed), requires_grad=subject.trainable)
