@@ -23,11 +23,13 @@ from lowbit.testing.subject import Subject
 class Net(nn.Module):
     """100 → 24, under a name of two parts, the weight tied to another module's."""
 
+    body: Any
+
     def __init__(self, subject: Any, seed: int = 0) -> None:
         super().__init__()
-        self.body: Any = nn.ModuleDict({"up": nn.Linear(100, 24)})
+        self.body = nn.ModuleDict({"up": nn.Linear(100, 24)})
         self.tied = nn.Linear(100, 24, bias=False)
-        up = self.body["up"]
+        up: Any = self.body["up"]
         with torch.no_grad():
             up.bias.copy_(values((24,), seed + 3))
         up.weight = nn.Parameter(subject.make((24, 100), seed), requires_grad=subject.trainable)
