@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("lowbit.testing")
+
 SEED = 20260101
 
 settings.register_profile(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lowbit
-from lowbit import train
+from lowbit import testing, train
 from tests.distributed.launch import launch
 
 ADDITION = '''
@@ -110,6 +110,27 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def addition(folder):
     return load_addition(folder)
+
+
+class TestInt5(
+    testing.BasicContract,
+    testing.AutogradContract,
+    testing.CompileContract,
+    testing.FSDP2Contract,
+    testing.SerializationContract,
+):
+    """The tests that lowbit's own tensors pass."""
+
+    trainable = True
+    column_step = 0
+
+    @pytest.fixture(autouse=True)
+    def _addition(self, folder):
+        self.folder = str(folder)
+
+    def encode(self, weight):
+        addition = load_addition(self.folder)
+        return addition.Int5Tensor(weight, addition.Int5Weight())
 
 
 class Model(nn.Module):

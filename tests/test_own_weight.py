@@ -17,6 +17,7 @@ import lowbit as lb
 from lowbit.granularity import Granularity
 from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.tensor.trainable import TrainableTensor
+from lowbit.testing import TensorContract
 from lowbit_kernels.launches import ran
 
 
@@ -49,6 +50,11 @@ class Column5Tensor(lb.AffineTensor):
     @classmethod
     def _stored_bits(cls, spec):
         return 8
+
+
+class TestColumn5(TensorContract):
+    def encode(self, weight):
+        return lb.AffineTensor.from_float(weight, INT5)
 
 
 def column_linear(x, weight, bias):

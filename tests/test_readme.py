@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -73,11 +74,17 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "design"], ids=name_of)
 def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
-    """In order, in one namespace, as a reader would paste them. What a `text` block shows is printed."""
+    """In order, in one namespace, as a reader would paste them. What a `text` block shows is printed.
+
+    A block that begins with a comment of a file name is written to that file and imported. Another test runs pytest on
+    the files that begin with test_.
+    """
     for package in NEEDS.get(name_of(page), ()):
         pytest.importorskip(package)
-    snippets = []
+    snippets, files = [], write_files(page, tmp_path)
     for number, code in enumerate(blocks(page, "python"), start=1):
+        if (name := file_of(code)) is not None:
+            code = "" if name in files else f"import {name}"
         path = tmp_path / f"{page.stem}_snippet_{number}.py"
         path.write_text(code, encoding="utf-8")
         snippets.append(str(path))
@@ -94,6 +101,32 @@ def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for output in blocks(page, "text"):
         assert output in done.stdout
+
+
+def file_of(code: str) -> str | None:
+    """The name of the file, without .py, that a block is to be saved as: its first line is a comment of it."""
+    named = re.match(r"# (\w+)\.py\n", code)
+    return named[1] if named else None
+
+
+def write_files(page: Path, folder: Path) -> list[str]:
+    """Write the blocks that are files, and return the names of those that pytest runs."""
+    named = {name: code for code in blocks(page, "python") if (name := file_of(code))}
+    for name, code in named.items():
+        (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    return [name for name in named if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("name", ["test_int8_tensor", "test_my_tensor"])
+def test_the_tests_of_the_tutorial_pass(name: str, tmp_path: Path) -> None:
+    page = ROOT / "docs/tutorial.md"
+    assert name in write_files(page, tmp_path)
+    assert f"python -m pytest -q {name}.py\n" in blocks(page, "bash")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{name}.py"]
+    options = {"cwd": tmp_path, "env": _environment(), "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=280, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
 
 
 def _environment() -> dict[str, str]:
@@ -220,6 +253,8 @@ def test_public_names_exist(page: Path) -> None:
         if package in ("lowbit.torchtitan", "lowbit.hf"):  # importing them needs other packages
             assert importlib.util.find_spec(package)
             continue
+        if name.startswith("lowbit.testing"):  # `import lowbit` does not import it
+            importlib.import_module("lowbit.testing")
         for part in name.split(".")[1:]:
             found = getattr(found, part, None)
         if found is None:
@@ -235,9 +270,11 @@ def test_names_in_backticks_are_lowbits() -> None:
         lowbit,
         lowbit.tensor,
         *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference")),
+        importlib.import_module("lowbit.testing"),
     ]
     foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_", "TrainingArguments"}
-    foreign |= {"CompressedTensorsConfig"}
+    foreign |= {"TorchDispatchMode", "DTensor", "ColwiseParallel", "RowwiseParallel", "Product"}
+    foreign |= {"add_", "CompressedTensorsConfig"}
     foreign |= {"LowbitConfig", "QATCallback"}  # of lowbit.hf, whose import needs transformers
     absent = []
     for page in PAGES:
@@ -245,7 +282,8 @@ def test_names_in_backticks_are_lowbits() -> None:
         absent += [
             f"{name_of(page)}: {n}"
             for n in set(names) - foreign
-            if not any(hasattr(space, n) for space in spaces)
+            if not n.startswith("__")  # torch's protocols
+            and not any(hasattr(space, n) for space in spaces)
         ]
     assert not absent
 

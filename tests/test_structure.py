@@ -57,6 +57,7 @@ OPTIONAL = [
     "tqdm",
     "torchtitan",
     "tensorboard",
+    "pytest",
 ]
 INTEGRATIONS = {"torchtitan": {"torchtitan"}, "hf": {"transformers", "safetensors"}}
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
@@ -170,6 +171,7 @@ ALLOWED: dict[str, set[str]] = {
         *("calibration", "formats"),
         *FLOWS,
     },
+    "testing": {"testing", "tensor", "checkpoint"},
     "recipes": {
         *("recipes", "surface", "maths", "tensor", "products", "convert", "tracer"),
         *("checkpoint", "dequantize", "formats", "torchtitan", *FLOWS),

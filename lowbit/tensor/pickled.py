@@ -229,7 +229,7 @@ def _missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, A
     """The metadata that files of earlier versions lack: QAT weights, with a scheme, could be neither transposed nor
     switched off, and those with learned scales were called "weight"."""
     missing = {*cls.meta_attrs} - {*found}
-    added = {"transposed": False, "off": None, "attribute": "weight"}
+    added = {"transposed": False, "off": None, "gradients": None, "attribute": "weight"}
     is_earlier = missing <= {*added} and "scheme" in found
     return {name: value for name, value in added.items() if name in missing and is_earlier}
 

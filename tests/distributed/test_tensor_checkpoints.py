@@ -5,81 +5,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit.tensor import LowbitTensor
-from lowbit.tensor.fsdp import as_bytes
+from lowbit.testing.fsdp2 import Model, shard
+from lowbit.testing.serialization import check_loaded
 from tests.distributed.launch import launch
-from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS, Model, shard
+from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS
 from tests.tensor.cases import CASES, named, same, same_bits, values
 
 STATES = [case for case in CASES if not case.is_weight]
-
-
-LOADED = [(case, rows) for case in WEIGHTS for rows in ROWS]
-
-
-def gathered(value):
-    """The whole tensor, of any dtype. Gloo cannot gather float8, so its bytes are gathered."""
-    if not isinstance(value, DTensor):
-        return value
-    local = as_bytes(value.to_local())
-    options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
-    placed = DTensor.from_local(local, value.device_mesh, value.placements, **options)
-    return placed.full_tensor().view(value.dtype)
-
-
-def check_loaded(model, expected, where):
-    state = model.state_dict()
-    assert list(state) == list(expected.state_dict())
-    for name, p in expected.state_dict().items():
-        found = gathered(state[name])
-        assert type(found) is torch.Tensor and same_bits(found, p), (*where, name)
-    x = values((4, 100), 1)
-    assert same_bits(model(x), expected(x)), where
-
-
-def filled(case, rows, seed):
-    """A model whose weights all depend on `seed`."""
-    model = Model(case, rows)
-    for i, layer in enumerate((model.first, model.second)):
-        layer.weight = nn.Parameter(case.make(layer.weight.shape, seed + i))
-    with torch.no_grad():
-        model.first.bias.copy_(values((rows,), seed))
-    return model
-
-
-def check_save(rank, world_size, folder):
-    for case, rows in LOADED:
-        model = shard(filled(case, rows, seed=20))
-        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{case.name}-{rows}")
-    return True
-
-
-def check_load_and_save_again(rank, world_size, source, target):
-    """Load into a model with other values, over any number of processes."""
-    for case, rows in LOADED:
-        model, expected = shard(filled(case, rows, seed=50)), filled(case, rows, seed=20)
-        state = model.state_dict()
-        dcp.load({"model": state}, checkpoint_id=f"{source}/{case.name}-{rows}")
-        model.load_state_dict(state)
-        check_loaded(model, expected, (case.name, rows))
-        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{target}/{case.name}-{rows}")
-    return True
-
-
-def test_weights_from_two_processes_to_one_and_back(tmp_path):
-    two, one, again = (str(tmp_path / name) for name in ("two", "one", "again"))
-    assert launch(check_save, 2, two) == [True, True]
-    assert launch(check_load_and_save_again, 1, two, one) == [True]
-    assert launch(check_load_and_save_again, 2, one, again) == [True, True]
 
 
 def sharded(tensor):
@@ -122,7 +63,7 @@ def check_full_state_dicts(rank, world_size):
     everywhere = StateDictOptions(full_state_dict=True)
     for case in WEIGHTS:
         for rows in ROWS:
-            model, expected = shard(filled(case, rows, seed=20)), filled(case, rows, seed=20)
+            model, expected = shard(Model(case, rows, seed=20)), Model(case, rows, seed=20)
             if any(
                 t.dtype.itemsize == 1 and t.is_floating_point() for t in model.state_dict().values()
             ):
@@ -135,11 +76,11 @@ def check_full_state_dicts(rank, world_size):
             for name, value in state.items():
                 assert type(value) is type(unsharded[name]) is torch.Tensor
                 assert same_bits(value, unsharded[name]), (case.name, rows, name)
-            plain = filled(case, rows, seed=50)
+            plain = Model(case, rows, seed=50)
             plain.load_state_dict(state)
             x = values((4, 100), 1)
             assert same_bits(plain(x), expected(x)), (case.name, rows)
-            other = shard(filled(case, rows, seed=50))
+            other = shard(Model(case, rows, seed=50))
             set_model_state_dict(other, state, options=everywhere)
             check_loaded(other, expected, (case.name, rows))
     return True
@@ -178,9 +119,9 @@ def test_every_representation_is_placed():
 
 def check_async_save(rank, world_size, folder):
     for case in named("int4-g32", "e4m3-row", "qat-int4-g32"):
-        model = shard(filled(case, 33, seed=20))
+        model = shard(Model(case, 33, seed=20))
         dcp.async_save({"m": model.state_dict()}, checkpoint_id=f"{folder}/{case.name}").result()
-        other, expected = shard(filled(case, 33, seed=50)), filled(case, 33, seed=20)
+        other, expected = shard(Model(case, 33, seed=50)), Model(case, 33, seed=20)
         state = other.state_dict()
         dcp.load({"m": state}, checkpoint_id=f"{folder}/{case.name}")
         other.load_state_dict(state)

@@ -10,99 +10,27 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly, NF4WeightOnly, NVFP4WeightOnly
 from lowbit.tensor import Int8WeightTensor, LowbitTensor
+from lowbit.testing.fsdp2 import (
+    Model,
+    batch_of,
+    check_gradient,
+    gradients,
+    mean_over_ranks,
+    shard,
+)
 from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, named, same, same_bits, values
 
 WEIGHTS = [case for case in CASES if case.is_weight and case.row_step == 1]
 TRAINABLE = [case for case in CASES if case.is_trainable]
 ROWS = [64, 33, 1]  # even; uneven; one rank without any
-
-
-class Model(nn.Module):
-    """100 → rows → 96, both weights as the case stores them, a bias on the first."""
-
-    def __init__(self, case, rows):
-        super().__init__()
-        self.first, self.second = nn.Linear(100, rows), nn.Linear(rows, 96, bias=False)
-        with torch.no_grad():
-            self.first.bias.copy_(values((rows,), 3))
-        for seed, layer in enumerate((self.first, self.second)):
-            layer.weight = nn.Parameter(case.make(layer.weight.shape, seed))
-
-    def forward(self, x):
-        return self.second(nn.functional.silu(self.first(x)))
-
-
-def shard(model, dtype=None):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype)
-    for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-    return model
-
-
-def batch_of(rank, dtype=torch.float32):
-    return values((4, 100), 10 + rank).to(dtype).requires_grad_()
-
-
-def gradients(model):
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def mean_over_ranks(model, world_size):
-    """Each gradient of an unsharded model, averaged over the ranks' batches."""
-    means = {}
-    for name, grad in gradients(model).items():
-        total = grad.clone()
-        dist.all_reduce(total)
-        means[name] = total / world_size
-    return means
-
-
-def check_forward_and_backward(rank, world_size):
-    """Outputs and input gradients to the bit, the mean of parameter gradients; two iterations, so two gathers."""
-    for case in WEIGHTS:
-        for rows in ROWS:
-            for dtype in (torch.float32, torch.bfloat16):
-                where = (case.name, rows, dtype)
-                whole = Model(case, rows).to(dtype)
-                x = batch_of(rank, dtype)
-                expected = whole(x)
-                expected.float().square().sum().backward()
-                expected_x, expected_grads = x.grad, mean_over_ranks(whole, world_size)
-                model = shard(Model(case, rows), None if dtype is torch.float32 else dtype)
-                for _ in range(2):
-                    x = batch_of(rank, torch.float32)
-                    y = model(x)
-                    y.float().square().sum().backward()
-                    assert same_bits(y, expected), where
-                    assert same_bits(x.grad, expected_x.to(x.dtype)), where
-                    found = gradients(model)
-                    assert found.keys() == expected_grads.keys(), where
-                    for name, grad in found.items():
-                        check_gradient(grad, expected_grads[name], (*where, name))
-                    model.zero_grad()
-    return True
-
-
-def check_gradient(found, expected, where):
-    assert isinstance(found, DTensor) and type(found.to_local()) is torch.Tensor, where
-    found = found.full_tensor()
-    if expected.dtype is torch.float32:
-        assert torch.equal(found, expected), where
-    else:
-        assert (found - expected).norm() <= 0.02 * expected.float().norm(), where
 
 
 @contextlib.contextmanager
@@ -287,7 +215,6 @@ def check_experts(rank, world_size):
 
 
 CHECKS = [
-    check_forward_and_backward,
     check_bytes_on_the_wire,
     check_training,
     check_training_without_clipping_is_exact,

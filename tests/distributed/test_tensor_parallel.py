@@ -16,74 +16,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import lowbit
+from lowbit.testing import relative_error
+from lowbit.testing.tensor_parallel import Block
 from tests.distributed.launch import launch
-from tests.tensor.cases import CASES, named, same_bits, values
+from tests.tensor.cases import CASES, named, values
 
 FROZEN = [c for c in CASES if c.is_weight and not c.is_trainable and c.row_step == 1]
-
-
-class Block(nn.Module):
-    """192 → 64 → 192; both ranks' parts of 64 and 192 hold whole groups of 32 and 48."""
-
-    def __init__(self, case):
-        super().__init__()
-        self.up, self.down = nn.Linear(192, 192), nn.Linear(192, 64)
-        for seed, layer in enumerate((self.up, self.down)):
-            layer.weight = nn.Parameter(case.make(layer.weight.shape, seed))
-            with torch.no_grad():
-                layer.bias.copy_(values(layer.bias.shape, 3 + seed))
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.up(x)))
-
-
-def relative_error(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
-def check_parallel_block(rank, world_size):
-    """Columns then rows, as in a transformer's MLP: outputs, and gradients of the input and the biases."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for case in FROZEN:
-        if not splits_over_columns(case, 192 // world_size):
-            continue
-        whole, model = Block(case), Block(case)
-        parallelize_module(model, mesh, plan)
-        for layer, dim in ((model.up, 0), (model.down, 1)):
-            weight = layer.weight
-            assert isinstance(weight, DTensor) and weight.placements == (Shard(dim),), case.name
-            local, full = weight.to_local(), layer_of(whole, model, layer).weight
-            assert type(local) is case.kind and local.shape[dim] * world_size == full.shape[dim]
-            expected = full.dequantize().chunk(world_size, dim)[rank]
-            assert same_bits(local.dequantize(), expected), (case.name, dim)
-        for _ in range(2):
-            found = outcome(model)
-            for name, expected in outcome(whole).items():
-                error = relative_error(found[name], expected)
-                # Each part of an activation has its own scales.
-                limit = 0.02 if case.activation is not None else 1e-5
-                assert error < limit, (case.name, name, error)
-    return True
-
-
-def splits_over_columns(case, columns):
-    return columns % case.column_step == 0
-
-
-def layer_of(whole, model, layer):
-    return whole.up if layer is model.up else whole.down
-
-
-def outcome(model):
-    """Output and gradients by name."""
-    model.zero_grad()
-    x = values((5, 192), 9).requires_grad_()
-    y = model(x)
-    y.square().sum().backward()
-    grads = {f"{n}.bias": getattr(model, n).bias.grad for n in ("up", "down")}
-    full = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-    return {"y": y.detach(), "input": x.grad, **full}
 
 
 def check_parts_that_do_not_divide(rank, world_size):
@@ -139,10 +77,6 @@ def check_a_sharded_linear_by_hand(rank, world_size):
             reference = plain.sum(0).expand(5, -1)
             assert relative_error(x.grad.full_tensor(), reference) < 1e-5, (case.name, dim)
     return True
-
-
-def test_a_block_split_by_columns_and_rows():
-    assert launch(check_parallel_block, 2) == [True, True]
 
 
 def test_parts_that_do_not_divide():

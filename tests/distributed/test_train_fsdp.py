@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
+from lowbit.testing.fsdp2 import shard
 from lowbit_kernels import launches
 from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
@@ -45,17 +46,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.second(torch.nn.functional.silu(self.first(x)))
-
-
-def shard(model, dtype=None):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype)
-    for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-    return model
 
 
 def as_gathered(model):

@@ -53,6 +53,9 @@ from lowbit.tensor import (
     TernaryTensor,
 )
 from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
+from lowbit.testing import same, same_bits, shares_memory, values
+
+__all__ = ["same", "same_bits", "shares_memory", "values"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,11 @@ class Case:
     @property
     def is_trainable(self) -> bool:
         return issubclass(self.kind, TrainableTensor)
+
+    @property
+    def trainable(self) -> bool:
+        """`is_trainable`, as `lowbit.testing.Subject` names it."""
+        return self.is_trainable
 
     @property
     def has_master(self) -> bool:
@@ -165,14 +173,6 @@ class Static:
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         return self.spec.fake_quantize_by(x, *STATIC)
-
-
-def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, the same for the same shape and seed, with an offset that asymmetric mappings can see."""
-    x = torch.randn(
-        tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    return (x + 0.25).to(dtype)
 
 
 def _static(weight_only: Scheme) -> Scheme:
@@ -283,21 +283,6 @@ every_qat = over([case for case in CASES if case.is_qat])
 SHAPES = [(24, 96), (24, 100), (7, 101), (1, 33), (1, 1), (0, 96)]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal in class, shape, strides, dtype, metadata, and every inner tensor to the bit."""
-    return (
-        type(a) is type(b)
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.meta() == b.meta()
-        and a.flat_from == b.flat_from
-        and a.inner_tensors().keys() == b.inner_tensors().keys()
-        and all(same_bits(t, getattr(b, name)) for name, t in a.inner_tensors().items())
-    )
-
-
 def check(t: Any) -> None:
     """The inner tensors have the shapes and dtypes that a tensor of this shape has."""
     expected = t.inner_shapes(t.flat_from or tuple(t.shape))
@@ -307,14 +292,22 @@ def check(t: Any) -> None:
     assert found == expected
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1) for x in (a, b))
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True
-
-
-def shares_memory(a: Any, b: Any) -> bool:
-    """Whether the inner tensors that hold the codes of two low-bit tensors start at the same address."""
-    name = a.tensor_attrs[0]
-    return getattr(a, name).data_ptr() == getattr(b, name).data_ptr()
+def inside_range(weight: Any) -> Tensor:
+    """Where x / scale + zero_point lies within the format's range, after rounding to the nearest integer."""
+    master = weight.master()
+    if not isinstance(weight, FakeQuantizedTensor):
+        return torch.ones_like(master, dtype=torch.bool)
+    spec = weight.scheme.weight
+    if not hasattr(spec.format, "signed"):
+        return torch.ones_like(master, dtype=torch.bool)  # scaled to the largest float8
+    padded = spec.padded_shape(master.shape)
+    _, scale, zero_point = spec.quantize(master)
+    if zero_point is None:  # of signed symmetric codes
+        zero_point = torch.zeros_like(scale)
+    for dim, (size, blocks) in enumerate(zip(padded, scale.shape, strict=True)):
+        if blocks:
+            scale = scale.repeat_interleave(size // blocks, dim)
+            zero_point = zero_point.repeat_interleave(size // blocks, dim)
+    crop = tuple(slice(size) for size in master.shape)
+    codes = (master * (1 / scale[crop])).round() + zero_point[crop].float()
+    return (codes >= spec.format.quant_min) & (codes <= spec.format.quant_max)

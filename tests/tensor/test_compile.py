@@ -9,12 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
+from lowbit.testing.compiled import compiled, outcome
 from tests.tensor.cases import (
     CASES,
-    every_case,
     named,
     over,
     same,
@@ -28,60 +27,6 @@ def _fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def compiled(fn, backend="aot_eager"):
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(fn, fullgraph=True, backend=counter), counter
-
-
-@every_case
-def test_dequantize(case):
-    fn, counter = compiled(lambda t: t.dequantize() * 2)
-    for seed in range(2):
-        t = case.make((24, 100), seed)
-        assert same_bits(fn(t), t.dequantize() * 2)
-    assert counter.frame_count == 1
-
-
-@over(
-    named(
-        "int4-g32",
-        "int4-g32-float-zero-point",
-        "int3-g48",
-        "int4-block-8x16",
-        "int8dyn-int8-row",
-        "e5m2-tensor",
-        "qat-int3-g48",
-        "qat-int8dyn-int4-g32",
-        *("nf4-g16-double", "mxfp4", "nvfp4", "qat-nf4-g32", "qat-mxfp4", "qat-nvfp4"),
-        *("train-int8", "train-int8-weight", "train-bitnet", "ternary"),
-    )
-)
-def test_linear_with_a_batch_of_any_size(case):
-    linear = nn.Linear(100, 24)
-    linear.weight = nn.Parameter(case.make((24, 100)))
-    fn, counter = compiled(linear)
-    for batch in (5, 7, 33):
-        x = values((batch, 100), 1).requires_grad_()
-        found = outcome(fn, linear, x)
-        expected = outcome(linear, linear, x)
-        for name in expected:
-            assert torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-5), name
-    assert counter.frame_count <= 2, "once for the first size, once for all others"
-
-
-def outcome(fn, linear, x):
-    """Output and gradients by name."""
-    linear.zero_grad()
-    x.grad = None
-    y = fn(x)
-    y.square().sum().backward()
-    found = {"y": y.detach(), "input": x.grad, "bias": linear.bias.grad}
-    if linear.weight.requires_grad:
-        assert type(linear.weight.grad) is torch.Tensor
-        found["weight"] = linear.weight.grad
-    return found
 
 
 @over(
@@ -105,15 +50,6 @@ def test_a_block_by_inductor(case):
             error = (found[name] - expected[name]).norm() / expected[name].norm()
             assert error < (0.02 if case.activation else 1e-5), name
     assert counter.frame_count == 1
-
-
-@over(named("int4-g32", "state-4bit-signed", "qat-int4-g32"))
-def test_tensors_come_out_of_a_graph(case):
-    fn, _ = compiled(lambda t: (t.detach(), t[8:16], t.clone()))
-    t = case.make((24, 100))
-    alias, rows, clone = fn(t)
-    assert same(alias, t) and same(rows, t[8:16]) and same(clone, t)
-    assert type(rows) is case.kind
 
 
 @over(named("int4-g32", "int8-row", "e4m3-row"))

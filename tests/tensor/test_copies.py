@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import pickle
@@ -22,29 +21,14 @@ from tests.tensor.cases import (
     CASES,
     SHAPES,
     every_case,
-    every_kept_in_any_dtype,
     every_trainable,
     every_weight,
     same,
     same_bits,
-    shares_memory,
     values,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@every_case
-def test_flattened_and_put_together_again(case):
-    for shape in SHAPES:
-        t = case.make(shape)
-        names, context = t.__tensor_flatten__()
-        hash(context)  # torch.compile guards on it
-        inner = {name: getattr(t, name) for name in names}
-        assert all(type(part) is torch.Tensor for part in inner.values())
-        assert same(case.kind.__tensor_unflatten__(inner, context, t.shape, t.stride()), t)
-        again = case.make(shape, seed=1).__tensor_flatten__()
-        assert again == (names, context), "the context must not depend on the values"
 
 
 @every_case
@@ -58,40 +42,6 @@ def test_moved_to_shared_memory(case):
     module.weight = nn.Parameter(before, requires_grad=False)
     module.share_memory()
     assert module.weight.is_shared() and same_bits(module.weight.detach(), t)
-
-
-@every_case
-def test_detach_and_alias_share_memory_clone_does_not(case):
-    for shape in SHAPES:
-        t = case.make(shape)
-        for alias in (t.detach(), torch.ops.aten.alias(t), t.contiguous()):
-            assert same(alias, t) and shares_memory(alias, t)
-        clone = t.clone()
-        assert same(clone, t) and (t.numel() == 0 or not shares_memory(clone, t))
-        assert same(t.clone(memory_format=torch.contiguous_format), t)
-
-
-@every_case
-def test_deepcopy_of_a_tensor_and_of_a_parameter(case):
-    t = case.make((7, 101))
-    assert same(copy.deepcopy(t), t) and not shares_memory(copy.deepcopy(t), t)
-    p = nn.Parameter(t, requires_grad=case.is_trainable)
-    twin = copy.deepcopy(nn.ParameterDict({"a": p, "b": p}))
-    assert isinstance(twin["a"], nn.Parameter) and twin["a"] is twin["b"]
-    assert same(twin["a"].detach(), t) and twin["a"].requires_grad == case.is_trainable
-
-
-@every_kept_in_any_dtype
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_to_dtype_changes_the_values_dtype_and_no_stored_bit(case, dtype):
-    t = case.make((7, 101))
-    low = t.to(dtype)
-    assert low.dtype is dtype and low.dequantize().dtype is dtype
-    assert all(same_bits(part, getattr(low, name)) for name, part in t.inner_tensors().items())
-    assert same_bits(low.dequantize(), t.dequantize().to(dtype)), "rounded once, at the end"
-    assert same(low.float(), t)
-    assert t.to(t.dtype) is t and t.to("cpu") is t
-    assert not shares_memory(t.to(dtype, copy=True), t)
 
 
 @every_case

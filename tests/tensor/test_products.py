@@ -6,8 +6,6 @@ dequantized activation.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -16,11 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit.tensor import BitNetTensor, CodebookTensor, FakeQuantizedTensor
+from lowbit.testing import relative_error
+from lowbit.testing.autograd import PRODUCTS
 from tests.tensor.cases import (
     CASES,
     every_frozen_weight,
     every_qat,
     every_weight,
+    inside_range,
     over,
     same,
     same_bits,
@@ -28,25 +29,6 @@ from tests.tensor.cases import (
 )
 
 every_transposable = over([case for case in CASES if case.is_transposable])
-
-# tokens, N, K: even; K to be padded and odd sizes; one of each; empty batch; no rows
-PRODUCTS = [
-    ((5, 3), 24, 96),
-    ((7,), 13, 101),
-    ((), 1, 33),
-    ((1, 1), 1, 1),
-    ((0,), 8, 96),
-    ((4,), 0, 96),
-]
-product_shapes = pytest.mark.parametrize("tokens,n,k", PRODUCTS, ids=str)
-
-
-def relative_error(found, reference):
-    """‖found − reference‖ / ‖reference‖ in float64; 0 for two empty or two zero tensors."""
-    found, reference = found.detach().double(), reference.detach().double()
-    assert found.shape == reference.shape
-    norm = reference.norm()
-    return float((found - reference).norm() / (norm if norm > 0 else 1))
 
 
 def activation_of(case, x):
@@ -60,70 +42,6 @@ def operands(case, tokens, n, k):
     x = values((*tokens, k), 1).requires_grad_()
     bias = values((n,), 2).requires_grad_()
     return x, weight, bias
-
-
-@every_weight
-@product_shapes
-def test_linear_is_the_product_of_the_values(case, tokens, n, k):
-    x, weight, bias = operands(case, tokens, n, k)
-    for b in (bias, None):
-        y = F.linear(x, weight, b)
-        assert type(y) is torch.Tensor and y.dtype == x.dtype and y.shape == (*tokens, n)
-        reference = F.linear(
-            activation_of(case, x).double(),
-            weight.dequantize().double(),
-            None if b is None else b.double(),
-        )
-        assert relative_error(y, reference) < 2e-6
-
-
-@every_weight
-@product_shapes
-def test_gradients_of_input_bias_and_trainable_weight(case, tokens, n, k):
-    x, weight, bias = operands(case, tokens, n, k)
-    if case.is_trainable:
-        weight.requires_grad_()
-    y = F.linear(x, weight, bias)
-    upstream = values(y.shape, 3)
-    y.backward(upstream)
-    flat = upstream.view(math.prod(tokens), n).double()
-    plain = weight.dequantize().double()
-    reference = {
-        "input": (flat @ plain).view(x.shape),  # scales of activations clip nothing
-        "bias": flat.sum(0),
-        "weight": flat.t() @ activation_of(case, x).view(len(flat), k).double(),
-    }
-    found = {"input": x.grad, "bias": bias.grad, "weight": weight.grad}
-    if case.is_trainable:
-        assert type(weight.grad) is torch.Tensor and weight.grad.dtype == weight.dtype
-        reference["weight"] = torch.where(inside_range(weight), reference["weight"], 0.0)
-    else:
-        assert found.pop("weight") is None
-    errors = {name: relative_error(grad, reference[name]) for name, grad in found.items()}
-    # BitNet's backward products in int8 round the gradient
-    limit = 0.02 if case.name == "train-bitnet-products" else 2e-6
-    assert max(errors.values()) < limit, errors
-
-
-def inside_range(weight):
-    """Where x / scale + zero_point lies within the format's range, after rounding to the nearest integer."""
-    master = weight.master()
-    if not isinstance(weight, FakeQuantizedTensor):
-        return torch.ones_like(master, dtype=torch.bool)
-    spec = weight.scheme.weight
-    if not hasattr(spec.format, "signed"):
-        return torch.ones_like(master, dtype=torch.bool)  # scaled to the largest float8
-    padded = spec.padded_shape(master.shape)
-    _, scale, zero_point = spec.quantize(master)
-    if zero_point is None:  # of signed symmetric codes
-        zero_point = torch.zeros_like(scale)
-    for dim, (size, blocks) in enumerate(zip(padded, scale.shape, strict=True)):
-        if blocks:
-            scale = scale.repeat_interleave(size // blocks, dim)
-            zero_point = zero_point.repeat_interleave(size // blocks, dim)
-    crop = tuple(slice(size) for size in master.shape)
-    codes = (master * (1 / scale[crop])).round() + zero_point[crop].float()
-    return (codes >= spec.format.quant_min) & (codes <= spec.format.quant_max)
 
 
 @every_qat

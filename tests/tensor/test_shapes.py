@@ -58,28 +58,6 @@ def test_a_slice_is_the_slice_of_the_values_or_refused(case, data):
 
 
 @every_case
-def test_rows_by_every_call_that_cuts_them(case):
-    t = case.make((24, 100))
-    full = case.values_of(t)
-    step = 8  # of the coarsest case
-    pairs = [
-        (t.chunk(3), full.chunk(3)),
-        (t.split(step), full.split(step)),
-        (t.split([step, 0, 2 * step]), full.split([step, 0, 2 * step])),
-        (torch.tensor_split(t, (step, 16)), torch.tensor_split(full, (step, 16))),
-        (
-            [t[:step], t[-step:], t[24:], t[40:50]],
-            [full[:step], full[-step:], full[24:], full[40:50]],
-        ),
-        ([t[:], t[...], t[0:24, :]], [full] * 3),
-    ]
-    for pieces, expected in pairs:
-        for piece, plain in zip(pieces, expected, strict=True):
-            check(piece)
-            assert same_bits(case.values_of(piece), plain)
-
-
-@every_case
 def test_pieces_of_rows_that_do_not_divide(case):
     """FSDP2's chunks of 33 rows for 2 ranks, of 1 row for 2."""
     if case.row_step > 1:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit.tensor import LowbitTensor, joined
 from lowbit.tensor.state_dict import is_ours
+from lowbit.testing.serialization import Net, check_equal
 from tests.tensor.cases import (
     BY_NAME,
     every_frozen_weight,
@@ -36,36 +37,10 @@ STORED = [c for c in BY_NAME.values() if c.is_weight and not c.has_master]
 every_stored = over(STORED)
 
 
-class Net(nn.Module):
-    """100 → 24, under a name of two parts, the weight tied to another module's."""
-
-    def __init__(self, case, seed=0):
-        super().__init__()
-        self.body = nn.ModuleDict({"up": nn.Linear(100, 24)})
-        self.tied = nn.Linear(100, 24, bias=False)
-        with torch.no_grad():
-            self.body["up"].bias.copy_(values((24,), seed + 3))
-        self.body["up"].weight = nn.Parameter(case.make((24, 100), seed))
-        self.tied.weight = self.body["up"].weight
-
-    def forward(self, x):
-        return self.body["up"](x) + self.tied(x)
-
-    def stored(self):
-        return self.body["up"].weight.detach()
-
-
 def names_of(case):
     if case.has_master:
         return ["weight"]
     return [f"weight.{part}" for part in case.make((24, 100)).inner_tensors()]
-
-
-def check_equal(model, other):
-    assert same(model.stored(), other.stored())
-    assert model.body["up"].weight is model.tied.weight
-    x = values((5, 100), 1)
-    assert same_bits(model(x), other(x))
 
 
 @every_weight
@@ -83,33 +58,6 @@ def test_plain_tensors_of_the_same_memory(case):
         assert value.data_ptr() == tied.data_ptr() == part.data_ptr()
     kept = model.state_dict(keep_vars=True)
     assert kept["body.up.weight"] is kept["tied.weight"] is model.tied.weight
-
-
-@every_weight
-@pytest.mark.parametrize("assign", [False, True])
-def test_loaded_into_a_model_that_was_prepared_alike(case, assign):
-    source, model = Net(case), Net(case, seed=1)
-    parameter = model.tied.weight
-    found = model.load_state_dict(copy.deepcopy(source.state_dict()), assign=assign)
-    assert not found.missing_keys and not found.unexpected_keys
-    assert type(model.stored()) is case.kind
-    assert same(model.stored(), source.stored())
-    assert (model.tied.weight is parameter) is not assign
-    x = values((5, 100), 1)
-    assert same_bits(model(x), source(x))
-    assert model.tied.weight.requires_grad == source.tied.weight.requires_grad
-
-
-@every_weight
-def test_saved_by_torch_and_loaded_weights_only(case):
-    source, model = Net(case), Net(case, seed=1)
-    file = io.BytesIO()
-    torch.save(source.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert {type(value) for value in state.values()} == {torch.Tensor}
-    model.load_state_dict(state)
-    check_equal(model, source)
 
 
 @every_weight

@@ -1,0 +1,190 @@
+"""Run a module-level function in several processes and return their results.
+
+    from lowbit.testing import launch
+
+    def check(rank, world_size, size):          # module-level, so that a spawned process finds it
+        ...
+        return {"loss": loss}                   # anything picklable; tensors travel by value
+
+    def test_it():
+        first, second = launch(check, 2, 33)
+
+The processes talk over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
+memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds;
+the process group stays up between calls. A call that raises, dies or runs out of time takes its
+processes down, and the next one starts fresh ones. ``fresh=True`` asks for that beforehand, for
+functions that leave global state behind. Workers end when this process does, however it ends.
+
+A worker finds `check` and its arguments by the names of their modules, so these must be importable: a test file that
+pytest has put on ``sys.path`` is, a cell of a notebook is not. Each call sends this process's ``sys.path`` along.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class ChildError(AssertionError):
+    """One or more processes failed; the message holds their tracebacks."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    fresh: bool = False,
+    nccl: bool = False,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes; results in rank order.
+
+    Raises ChildError with every failed process's traceback, or naming the ranks that did not
+    answer within ``timeout`` seconds or died without an answer.
+    """
+    key = (world_size, nccl)
+    if fresh and key in _groups:
+        _groups.pop(key).stop()
+    if key not in _groups:
+        _groups[key] = _Group(world_size, nccl)
+    group = _groups[key]
+    try:
+        return group.call(fn, args, timeout)
+    except BaseException:
+        _groups.pop(key, None)
+        group.stop()
+        raise
+
+
+class _Group:
+    """Spawned processes of one process group, each behind a pipe."""
+
+    def __init__(self, world_size: int, nccl: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.mkdtemp(prefix="gloo-")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        saved = dict(os.environ)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(theirs, rank, world_size, os.path.join(self.folder, "store"), nccl),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self.processes.append(process)
+        finally:
+            os.environ.clear()
+            os.environ.update(saved)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        request = pickle.dumps(
+            (sys.path, fn.__module__, fn.__qualname__, pickle.dumps(args), timeout)
+        )
+        failures: dict[int, str] = {}
+        results: dict[int, Any] = {}
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(request)
+            except OSError:
+                failures[rank] = "was gone before the call"
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < len(self.pipes):
+            # once one has failed, the others usually hang in a collective: don't wait for them
+            left = min(deadline - time.monotonic(), 2.0 if failures else timeout)
+            rest = [p for r, p in enumerate(self.pipes) if r not in results and r not in failures]
+            ready = wait(rest, max(left, 0.0))
+            if not ready:
+                for rank in range(len(self.pipes)):
+                    if rank not in results and rank not in failures:
+                        failures[rank] = f"gave no answer (limit {timeout:.0f} s)"
+                break
+            for rank in [r for r, pipe in enumerate(self.pipes) if pipe in ready]:
+                try:
+                    ok, value = pickle.loads(self.pipes[rank].recv_bytes())
+                except (EOFError, OSError):
+                    self.processes[rank].join(5)
+                    failures[rank] = f"died with exit code {self.processes[rank].exitcode}"
+                    continue
+                if ok:
+                    results[rank] = value
+                else:
+                    failures[rank] = "raised\n" + value
+        if failures:
+            lines = [f"rank {rank} {text}" for rank, text in sorted(failures.items())]
+            raise ChildError(f"{fn.__qualname__}: " + "\n".join(lines))
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.terminate()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, store: str, nccl: bool) -> None:
+    """A worker: answer calls until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if nccl:
+        torch.cuda.set_device(rank)
+    joined = False
+    while True:
+        try:
+            paths, module, name, packed, timeout = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        sys.path += [path for path in paths if path not in sys.path]
+        try:
+            if not joined:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                    init_method=f"file://{store}",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=timeout),
+                )
+                joined = True
+            fn: Any = importlib.import_module(module)
+            for part in name.split("."):
+                fn = getattr(fn, part)
+            value = fn(rank, world_size, *pickle.loads(packed))
+            answer = pickle.dumps((True, value))
+        except BaseException:  # SystemExit and CheckpointException are no Exceptions
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+_groups: dict[tuple[int, bool], _Group] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    while _groups:
+        _groups.popitem()[1].stop()

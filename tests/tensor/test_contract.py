@@ -1,0 +1,96 @@
+"""The contract tests of `lowbit.testing`, which users inherit, over every representation of lowbit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit import testing
+from tests.tensor.cases import CASES, Case, check, inside_range
+
+WEIGHTS = [case for case in CASES if case.is_weight]
+
+
+class OfCase(testing.Subject):
+    """The subject of a contract is a case of the list."""
+
+    case: Case
+
+    def takes(self, case: Case) -> None:
+        self.case = case
+        self.trainable, self.casts_values = case.is_trainable, not case.is_cast
+        self.row_step, self.column_step = case.row_step, case.column_step
+        if not case.is_weight:  # states have float32 values
+            self.dtypes = (torch.float32,)
+        if case.name == "train-bitnet-products":  # int8 products backward round the gradient
+            self.gradient_tolerance = 0.02
+        if case.activation is not None:  # each part of an activation has its own scales
+            self.parallel_tolerance = 0.02
+
+    def encode(self, weight):
+        return self.case.encode(weight)
+
+    def values_of(self, t):
+        return self.case.values_of(t)
+
+    def rounded_input(self, x):
+        spec = self.case.activation
+        return x if spec is None else spec.fake_quantize(x)
+
+    def passes(self, weight):
+        return inside_range(weight)
+
+    def check(self, t):
+        check(t)
+
+
+def over(cases: Sequence[Case]) -> Callable[[type], type]:
+    """Run the tests of the class over these cases."""
+
+    def decorate(cls: type) -> type:
+        @pytest.fixture(autouse=True, params=cases, ids=[case.name for case in cases])
+        def _case(self: Any, request: pytest.FixtureRequest) -> None:
+            self.takes(request.param)
+
+        cls._case = _case  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+@over(CASES)
+class TestBasic(OfCase, testing.BasicContract):
+    pass
+
+
+@over(CASES)
+class TestTorchSave(OfCase, testing.TorchSaveContract):
+    pass
+
+
+@over(WEIGHTS)
+class TestAutograd(OfCase, testing.AutogradContract):
+    pass
+
+
+@over(WEIGHTS)
+class TestCompile(OfCase, testing.CompileContract):
+    pass
+
+
+@over([case for case in WEIGHTS if case.row_step == 1])
+class TestFSDP2(OfCase, testing.FSDP2Contract):
+    pass
+
+
+@over([c for c in WEIGHTS if not c.is_trainable and c.row_step == 1 and 96 % c.column_step == 0])
+class TestTensorParallel(OfCase, testing.TensorParallelContract):
+    pass
+
+
+@over([case for case in WEIGHTS if case.row_step == 1])
+class TestSerialization(OfCase, testing.SerializationContract):
+    pass
