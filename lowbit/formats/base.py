@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
 Parts = dict[str, Tensor]
@@ -122,6 +123,13 @@ class Format(ABC):
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
         """The scheme with the smallest loss, among those that the format holds, for a weight that it cannot hold as it
         is. None: the weight stays in high precision."""
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        """`values` in the scheme that `nearest` names, with scales that the format holds.
+
+        Raises FormatError for values that have no such scales.
+        """
+        return AffineTensor.searched(values, scheme)
 
     def metadata(
         self, weights: Mapping[str, LowbitTensor], plain: Collection[str]

@@ -6,15 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lowbit.formats.awq import Awq
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
+from lowbit.formats.gptq import Gptq, GptqV2
 from lowbit.formats.own import Own
 
 FORMATS: list[Format] = [
     Own(),
     CompressedTensors(),
     Float8Blocks(),
+    Gptq(),
+    GptqV2(),
+    Awq(),
 ]
 """Reading asks them in this order."""
 

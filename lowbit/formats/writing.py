@@ -21,7 +21,6 @@ from lowbit.formats.registry import by_name
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
 from lowbit.formats.sources import Item, Source
 from lowbit.scheme import Scheme
-from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
 _MOST_REFUSED = 3
@@ -188,7 +187,7 @@ def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
     scheme = target.nearest(weight) if is_held else None
     if scheme is None:
         return Item(item.name, values, item.holder, f"stored plainly: {reason}", item.snr), {}
-    rounded = AffineTensor.searched(values, scheme)
+    rounded = target.rounded(values, scheme)
     ratio = snr(values, rounded)
     note = f"{scheme.describe(rounded.shape)}; rounded, as {reason}"
     other = Item(item.name, rounded, item.holder, note, ratio)
