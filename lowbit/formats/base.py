@@ -102,6 +102,11 @@ class Format(ABC):
         Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
         """
 
+    def settings(self, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Mapping[str, Any]:
+        """What the other methods get as the config: the "quantization_config", with what a format takes from the text
+        that its shards have beside their tensors."""
+        return config
+
     # ---- writing -------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -134,5 +139,6 @@ class Format(ABC):
     def metadata(
         self, weights: Mapping[str, LowbitTensor], plain: Collection[str]
     ) -> dict[str, str]:
-        """The text that a shard with these weights and these plain tensors has beside its tensors."""
+        """The text that a shard has beside its tensors. These weights and plain tensors are its own and those of all
+        earlier shards, as transformers keeps the text of the last one."""
         return {"format": "pt"}

@@ -94,7 +94,12 @@ def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, T
 
 
 def from_integers(
-    layout: Layout, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype
+    layout: Layout,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype,
+    activation: Spec | None = None,
 ) -> AffineTensor:
     """A weight of `dtype`; arguments as `integers_of` gives them, checked. Scales that `dtype` represents take it.
 
@@ -111,7 +116,8 @@ def from_integers(
     zero_point = None if zero_point is None else zero_point.contiguous()
     stored = AffineTensor._store(codes.contiguous(), spec)
     try:
-        return AffineTensor(stored, scale.contiguous(), zero_point, spec, codes.shape, dtype)
+        scale = scale.contiguous()
+        return AffineTensor(stored, scale, zero_point, spec, codes.shape, dtype, activation)
     except ValueError as error:
         raise FormatError(str(error)) from error
 

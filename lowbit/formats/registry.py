@@ -8,10 +8,12 @@ from typing import Any
 
 from lowbit.formats.awq import Awq
 from lowbit.formats.base import Format, FormatError
+from lowbit.formats.bitsandbytes import BitsandbytesInt8
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
 from lowbit.formats.gptq import Gptq, GptqV2
 from lowbit.formats.own import Own
+from lowbit.formats.torchao import TorchAo
 
 FORMATS: list[Format] = [
     Own(),
@@ -20,6 +22,8 @@ FORMATS: list[Format] = [
     Gptq(),
     GptqV2(),
     Awq(),
+    BitsandbytesInt8(),
+    TorchAo(),
 ]
 """Reading asks them in this order."""
 

@@ -203,7 +203,9 @@ def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
     parts = target.encode(weight)
     for part in parts:
         target.stored_name(item.name, part)  # refuses names that the format has no place for
-    again = target.decode(parts, target.config({item.name: weight}, ()), item.name, weight.dtype)
+    alone = {item.name: weight}
+    settings = target.settings(target.config(alone, ()), target.metadata(alone, ()))
+    again = target.decode(parts, settings, item.name, weight.dtype)
     if not _same_values(weight, again):
         raise FormatError("it would be read back with other values; please report it")
     return parts

@@ -26,6 +26,7 @@ def through(format: Format, w: LowbitTensor) -> LowbitTensor:
     assert all(type(t) is Tensor and t.is_contiguous() for t in parts.values())
     config = format.config({NAME: w}, {"lm_head"})
     assert [f for f in FORMATS if f.reads(config)] == [format]
+    config = format.settings(config, format.metadata({NAME: w}, {"lm_head.weight"}))
     stored = {format.stored_name(NAME, part): t for part, t in parts.items()}
     found = format.find([*stored, "lm_head.weight"], config)
     assert found.keys() == {NAME}
