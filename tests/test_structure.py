@@ -48,6 +48,7 @@ OPTIONAL = [
     "wandb",
     "transformers",
     "compressed_tensors",
+    "gguf",
     "peft",
     "accelerate",
     "lightning",

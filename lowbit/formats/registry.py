@@ -11,6 +11,7 @@ from lowbit.formats.base import Format, FormatError
 from lowbit.formats.bitsandbytes import BitsandbytesInt8
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
+from lowbit.formats.gguf import Gguf
 from lowbit.formats.gptq import Gptq, GptqV2
 from lowbit.formats.own import Own
 from lowbit.formats.torchao import TorchAo
@@ -24,6 +25,7 @@ FORMATS: list[Format] = [
     Awq(),
     BitsandbytesInt8(),
     TorchAo(),
+    Gguf(),
 ]
 """Reading asks them in this order."""
 

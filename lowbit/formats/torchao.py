@@ -249,9 +249,8 @@ def _config_of(weight: LowbitTensor) -> dict[str, Any]:
         data = {"granularity": row}
     else:
         group = layout_of(weight, "torchao").group_size
-        granularity = (
-            row if group is None else {**_typed("PerGroup", {"group_size": group}), "_version": 1}
-        )
+        kind, sizes = ("PerGroup", {"group_size": group}) if group else ("PerAxis", {"axis": 0})
+        granularity = {**_typed(kind, sizes), "_version": 1}
         name = "Int8DynamicActivationIntxWeightConfig" if rounds else "IntxWeightOnlyConfig"
         prefix = "weight_" if rounds else ""
         data = {

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.folder import Folder
+from lowbit.formats.gguf import Gguf
+from lowbit.formats.gguf_file import GgufWriter, new_file
 from lowbit.formats.module import Model, linears_of
 from lowbit.formats.progress import nbytes, progress
 from lowbit.formats.quantizing import Quantizing, snr
@@ -67,7 +69,7 @@ def export(
 
     Args:
         model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads.
-        out: the folder to make; its parent exists.
+        out: the folder to make; its parent exists. For "gguf" a file.
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
             and the pattern "*" leave embeddings, the output head and routers alone; a pattern that names one means it.
@@ -91,6 +93,13 @@ def export(
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, scheme, scales, tokenizer, device)
     report = ExportReport(format=target.name, path=str(out))
+    if isinstance(target, Gguf):
+        with new_file(out, overwrite) as path:
+            file = GgufWriter(path, source)
+            _write_all(source, file, target, lossy, report)
+            file.finish()
+            report.nbytes = file.nbytes
+        return report
     with new_folder(out, overwrite) as folder:
         shards = Shards(folder, largest, target)
         weights, plain = _write_all(source, shards, target, lossy, report)
@@ -128,7 +137,7 @@ def _source_of(
 
 
 def _write_all(
-    source: Source, shards: Shards, target: Format, lossy: bool, report: ExportReport
+    source: Source, shards: Shards | GgufWriter, target: Format, lossy: bool, report: ExportReport
 ) -> tuple[dict[str, LowbitTensor], set[str]]:
     """The low-bit weights by name, on meta, and the modules of linears that stay plain."""
     weights: dict[str, LowbitTensor] = {}

@@ -1,4 +1,4 @@
-"""Folders of bitsandbytes and torchao: those that lowbit writes, by transformers, and those of the packages, by lowbit."""
+"""Folders of bitsandbytes and torchao, written by lowbit and loaded by transformers, and the other way round."""
 
 from __future__ import annotations
 
