@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.affine import Mapping as AffineMapping
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.integers import (
     Layout,
@@ -171,7 +172,7 @@ class Gptq(Format):
         if any(size * bits % 32 for size in weight.shape):
             return None
         keeps = spec.has_zero_point and not self.less
-        mapping = "asymmetric" if keeps else "symmetric"
+        mapping: AffineMapping = "asymmetric" if keeps else "symmetric"
         return Scheme(Spec(Int(bits), whole_groups(weight), mapping))
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.affine import Mapping as AffineMapping
 from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of, whole_groups
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
@@ -156,7 +157,7 @@ class TorchAo(Format):
         if isinstance(spec.format, Float8):
             return Scheme(Spec(Float8(), PerRow()))
         zero = spec.has_zero_point
-        mapping = "asymmetric" if zero else "symmetric"
+        mapping: AffineMapping = "asymmetric" if zero else "symmetric"
         return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping))
 
 

@@ -40,9 +40,13 @@ CASES = {
 ALL = [(format, name) for format, schemes in CASES.items() for name in schemes]
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder: Path, format: str) -> Any:
+    """In torch's kernels: others of GPTQModel are compiled for minutes at first use."""
     kind = transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float16, device_map="cpu").eval()
+    settings = transformers.AwqConfig if format == "awq" else transformers.GPTQConfig
+    chosen = settings(bits=4, backend="awq_torch" if format == "awq" else "gptq_torch")
+    options = {"dtype": torch.float16, "device_map": "cpu", "quantization_config": chosen}
+    return kind.from_pretrained(folder, **options).eval()
 
 
 def assert_same_weights(found: Any, model: Any) -> None:
@@ -60,7 +64,7 @@ def assert_same_weights(found: Any, model: Any) -> None:
 def test_by_from_pretrained(format: str, name: str, tmp_path: Path) -> None:
     model = low_bit(CASES[format][name], torch.float16)
     lowbit.export(model, tmp_path / "out", format, max_shard_size="100KB")
-    found = loaded(tmp_path / "out")
+    found = loaded(tmp_path / "out", format)
     assert_same_weights(found, model)
     assert error(logits(found), logits(model)) < 0.01
     assert torch.equal(logits(lowbit.load_pretrained(tmp_path / "out")), logits(model))
@@ -71,6 +75,6 @@ def test_linears_that_stay_plain(format: str, tmp_path: Path) -> None:
     model = llama(torch.float16)
     lowbit.quantize_(model, {"lm_head": None, "*down_proj": None, "*": Int4WeightOnly(64)})
     lowbit.export(model, tmp_path / "out", format)
-    found = loaded(tmp_path / "out")
+    found = loaded(tmp_path / "out", format)
     assert type(found.model.layers[0].mlp.down_proj) is torch.nn.Linear
     assert_same_weights(found, model)
