@@ -44,18 +44,20 @@ def loaded(folder: Path, format: str) -> Any:
     """In torch's kernels: others of GPTQModel are compiled for minutes at first use."""
     kind = transformers.AutoModelForCausalLM
     settings = transformers.AwqConfig if format == "awq" else transformers.GPTQConfig
-    chosen = settings(bits=4, backend="awq_torch" if format == "awq" else "gptq_torch")
+    chosen = settings(bits=4, backend="torch_awq" if format == "awq" else "gptq_torch")
     options = {"dtype": torch.float16, "device_map": "cpu", "quantization_config": chosen}
     return kind.from_pretrained(folder, **options).eval()
 
 
 def assert_same_weights(found: Any, model: Any) -> None:
-    """Those that GPTQModel dequantizes, [K, N], and all plain ones."""
+    """Products with unit vectors give each weight of a linear alone; and all plain ones."""
     own, modules = dict(found.named_parameters()), dict(found.named_modules())
     for name, t in model.named_parameters():
         if isinstance(t, LowbitTensor):
-            values = modules[name.removesuffix(".weight")].dequantize_weight().T
-            assert torch.equal(values.half(), t.dequantize()), name
+            units = torch.eye(t.shape[1], dtype=torch.float16)
+            with torch.no_grad():
+                values = modules[name.removesuffix(".weight")](units).T
+            assert torch.equal(values, t.dequantize()), name
         else:
             assert torch.equal(own[name], t), name
 
