@@ -50,6 +50,7 @@ OPTIONAL = [
     "wandb",
     "transformers",
     "compressed_tensors",
+    "gguf",
     "peft",
     "accelerate",
     "lightning",

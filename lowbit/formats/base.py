@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
 Parts = dict[str, Tensor]
@@ -101,6 +102,11 @@ class Format(ABC):
         Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
         """
 
+    def settings(self, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Mapping[str, Any]:
+        """What the other methods get as the config: the "quantization_config", with what a format takes from the text
+        that its shards have beside their tensors."""
+        return config
+
     # ---- writing -------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -123,8 +129,16 @@ class Format(ABC):
         """The scheme with the smallest loss, among those that the format holds, for a weight that it cannot hold as it
         is. None: the weight stays in high precision."""
 
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        """`values` in the scheme that `nearest` names, with scales that the format holds.
+
+        Raises FormatError for values that have no such scales.
+        """
+        return AffineTensor.searched(values, scheme)
+
     def metadata(
         self, weights: Mapping[str, LowbitTensor], plain: Collection[str]
     ) -> dict[str, str]:
-        """The text that a shard with these weights and these plain tensors has beside its tensors."""
+        """The text that a shard has beside its tensors. These weights and plain tensors are its own and those of all
+        earlier shards, as transformers keeps the text of the last one."""
         return {"format": "pt"}

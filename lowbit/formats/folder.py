@@ -102,6 +102,8 @@ class Folder:
         self.config = self._json("config.json")
         self.settings = _take_settings(self.config)
         self.dtype = _dtype_of(self.config)
+        self._metadata: dict[str, str] = {}
+        """The text that all shards have beside their tensors."""
         self._shards = self._find_shards()
         """The file of each stored tensor."""
         self.nbytes = sum((self.path / f).stat().st_size for f in {*self._shards.values()})
@@ -111,6 +113,7 @@ class Folder:
         try:
             if self.settings is not None:
                 self.format = by_config(self.settings)
+                self.settings = self.format.settings(self.settings, self._metadata)
                 self.weights = self.format.find(self._shards.keys(), self.settings)
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from error
@@ -150,8 +153,9 @@ class Folder:
         for file in files:
             if Path(file).name != file or not (self.path / file).is_file():
                 raise FormatError(f"{self.path} lacks the shard {file}: copy it from its source")
-            names = self._open(file).keys()
-            found.update(dict.fromkeys(names, file))
+            opened = self._open(file)
+            found.update(dict.fromkeys(opened.keys(), file))
+            self._metadata |= opened.metadata() or {}
         if listed is not None and (lost := sorted(listed.keys() - found.keys())):
             raise FormatError(f"{self.path}: no shard holds {', '.join(lost[:3])} of the index")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
+from lowbit.formats.gguf_file import GgufFile
 from lowbit.formats.progress import nbytes, progress
 from lowbit.tensor.base import LowbitTensor
 
@@ -23,10 +25,14 @@ def tensors(
 
     On the CPU plain tensors are views of the file. Raises FormatError as `load_pretrained` does.
     """
-    return _tensors(Folder(path), torch.device(device))
+    return _tensors(_opened(path), torch.device(device))
 
 
-def _tensors(folder: Folder, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _opened(path: str | os.PathLike[str]) -> Folder | GgufFile:
+    return GgufFile(path) if Path(path).suffix == ".gguf" else Folder(path)
+
+
+def _tensors(folder: Folder | GgufFile, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
         for item in folder.items():
             t = item.value
@@ -49,7 +55,8 @@ def load_pretrained(
         lowbit.load_pretrained("model-int4", my_model)                  # any module with these names
 
     Args:
-        path: a folder with config.json and *.safetensors, in one of `lowbit.formats.names()` or plain.
+        path: a folder with config.json and *.safetensors, in one of `lowbit.formats.names()` or plain; or a GGUF file,
+            model.gguf, of a Llama.
         model: the module to fill, in place, on any device or on meta; its parameters are replaced, so make the
             optimizer afterwards. None builds the model of transformers that config.json names, without memory for its
             weights.
@@ -62,7 +69,7 @@ def load_pretrained(
     one than config.json says; names or shapes that do not fit the model, which is then as it was where names are
     concerned.
     """
-    folder = Folder(path)
+    folder = _opened(path)
     built = _built(folder) if model is None else model
     _fill(built, folder, torch.device(device))
     if model is None:
@@ -73,7 +80,7 @@ def load_pretrained(
 # ---- a module ------------------------------------------------------------------------------------------------------
 
 
-def _fill(model: nn.Module, folder: Folder, device: torch.device) -> None:
+def _fill(model: nn.Module, folder: Folder | GgufFile, device: torch.device) -> None:
     """Replace the parameters and buffers of `model` by the tensors of the folder."""
     owners = _places(model)
     _check_names(model, folder, owners)
@@ -123,7 +130,7 @@ def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _check_names(
-    model: nn.Module, folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]]
+    model: nn.Module, folder: Folder | GgufFile, owners: dict[str, list[tuple[nn.Module, str]]]
 ) -> None:
     """Refuse names that the model lacks, and names that the folder lacks under all names of a tied tensor."""
     given = {*folder.names()}
@@ -153,7 +160,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _built(folder: Folder) -> nn.Module:
+def _built(folder: Folder | GgufFile) -> nn.Module:
     """The model of transformers that config.json names, with parameters on meta."""
     names = folder.config.get("architectures")
     if not isinstance(names, list) or not names:

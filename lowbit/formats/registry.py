@@ -6,15 +6,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lowbit.formats.awq import Awq
 from lowbit.formats.base import Format, FormatError
+from lowbit.formats.bitsandbytes import BitsandbytesInt8
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
+from lowbit.formats.gguf import Gguf
+from lowbit.formats.gptq import Gptq, GptqV2
 from lowbit.formats.own import Own
+from lowbit.formats.torchao import TorchAo
 
 FORMATS: list[Format] = [
     Own(),
     CompressedTensors(),
     Float8Blocks(),
+    Gptq(),
+    GptqV2(),
+    Awq(),
+    BitsandbytesInt8(),
+    TorchAo(),
+    Gguf(),
 ]
 """Reading asks them in this order."""
 

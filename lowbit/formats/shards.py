@@ -142,7 +142,7 @@ class Shards:
         _compare(path, tensors)
         self._names.update(dict.fromkeys(tensors, len(self._files)))
         self._files.append(path)
-        self._tensors, self._weights, self._plain, self._waiting = {}, {}, [], 0
+        self._tensors, self._waiting = {}, 0
 
     def finish(self) -> None:
         """Write the last shard, give all their names, and write the index if there are several."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.folder import Folder
+from lowbit.formats.gguf import Gguf
+from lowbit.formats.gguf_file import GgufWriter, new_file
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.module import Model, linears_of
 from lowbit.formats.progress import nbytes, progress
@@ -22,7 +24,6 @@ from lowbit.formats.registry import by_name
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
 from lowbit.formats.sources import Item, Source
 from lowbit.scheme import Scheme
-from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
 _MOST_REFUSED = 3
@@ -69,7 +70,7 @@ def export(
 
     Args:
         model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads.
-        out: the folder to make; its parent exists.
+        out: the folder to make; its parent exists. For "gguf" a file.
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
             and the pattern "*" leave embeddings, the output head and routers alone; a pattern that names one means it.
@@ -93,6 +94,13 @@ def export(
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, scheme, scales, tokenizer, device)
     report = ExportReport(format=target.name, path=str(out))
+    if isinstance(target, Gguf):
+        with new_file(out, overwrite) as path:
+            file = GgufWriter(path, source)
+            _write_all(source, file, target, lossy, report)
+            file.finish()
+            report.nbytes = file.nbytes
+        return report
     with new_folder(out, overwrite) as folder:
         shards = Shards(folder, largest, target)
         weights, plain = _write_all(source, shards, target, lossy, report)
@@ -130,7 +138,7 @@ def _source_of(
 
 
 def _write_all(
-    source: Source, shards: Shards, target: Format, lossy: bool, report: ExportReport
+    source: Source, shards: Shards | GgufWriter, target: Format, lossy: bool, report: ExportReport
 ) -> tuple[dict[str, LowbitTensor], set[str]]:
     """The low-bit weights by name, on meta, and the modules of linears that stay plain."""
     weights: dict[str, LowbitTensor] = {}
@@ -190,7 +198,7 @@ def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
     scheme = target.nearest(weight) if _has_place(item, target) else None
     if scheme is None:
         return Item(item.name, values, item.holder, f"stored plainly: {reason}", item.snr), {}
-    rounded = AffineTensor.searched(values, scheme)
+    rounded = target.rounded(values, scheme)
     ratio = snr(values, rounded)
     note = f"{scheme.describe(rounded.shape)}; rounded, as {reason}"
     other = Item(item.name, rounded, item.holder, note, ratio)
@@ -218,7 +226,11 @@ def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
     """The parts, after they were decoded again and compared."""
     _check_place(item, target)
     parts = target.encode(weight)
-    again = target.decode(parts, target.config({item.name: weight}, ()), item.name, weight.dtype)
+    for part in parts:
+        target.stored_name(item.name, part)  # refuses names that the format has no place for
+    alone = {item.name: weight}
+    settings = target.settings(target.config(alone, ()), target.metadata(alone, ()))
+    again = target.decode(parts, settings, item.name, weight.dtype)
     if not _same_values(weight, again):
         raise FormatError("it would be read back with other values; please report it")
     return parts

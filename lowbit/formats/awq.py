@@ -1,0 +1,142 @@
+"""AWQ, "awq", in the layout "gemm" that AutoAWQ writes and vLLM serves: integers of 4 bits.
+
+| tensor beside `layer.` | shape            | holds                                       |
+|------------------------|------------------|---------------------------------------------|
+| `qweight`              | int32 [K, N/8]   | unsigned codes, along N                     |
+| `qzeros`               | int32 [K/g, N/8] | unsigned zero points, along N               |
+| `scales`               | float16 [K/g, N] |                                             |
+
+    value[n, k] = (q[k, n] − z[k // g, n]) · scales[k // g, n]
+
+The nibble i of a word, from the lowest, is output 8j + (0, 2, 4, 6, 1, 3, 5, 7)[i] of word j. A symmetric weight has
+zero points of 8.
+
+Source: Lin et al., arXiv 2306.00978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.integers import (
+    Layout,
+    bytes_of,
+    exact_scales,
+    from_integers,
+    integers_of,
+    layout_of,
+    signed,
+    unsigned,
+    whole_groups,
+    with_scales_of,
+    words_of,
+)
+from lowbit.packing import pack, unpack
+from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+WRITTEN, READ = (0, 2, 4, 6, 1, 3, 5, 7), (0, 4, 1, 5, 2, 6, 3, 7)
+"""The order of outputs in a word, and its inverse."""
+BITS = 4
+
+
+class Awq(Format):
+    """The format "awq"; see the module."""
+
+    name = "awq"
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quant_method") == "awq"
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return "qweight", "qzeros", "scales"
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        bits = config.get("bits", config.get("w_bit"))
+        group = config.get("group_size", config.get("q_group_size", -1))
+        version = str(config.get("version", "gemm")).lower()
+        if (bits, version) != (BITS, "gemm") or type(group) is not int or group < -1 or not group:
+            raise FormatError(
+                f"bits is {bits!r}, version {version!r} and group_size {group!r}; accepted: 4 bits, 'gemm', and a size "
+                "or -1"
+            )
+        if lost := [p for p in self.suffixes(config) if p not in parts]:
+            raise FormatError(f"it has no {', '.join(lost)}")
+        scales = parts["scales"]
+        rows = scales.shape[-1]
+        codes, zeros = (_unpacked(parts[name], rows) for name in ("qweight", "qzeros"))
+        symmetric = not config.get("zero_point", True) and bool((zeros == 0).all())
+        layout = Layout(BITS, None if group == -1 else group, not symmetric)
+        zero_point = None if symmetric else zeros.T
+        return from_integers(layout, codes.T, scales.T, zero_point, dtype or scales.dtype)
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        layout = self._layout(weight)
+        assert isinstance(weight, AffineTensor)
+        codes, scale, zero_point = integers_of(weight, layout)
+        zeros = torch.zeros_like(scale, dtype=torch.int8) if zero_point is None else zero_point
+        return {
+            "qweight": _packed(codes.T),
+            "qzeros": _packed(zeros.T),
+            "scales": exact_scales(scale, torch.float16, self.name).T.contiguous(),
+        }
+
+    def _layout(self, weight: LowbitTensor) -> Layout:
+        layout = layout_of(weight, self.name)
+        assert isinstance(weight, AffineTensor)
+        if layout.bits != BITS:
+            raise FormatError(f"{self.name} holds {BITS} bits, got {layout.bits}")
+        if weight.activation is not None:
+            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+        if weight.shape[0] % 8:
+            raise FormatError(f"its {weight.shape[0]} outputs do not fill whole words of 8")
+        return layout
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        layouts = [self._layout(weight) for weight in weights.values()]
+        groups = {layout.group_size for layout in layouts}
+        if len(groups) > 1:
+            raise FormatError(
+                f"{self.name} has one group size for a model, got {sorted(groups, key=str)}"
+            )
+        return {
+            "quant_method": self.name,
+            "version": "gemm",
+            "bits": BITS,
+            "group_size": (groups.pop() if groups else None) or -1,
+            "zero_point": any(layout.has_zero_point for layout in layouts),
+            "modules_to_not_convert": sorted(plain) or None,
+        }
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        """Zero points, which cost no bytes there, unless the weight has four bits and none."""
+        if weight.ndim != 2 or weight.shape[0] % 8:
+            return None
+        spec = getattr(weight, "spec", None)
+        keeps = isinstance(spec, Spec) and spec.format == Int(BITS) and not spec.has_zero_point
+        return Scheme(Spec(Int(BITS), whole_groups(weight), "symmetric" if keeps else "asymmetric"))
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        return with_scales_of(torch.float16, values, scheme)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """int8 [..., N] as words [..., N/8]."""
+    ordered = unsigned(codes, BITS).unflatten(-1, (-1, 8))[..., WRITTEN].flatten(-2)
+    return words_of(pack(ordered.contiguous(), BITS))
+
+
+def _unpacked(words: Tensor, rows: int) -> Tensor:
+    """The inverse of `_packed`. Raises FormatError for another number of words."""
+    if rows % 8 or words.ndim != 2:
+        raise FormatError(f"words {tuple(words.shape)} of {rows} outputs; accepted: [K, N/8]")
+    ordered = unpack(bytes_of(words.contiguous(), rows, BITS), BITS, rows)
+    return signed(ordered.unflatten(-1, (-1, 8))[..., READ].flatten(-2), BITS)

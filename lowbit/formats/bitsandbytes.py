@@ -1,0 +1,121 @@
+"""LLM.int8() of bitsandbytes, "bitsandbytes-int8": rows of int8 with the largest magnitude of each row.
+
+    layer.weight          int8 [N, K]
+    layer.SCB             float32 [N]
+    layer.weight_format   uint8, 0: row-major
+
+    value[n, k] = weight[n, k] · SCB[n] / 127
+
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": true, "llm_int8_threshold": 6.0, …}
+
+bitsandbytes multiplies by float32(1/127) after the scale. `encode` takes weights for which this gives the same values,
+as it does for scales of bfloat16. `decode` takes SCB / 127 in float32 as the scale. Two roundings of the package may
+then differ from lowbit's one in the last bit, in few values.
+
+The package rounds inputs to int8, a scale a token, but for the columns that have a value above `llm_int8_threshold`. A
+threshold of 0 rounds all of them, which is the activation of `Int8DynamicActivationInt8Weight`. With any other
+threshold lowbit reads the weights only.
+
+Source: Dettmers et al., arXiv 2208.07339.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of
+from lowbit.granularity import PerRow, PerToken
+from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+INVERSE = 7.874015718698502e-3
+"""float32(1/127), the constant of the package."""
+ROUNDED_INPUT = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
+_LAYOUT = Layout(8, None, False)
+
+
+class BitsandbytesInt8(Format):
+    """The format "bitsandbytes-int8"; see the module."""
+
+    name = "bitsandbytes-int8"
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_8bit"))
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return "SCB", "weight", "weight_format"
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        codes, largest = parts.get("weight"), parts["SCB"]
+        if codes is None or codes.dtype is not torch.int8 or codes.ndim != 2:
+            got = None if codes is None else f"{codes.dtype} {tuple(codes.shape)}"
+            raise FormatError(f"its codes are {got}; accepted: int8 [N, K]")
+        if largest.numel() != len(codes):
+            raise FormatError(f"its SCB has {largest.numel()} values for {len(codes)} rows")
+        if "weight_format" in parts and (order := int(parts["weight_format"])):
+            raise FormatError(f"its weight_format is {order}; accepted: 0, row-major")
+        scale = (largest.double().view(-1, 1) / 127).float()
+        activation = ROUNDED_INPUT if config.get("llm_int8_threshold", 6.0) == 0 else None
+        return from_integers(_LAYOUT, codes, scale, None, dtype or torch.float16, activation)
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        self._check(weight)
+        assert isinstance(weight, AffineTensor)
+        codes, scale, _ = integers_of(weight, _LAYOUT)
+        largest = (scale.double() * 127).float()
+        theirs = (codes * largest * INVERSE).to(weight.dtype)
+        if changed := int((theirs != weight.dequantize()).sum()):
+            raise FormatError(
+                f"bitsandbytes would compute other values of {changed} of its elements: its scales, {scale.dtype}, are "
+                "no multiples of 1/127"
+            )
+        order = torch.tensor(0, dtype=torch.uint8)
+        return {"weight": codes, "SCB": largest.flatten(), "weight_format": order}
+
+    def _check(self, weight: LowbitTensor) -> None:
+        layout = layout_of(weight, self.name)
+        assert isinstance(weight, AffineTensor)
+        if layout != _LAYOUT:
+            raise FormatError(f"{self.name} holds symmetric rows of 8 bits, got {weight.spec}")
+        if weight.activation not in (None, ROUNDED_INPUT):
+            raise FormatError(
+                f"{self.name} rounds inputs as {ROUNDED_INPUT}, and not as {weight.activation}"
+            )
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        rounds = {getattr(weight, "activation", None) is not None for weight in weights.values()}
+        if len(rounds) > 1:
+            raise FormatError(
+                f"{self.name} has one threshold for a model, and some weights have an activation and some have none"
+            )
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "load_in_4bit": False,
+            "llm_int8_threshold": 0.0 if rounds == {True} else 6.0,
+            "llm_int8_skip_modules": sorted(plain) or None,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_enable_fp32_cpu_offload": False,
+        }
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        if weight.ndim != 2:
+            return None
+        given = getattr(weight, "activation", None)
+        activation = given if given == ROUNDED_INPUT else None
+        return Scheme(Spec(Int(8), PerRow(), "symmetric_no_clipping_err"), activation)
+
+    def rounded(self, values: torch.Tensor, scheme: Scheme) -> LowbitTensor:
+        """Scales of bfloat16, which the constant of the package does not change."""
+        scale, _ = scheme.weight.choose_qparams(values, torch.bfloat16)
+        try:
+            return AffineTensor.from_float(values, scheme, (scale, None))
+        except ValueError as error:
+            raise FormatError(str(error)) from error

@@ -1,0 +1,64 @@
+"""GGUF, "gguf", as llama.cpp reads it: what a tensor of such a file holds.
+
+A GGUF checkpoint is one file, not a folder: `lowbit.formats.gguf_file` writes and reads it, and
+`lowbit.formats.gguf_blocks` the bytes of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import gguf_blocks
+from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.gguf_llama import in_gguf
+from lowbit.formats.integers import with_scales_of
+from lowbit.granularity import PerGroup
+from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.base import LowbitTensor
+
+
+class Gguf(Format):
+    """What a tensor of a GGUF file holds. A part is named by its type."""
+
+    name = "gguf"
+    holds_embeddings = True
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return False
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(gguf_blocks.TYPES)
+
+    def stored_name(self, weight: str, part: str) -> str:
+        in_gguf(weight)
+        return f"{weight}.{part}"
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        ((kind, rows),) = parts.items()
+        made = gguf_blocks.decode(kind, rows, dtype or torch.float16)
+        if not isinstance(made, LowbitTensor):
+            raise FormatError(f"no low-bit weight has the values of its {kind} blocks")
+        return made
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        return dict([gguf_blocks.encode(weight)])
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        return {}
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        """Groups of 32 in 4 bits, or in 8 where the weight has more than 4."""
+        spec = getattr(weight, "spec", None)
+        if weight.ndim != 2 or weight.shape[1] % gguf_blocks.SMALL or not isinstance(spec, Spec):
+            return None
+        bits = 4 if spec.format.bits <= 4 else 8
+        return Scheme(Spec(Int(bits), PerGroup(gguf_blocks.SMALL)))
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        return with_scales_of(torch.float16, values, scheme)

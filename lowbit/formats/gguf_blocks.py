@@ -1,0 +1,182 @@
+"""The blocks of GGUF: rows of bytes to weights, and weights to rows of bytes.
+
+| type | bits | elements, bytes | value of an element                          | written |
+|------|-----:|-----------------|----------------------------------------------|---------|
+| Q4_0 | 4    | 32, 18          | d · (q − 8)                                  | yes     |
+| Q4_1 | 4    | 32, 20          | d · q + m                                    | yes     |
+| Q8_0 | 8    | 32, 34          | d · q                                        | yes     |
+| Q2_K | 2    | 256, 84         | d · s · q − dmin · m for groups of 16        | no      |
+| Q3_K | 3    | 256, 110        | d · s · (q − 4) for groups of 16             | no      |
+| Q4_K | 4    | 256, 144        | d · s · q − dmin · m for groups of 32        | no      |
+| Q5_K | 5    | 256, 176        | d · s · q − dmin · m for groups of 32        | no      |
+| Q6_K | 6    | 256, 210        | d · s · (q − 32) for groups of 16            | no      |
+
+d, m and dmin are float16; s and m of K-quants are small integers. A minimum becomes a zero point that is a value, in
+float32: x̂ = (q − 2^(b−1)) · scale + zero_point. Where float32 cannot hold that zero point exactly, the weight is given
+in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.integers import Layout, exact_scales, from_integers, integers_of, layout_of
+from lowbit.granularity import PerGroup
+from lowbit.packing import pack
+from lowbit.scheme import Int, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+Block = tuple[Tensor, Tensor, Tensor | None]
+"""Of blocks [N, B, bytes]: unsigned codes [N, B, elements], scales [N, B, groups], and minimums that are added, or None
+where 2^(bits − 1) is subtracted from each code."""
+
+SMALL = 32
+"""Elements of a block that lowbit writes."""
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
+    """The type and the bytes [N, …] of a weight, with the same values. Raises FormatError where no type holds it."""
+    layout = layout_of(weight, "gguf")
+    assert isinstance(weight, AffineTensor)
+    columns, group = weight.shape[1], layout.group_size or weight.shape[1]
+    if weight.activation is not None:
+        raise FormatError(f"gguf rounds no inputs by a rule of the file, got {weight.activation}")
+    if layout.bits not in (4, 8) or (layout.bits == 8 and layout.has_zero_point):
+        raise FormatError(f"gguf is written with 4 bits, or 8 symmetric ones, got {weight.spec}")
+    if columns % SMALL or group % SMALL:
+        raise FormatError(f"gguf has groups of {SMALL}, got {columns} inputs in groups of {group}")
+    codes, scale, zero = integers_of(weight, layout)
+    times = columns // SMALL // scale.shape[1]
+    d = exact_scales(scale, torch.float16, "gguf").repeat_interleave(times, 1)
+    q = codes.unflatten(1, (-1, SMALL))
+    if layout.bits == 8:
+        return "Q8_0", torch.cat([_bytes(d), q.view(torch.uint8)], -1).flatten(1)
+    parts = [_bytes(d)]
+    if zero is not None:
+        minimum = -(zero.float() + 8) * scale.float()
+        m = exact_scales(minimum, torch.float16, "gguf (Q4_1, its minimums)")
+        parts.append(_bytes(m.repeat_interleave(times, 1)))
+    low, high = (q.short() + 8).to(torch.uint8).split(SMALL // 2, -1)
+    return "Q4_0" if zero is None else "Q4_1", torch.cat([*parts, low | high << 4], -1).flatten(1)
+
+
+def _bytes(half: Tensor) -> Tensor:
+    """float16 [N, B] as uint8 [N, B, 2]."""
+    return half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight of `dtype` that bytes [N, …] of a type hold; plain where no low-bit one has the same values.
+
+    Raises FormatError for a type that lowbit does not read, and for rows that are no whole blocks.
+    """
+    if kind not in TYPES:
+        raise FormatError(f"its type is {kind}; lowbit reads {', '.join(TYPES)} and plain ones")
+    bits, size, read = TYPES[kind]
+    if rows.ndim != 2 or rows.shape[1] % size:
+        raise FormatError(f"rows of {tuple(rows.shape)} bytes are no whole {kind} blocks of {size}")
+    codes, scale, minimum = read(rows.unflatten(1, (-1, size)))
+    q, scale = codes.flatten(1), scale.flatten(1).contiguous()
+    signed = (q.short() - 2 ** (bits - 1)).to(torch.int8)
+    group = q.shape[1] // scale.shape[1]
+    if minimum is None:
+        return from_integers(Layout(bits, group, False), signed, scale, None, dtype)
+    minimum = minimum.flatten(1)
+    zero = (-minimum.double() / scale.double()).nan_to_num(0, 0, 0).round().clamp(0, 2**bits - 1)
+    if torch.equal(-zero * scale.double(), minimum.double()):
+        point = (zero - 2 ** (bits - 1)).to(torch.int8)
+        return from_integers(Layout(bits, group, True), signed, scale, point, dtype)
+    exact = minimum.double() + 2 ** (bits - 1) * scale.double()
+    if not torch.equal(exact.float().double(), exact):
+        values = q.float() * scale.repeat_interleave(group, 1) + minimum.repeat_interleave(group, 1)
+        return values.to(dtype)
+    spec = Spec(Int(bits), PerGroup(group), "float_zero_point")
+    return AffineTensor(pack(q, bits), scale, exact.float(), spec, q.shape, dtype)
+
+
+def _half(b: Tensor, at: int) -> Tensor:
+    """The float16 at a byte of each block, as float32 [N, B, 1]."""
+    return b[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(b: Tensor) -> Tensor:
+    """[N, B, 32·c] as low nibbles of 32, high nibbles of 32, …"""
+    parts = b.unflatten(-1, (-1, 1, 32))
+    return torch.cat([parts & 15, parts >> 4], -2).flatten(2)
+
+
+def _bits_of(b: Tensor, width: int) -> Tensor:
+    """[N, B, 32·c] as planes of 32 fields: the lowest `width` bits of all 32 bytes, the next ones, …"""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    return ((b.unflatten(-1, (-1, 1, 32)) >> shifts) & (2**width - 1)).flatten(2)
+
+
+def _q4_0(b: Tensor) -> Block:
+    return torch.cat([b[..., 2:] & 15, b[..., 2:] >> 4], -1), _half(b, 0), None
+
+
+def _q4_1(b: Tensor) -> Block:
+    return torch.cat([b[..., 4:] & 15, b[..., 4:] >> 4], -1), _half(b, 0), _half(b, 2)
+
+
+def _q8_0(b: Tensor) -> Block:
+    return b[..., 2:] ^ 0x80, _half(b, 0), None
+
+
+def _q2_k(b: Tensor) -> Block:
+    s, d, low = b[..., :16], _half(b, 80), _half(b, 82)
+    return _bits_of(b[..., 16:80], 2), d * (s & 15).float(), -(low * (s >> 4).float())
+
+
+def _q3_k(b: Tensor) -> Block:
+    packed, d = b[..., 96:108], _half(b, 108)
+    low = torch.cat([packed[..., :8] & 15, packed[..., :8] >> 4], -1)
+    high = torch.cat([(packed[..., 8:] >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
+    s = (low | high << 4).float() - 32
+    return _bits_of(b[..., 32:96], 2) | _bits_of(b[..., :32], 1) << 2, d * s, None
+
+
+def _scales_k(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of 8 groups from the 12 bytes of Q4_K and Q5_K, times d and dmin."""
+    s, m, both = b[..., 4:16].split(4, -1)
+    scale = torch.cat([s & 63, (both & 15) | (s >> 6) << 4], -1)
+    minimum = torch.cat([m & 63, (both >> 4) | (m >> 6) << 4], -1)
+    return _half(b, 0) * scale.float(), -(_half(b, 2) * minimum.float())
+
+
+def _q4_k(b: Tensor) -> Block:
+    return _nibbles(b[..., 16:]), *_scales_k(b)
+
+
+def _q5_k(b: Tensor) -> Block:
+    return _nibbles(b[..., 48:]) | _bits_of(b[..., 16:48], 1) << 4, *_scales_k(b)
+
+
+def _q6_k(b: Tensor) -> Block:
+    low = b[..., :128].unflatten(-1, (2, 1, 64))
+    q = torch.cat([low & 15, low >> 4], -2).flatten(2) | _bits_of(b[..., 128:192], 2) << 4
+    return q, _half(b, 208) * b[..., 192:208].contiguous().view(torch.int8).float(), None
+
+
+TYPES: dict[str, tuple[int, int, Callable[[Tensor], Block]]] = {
+    "Q4_0": (4, 18, _q4_0),
+    "Q4_1": (4, 20, _q4_1),
+    "Q8_0": (8, 34, _q8_0),
+    "Q2_K": (2, 84, _q2_k),
+    "Q3_K": (3, 110, _q3_k),
+    "Q4_K": (4, 144, _q4_k),
+    "Q5_K": (5, 176, _q5_k),
+    "Q6_K": (6, 210, _q6_k),
+}
+"""For each type its bits, the bytes of a block, and what reads it."""

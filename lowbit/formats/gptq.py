@@ -1,0 +1,230 @@
+"""GPTQ, "gptq" and "gptq_v2", as AutoGPTQ and GPTQModel write it: integers of 2, 3, 4 or 8 bits.
+
+| tensor beside `layer.` | shape                  | holds                                                        |
+|------------------------|------------------------|--------------------------------------------------------------|
+| `qweight`              | int32 [K·b/32, N]      | unsigned codes, a little-endian bit stream along K           |
+| `qzeros`               | int32 [G, N·b/32]      | unsigned zero points, the same along N; "gptq": less one     |
+| `scales`               | float16 [G, N]         |                                                              |
+| `g_idx`                | int32 [K]              | the group of each input                                      |
+
+    value[n, k] = (q[n, k] − z[g_idx[k], n]) · scales[g_idx[k], n]
+
+"gptq" stores z − 1 with b bits, and loaders add one to all fields of a word at once. A zero point of 0 is stored with
+all bits set and would carry into its neighbour, so "gptq" does not hold it; "gptq_v2" stores z itself.
+
+`desc_act` sorts inputs by their importance before they are grouped. Then `g_idx` is any map of inputs to groups, and
+the groups of a row have no neighbouring inputs, which lowbit's weights need. Such a weight is read where the order is
+the natural one after all, and refused otherwise.
+
+vLLM takes symmetric weights of 4 and 8 bits of these formats. An asymmetric one goes there by "awq" or
+"compressed-tensors".
+
+Source: Frantar et al., arXiv 2210.17323.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.affine import Mapping as AffineMapping
+from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.integers import (
+    Layout,
+    bytes_of,
+    exact_scales,
+    from_integers,
+    integers_of,
+    layout_of,
+    signed,
+    unsigned,
+    whole_groups,
+    with_scales_of,
+    words_of,
+)
+from lowbit.packing import pack, unpack
+from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+BITS = (2, 3, 4, 8)
+
+
+class Gptq(Format):
+    """The format "gptq", also called v1; see the module."""
+
+    name = "gptq"
+    less = 1
+    """What is subtracted from the zero points that are stored."""
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quant_method") == "gptq" and _version(config) != "gptq_v2"
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return "qweight", "qzeros", "scales", "g_idx"
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        if (version := _version(config)) != self.name:
+            raise FormatError(f"checkpoint_format is {version!r}; accepted: 'gptq', 'gptq_v2'")
+        settings = _settings_of(config, layer_of(weight))
+        bits, group = settings.get("bits"), settings.get("group_size", -1)
+        if bits not in BITS or type(group) is not int or (group < 1 and group != -1):
+            raise FormatError(
+                f"bits is {bits!r} and group_size {group!r}; accepted: one of {BITS}, and a size or -1"
+            )
+        if lost := [p for p in ("qweight", "qzeros", "scales") if p not in parts]:
+            raise FormatError(f"it has no {', '.join(lost)}")
+        qweight, scales = parts["qweight"], parts["scales"]
+        if qweight.ndim != 2 or scales.ndim != 2 or qweight.shape[1] != scales.shape[1]:
+            raise FormatError(
+                f"its qweight {tuple(qweight.shape)} and scales {tuple(scales.shape)} have different outputs"
+            )
+        columns = qweight.shape[0] * 32 // bits
+        codes = unpack(bytes_of(qweight.T.contiguous(), columns, bits), bits, columns)
+        zeros = self._zeros(parts["qzeros"], scales.shape[1], bits)
+        _check_order(parts.get("g_idx"), columns, columns if group == -1 else group)
+        symmetric = settings.get("sym", True) and bool((zeros == 0).all())
+        layout = Layout(bits, None if group == -1 else group, not symmetric)
+        zero_point = None if symmetric else zeros.T
+        return from_integers(
+            layout, signed(codes, bits), scales.T, zero_point, dtype or scales.dtype
+        )
+
+    def _zeros(self, qzeros: Tensor, rows: int, bits: int) -> Tensor:
+        """int8 [G, N]."""
+        zeros = unpack(bytes_of(qzeros.contiguous(), rows, bits), bits, rows)
+        if self.less and (zeros == 2**bits - 1).any():
+            raise FormatError(
+                "it has zero points of 0, stored as -1, which other programs carry into the neighbours: the file is "
+                "damaged, or needs checkpoint_format 'gptq_v2'"
+            )
+        return signed(zeros + self.less, bits)
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        layout = self._layout(weight)
+        assert isinstance(weight, AffineTensor)
+        codes, scale, zero_point = integers_of(weight, layout)
+        columns = weight.shape[1]
+        zeros = torch.zeros_like(scale, dtype=torch.int8) if zero_point is None else zero_point
+        stored = unsigned(zeros.T, layout.bits)
+        if self.less and (count := int((stored == 0).sum())):
+            raise FormatError(
+                f"{count} of its zero points are -{layout.middle}, which {self.name} stores as -1 and other programs "
+                "carry into the neighbours; write format='gptq_v2'"
+            )
+        group = layout.group_size or columns
+        return {
+            "qweight": words_of(pack(unsigned(codes, layout.bits), layout.bits)).T.contiguous(),
+            "qzeros": words_of(pack(stored - self.less, layout.bits)),
+            "scales": exact_scales(scale, torch.float16, self.name).T.contiguous(),
+            "g_idx": torch.arange(columns, dtype=torch.int32) // group,
+        }
+
+    def _layout(self, weight: LowbitTensor) -> Layout:
+        layout = layout_of(weight, self.name)
+        assert isinstance(weight, AffineTensor)
+        if layout.bits not in BITS:
+            raise FormatError(f"{self.name} holds {BITS} bits, got {layout.bits}")
+        if weight.activation is not None:
+            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+        if any(size * layout.bits % 32 for size in weight.shape):
+            raise FormatError(
+                f"its shape {tuple(weight.shape)} does not fill whole words of 32 bits with {layout.bits}-bit codes"
+            )
+        return layout
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        layouts = {name: self._layout(weight) for name, weight in weights.items()}
+        kinds = {(layout.bits, layout.group_size) for layout in layouts.values()}
+        if len(kinds) > 1:
+            raise FormatError(
+                f"{self.name} has one number of bits and one group size for a model, got {sorted(kinds, key=str)}"
+            )
+        bits, group = kinds.pop() if kinds else (4, None)
+        layers = [layer_of(name) for name in weights]
+        return {
+            "quant_method": "gptq",
+            "checkpoint_format": self.name,
+            "bits": bits,
+            "group_size": group or -1,
+            "desc_act": False,
+            "sym": not any(layout.has_zero_point for layout in layouts.values()),
+            "lm_head": "lm_head" in layers,
+            **_left_out(layers, plain),
+        }
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        """The same number of bits where it is held, otherwise the next larger one; symmetric for "gptq"."""
+        spec = getattr(weight, "spec", None)
+        if not isinstance(spec, Spec) or weight.ndim != 2:
+            return None
+        bits = next(b for b in BITS if b >= min(spec.format.bits, 8))
+        if any(size * bits % 32 for size in weight.shape):
+            return None
+        keeps = spec.has_zero_point and not self.less
+        mapping: AffineMapping = "asymmetric" if keeps else "symmetric"
+        return Scheme(Spec(Int(bits), whole_groups(weight), mapping))
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        return with_scales_of(torch.float16, values, scheme)
+
+
+class GptqV2(Gptq):
+    """The format "gptq_v2": "gptq" with the zero points as they are."""
+
+    name = "gptq_v2"
+    less = 0
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quant_method") == "gptq" and _version(config) == "gptq_v2"
+
+
+def _version(config: Mapping[str, Any]) -> Any:
+    return config.get("checkpoint_format") or "gptq"
+
+
+def _settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """The settings of a layer: those of the first expression of "dynamic" that its name begins with, over all."""
+    dynamic = config.get("dynamic")
+    for pattern, changes in (dynamic if isinstance(dynamic, Mapping) else {}).items():
+        if re.match(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
+            return {**config, **changes}
+    return config
+
+
+def _check_order(g_idx: Tensor | None, columns: int, group: int) -> None:
+    """Refuse groups of other inputs than neighbours."""
+    natural = torch.arange(columns) // group
+    if g_idx is None or (g_idx.shape == natural.shape and torch.equal(g_idx.long(), natural)):
+        return
+    if g_idx.shape != natural.shape:
+        raise FormatError(
+            f"its g_idx {tuple(g_idx.shape)} is no group for each of {columns} inputs"
+        )
+    raise FormatError(
+        "it was quantized with desc_act, which mixes the inputs of its groups (g_idx), and lowbit's groups are "
+        "neighbours; take a checkpoint made with desc_act=False, or dequantize this one by the program that made it"
+    )
+
+
+def _left_out(layers: Collection[str], plain: Collection[str]) -> dict[str, Any]:
+    """What tells loaders that some linears of the blocks are plain: "dynamic" for GPTQModel and vLLM, the names within
+    a block for transformers, where all blocks have the same."""
+    inside = [name for name in sorted(plain) if name.rpartition(".")[2] != "lm_head"]
+    if not inside:
+        return {}
+    found: dict[str, Any] = {"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}}
+    names = [re.sub(r"^.*?\.\d+\.", "", layer) for layer in layers]
+    if not {*names} & {re.sub(r"^.*?\.\d+\.", "", name) for name in inside}:
+        found["modules_in_block_to_quantize"] = [[name] for name in dict.fromkeys(names)]
+    return found

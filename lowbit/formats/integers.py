@@ -1,0 +1,183 @@
+"""A weight as plain integers with scales, as formats of other programs store it.
+
+    value[n, k] = (codes[n, k] − zero_point[n, k // g]) · scale[n, k // g]
+
+`layout_of` says whether a weight is such a matrix, `integers_of` gives its parts, `from_integers` makes a weight of
+them. "half_integer" weights of b bits are integers of b + 1 bits: (c + ½)·s = (2c + 1)·(s/2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.affine import Mapping
+from lowbit.formats.base import FormatError
+from lowbit.granularity import Granularity, PerGroup, PerRow, PerTensor
+from lowbit.packing import packed_size
+from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Integers of `bits` bits, −2^(b−1) … 2^(b−1)−1, with a scale for each `group_size` inputs of a row; None: for a
+    row."""
+
+    bits: int
+    group_size: int | None
+    has_zero_point: bool
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of a weight in this layout."""
+        granularity: Granularity = PerGroup(self.group_size) if self.group_size else PerRow()
+        mapping: Mapping = "asymmetric" if self.has_zero_point else "symmetric"
+        return Spec(Int(self.bits), granularity, mapping)
+
+    @property
+    def middle(self) -> int:
+        """What an unsigned code has more than a signed one: 2^(b−1)."""
+        return 2 ** (self.bits - 1)
+
+
+def layout_of(weight: LowbitTensor, format: str) -> Layout:
+    """The layout of a weight, which may be on meta. Raises FormatError, in the name of `format`, where it has none."""
+    if type(weight) is not AffineTensor:
+        raise FormatError(f"{format} holds integers, got a {type(weight).__name__}")
+    if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
+        raise FormatError(f"{format} holds matrices [N, K], got {weight!r}")
+    spec, bits = weight.spec, weight.spec.format.bits
+    if spec.mapping == "half_integer":
+        bits += 1
+    elif spec.zero_point_is_value:
+        raise FormatError(f"its zero points are values ({spec.mapping}); {format} holds integers")
+    if bits > 8:
+        raise FormatError(f"{spec.mapping} of 8 bits takes 9 bits in {format}")
+    group = None
+    if isinstance(spec.granularity, PerGroup):
+        group = spec.granularity.group_size
+        if weight.shape[1] % group:
+            raise FormatError(
+                f"its {weight.shape[1]} inputs are no multiple of the group size {group}"
+            )
+    elif not isinstance(spec.granularity, PerRow | PerTensor):
+        raise FormatError(
+            f"{format} holds scales of rows or groups of inputs, got {spec.granularity}"
+        )
+    return Layout(bits, group, spec.has_zero_point and spec.mapping != "half_integer")
+
+
+def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes int8 [N, K], scale [N, G] and zero point int8 [N, G]: `layout_of` gave the layout.
+
+    Raises FormatError for half-integers that training moved.
+    """
+    spec, columns = weight.spec, weight.shape[1]
+    assert isinstance(spec.format, Int)
+    middle = 0 if spec.format.signed else 2 ** (spec.format.bits - 1)
+    codes = (weight._load(spec.padded_shape(weight.shape)[1]).short() - middle).to(torch.int8)
+    groups = 1 if layout.group_size is None else columns // layout.group_size
+    scale, zero_point = weight.scale, weight.zero_point
+    if spec.mapping == "half_integer":
+        assert zero_point is not None
+        if not torch.equal(zero_point * 2, scale):
+            raise FormatError("its zero points are not half of its scales, as training moved them")
+        codes, scale, zero_point = 2 * codes + 1, zero_point, None
+    if zero_point is not None:
+        zero_point = (zero_point.short() - middle).to(torch.int8).expand(len(codes), groups)
+    return codes.contiguous(), scale.expand(len(codes), groups), zero_point
+
+
+def from_integers(
+    layout: Layout,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype,
+    activation: Spec | None = None,
+) -> AffineTensor:
+    """A weight of `dtype`; arguments as `integers_of` gives them, checked. Scales that `dtype` represents take it.
+
+    Raises FormatError for parts that do not fit each other.
+    """
+    spec = layout.spec
+    narrow = scale.to(dtype)
+    if torch.equal(narrow.float(), scale.float()):
+        scale = narrow
+    if codes.ndim != 2 or codes.shape[1] % (layout.group_size or 1):
+        raise FormatError(
+            f"its shape {tuple(codes.shape)} is no multiple of its groups, {spec.granularity}"
+        )
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    stored = AffineTensor._store(codes.contiguous(), spec)
+    try:
+        scale = scale.contiguous()
+        return AffineTensor(stored, scale, zero_point, spec, codes.shape, dtype, activation)
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+
+
+def unsigned(codes: Tensor, bits: int) -> Tensor:
+    """int8 codes with 2^(b−1) added, uint8."""
+    return (codes.short() + 2 ** (bits - 1)).to(torch.uint8)
+
+
+def signed(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `unsigned`."""
+    return (codes.short() - 2 ** (bits - 1)).to(torch.int8)
+
+
+def words_of(packed: Tensor) -> Tensor:
+    """uint8 [..., B] as little-endian int32 [..., ⌈B/4⌉]."""
+    padded = F.pad(packed, (0, -packed.shape[-1] % 4))
+    # Flat, as a dimension of size 1 may have a stride that no view as int32 takes.
+    words = padded.reshape(-1).view(torch.int32)
+    return words.view(*padded.shape[:-1], padded.shape[-1] // 4)
+
+
+def bytes_of(words: Tensor, size: int, bits: int) -> Tensor:
+    """The packed bytes of `size` codes, without the padding of `words_of`. Raises FormatError for another number of
+    words."""
+    if words.dtype is not torch.int32 or words.shape[-1] != -(-size * bits // 32):
+        raise FormatError(
+            f"{size} codes of {bits} bits take {-(-size * bits // 32)} words of int32, got {words.dtype} "
+            f"{tuple(words.shape)}"
+        )
+    stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    return stream[..., : packed_size(size, bits)].contiguous()
+
+
+# ---- scales in another dtype -----------------------------------------------------------------------------------------
+
+
+def exact_scales(scale: Tensor, dtype: torch.dtype, format: str) -> Tensor:
+    """The scales in `dtype`. Raises FormatError where that would change one."""
+    own = scale.to(dtype)
+    if changed := int((own.float() != scale.float()).sum()):
+        name = str(dtype).removeprefix("torch.")
+        raise FormatError(
+            f"{format} has scales of {name}, which cannot represent {changed} of {scale.numel()} scales"
+        )
+    return own
+
+
+def with_scales_of(dtype: torch.dtype, values: Tensor, scheme: Scheme) -> AffineTensor:
+    """`values` in the scheme with searched scales of `dtype`. Raises FormatError where they have no such scales."""
+    qparams = scheme.weight.search_qparams(values, dtype)
+    try:
+        return AffineTensor.from_float(values, scheme, qparams)
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+
+
+def whole_groups(weight: LowbitTensor, sizes: tuple[int, ...] = ()) -> PerGroup | PerRow:
+    """The groups of a weight where they divide its inputs and, if given, have one of `sizes`; otherwise rows."""
+    granularity = getattr(getattr(weight, "spec", None), "granularity", None)
+    if not isinstance(granularity, PerGroup) or weight.shape[-1] % granularity.group_size:
+        return PerRow()
+    return granularity if not sizes or granularity.group_size in sizes else PerRow()

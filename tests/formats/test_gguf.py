@@ -1,0 +1,185 @@
+"""GGUF: blocks against the package's own values, and whole files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit
+from lowbit import (
+    Float8WeightOnly,
+    Int4WeightOnly,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+    IntxWeightOnly,
+    LowbitTensor,
+    quantize_,
+)
+from lowbit.formats import FormatError
+from lowbit.formats.gguf_blocks import TYPES, decode, encode
+from lowbit.formats.gguf_llama import halved, interleaved, settings_of
+from tests.formats.codec_case import assert_same, weight
+
+gguf = pytest.importorskip("gguf")
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""The bytes of a block where float16 numbers begin; of other types the first two, and the next two for Q4_1."""
+HELD = {
+    "Q4_0": (Int4WeightOnly(32), IntxWeightOnly(4), Int4WeightOnly(64)),
+    "Q8_0": (Int8WeightOnly(), Int8WeightOnly(64)),
+}
+LLAMA = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
+
+
+def reference(kind: str, rows: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", TYPES)
+def test_blocks_by_the_package(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (8, 3, TYPES[kind][1]), dtype=torch.uint8)
+    for at in HALVES.get(kind, (0, 2) if kind == "Q4_1" else (0,)):
+        blocks[..., at : at + 2] = (torch.rand(8, 3, 1) * 0.01).half().view(torch.uint8)
+    rows = blocks.flatten(1)
+    found = decode(kind, rows, dtype)
+    values = found.dequantize() if isinstance(found, LowbitTensor) else found
+    assert torch.equal(values, reference(kind, rows).to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q4_K", "Q5_K"])
+def test_blocks_of_usual_scales_stay_in_low_bits(kind: str) -> None:
+    """The zero point of a minimum is exact where d and dmin are of similar size."""
+    blocks = torch.randint(0, 256, (4, 2, TYPES[kind][1]), dtype=torch.uint8)
+    for at, number in zip(HALVES[kind], (0.01, 0.02), strict=True):
+        blocks[..., at : at + 2] = torch.full((4, 2, 1), number).half().view(torch.uint8)
+    found = decode(kind, blocks.flatten(1), torch.bfloat16)
+    assert isinstance(found, LowbitTensor)
+    assert torch.equal(found.dequantize(), reference(kind, blocks.flatten(1)).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"), [(kind, scheme) for kind, all_ in HELD.items() for scheme in all_]
+)
+def test_written_blocks(kind: str, scheme: Any) -> None:
+    w = weight(scheme)
+    found, rows = encode(w)
+    assert found == kind
+    assert torch.equal(reference(kind, rows).bfloat16(), w.dequantize())
+    assert_same(decode(kind, rows, w.dtype), w)
+
+
+def test_minimums_that_float16_represents() -> None:
+    w = weight(IntxWeightOnly(4, 32, "asymmetric"))
+    w.scale = torch.full_like(w.scale, 0.25)
+    kind, rows = encode(w)
+    assert kind == "Q4_1"
+    assert torch.equal(reference(kind, rows).bfloat16(), w.dequantize())
+    assert_same(decode(kind, rows, w.dtype), w)
+    w.scale = torch.full_like(w.scale, 1 / 3, dtype=torch.float16)
+    w.zero_point = torch.full_like(w.zero_point, 5)
+    with pytest.raises(FormatError, match="minimums"):
+        encode(w)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"),
+    [
+        (IntxWeightOnly(3), "4 bits, or 8"),
+        (IntxWeightOnly(8, 32, "asymmetric"), "4 bits, or 8"),
+        (Int4WeightOnly(16), "groups of 32"),
+        (Int8DynamicActivationInt8Weight(), "rounds no inputs"),
+        (Float8WeightOnly(), "holds integers"),
+    ],
+)
+def test_what_blocks_cannot_hold(scheme: Any, why: str) -> None:
+    with pytest.raises(FormatError, match=why):
+        encode(weight(scheme))
+
+
+def test_rows_of_heads() -> None:
+    rows = torch.arange(16).view(16, 1)
+    assert interleaved(rows, 2).flatten().tolist()[:8] == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(halved(interleaved(rows, 2), 2), rows)
+    assert interleaved(rows, 0) is rows
+
+
+def tokenizer(folder: Path, size: int = 300) -> Path:
+    """A byte-level BPE with one merge and one special token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*letters, "ab"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>"])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def llama(scheme: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**LLAMA, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    quantize_(model, scheme)
+    return model
+
+
+MIXED = {"*down_proj": Int8WeightOnly(), "lm_head": None, "*": Int4WeightOnly(32)}
+
+
+@pytest.mark.parametrize(("scheme", "count"), [(Int4WeightOnly(32), 15), (MIXED, 14)])
+def test_whole_files(scheme: Any, count: int, tmp_path: Path) -> None:
+    model = llama(scheme)
+    out = tmp_path / "model.gguf"
+    report = lowbit.export(model, out, "gguf", tokenizer=tokenizer(tmp_path / "tokenizer"))
+    assert len(report.converted) == count and [p.name for p in tmp_path.glob("*.gguf")] == [
+        "model.gguf"
+    ]
+    other = lowbit.load_pretrained(out)
+    tokens = torch.arange(10)[None]
+    assert torch.equal(other(tokens).logits, model(tokens).logits)
+    with pytest.raises(FormatError, match="exists already"):
+        lowbit.export(model, out, "gguf", tokenizer=tmp_path / "tokenizer")
+
+
+def test_what_no_file_is_written_for(tmp_path: Path) -> None:
+    out, words = tmp_path / "model.gguf", tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(FormatError, match="byte-level BPE"):
+        lowbit.export(llama(Int4WeightOnly(32)), out, "gguf")
+    with pytest.raises(FormatError, match="lossy=True"):
+        lowbit.export(llama(IntxWeightOnly(3)), out, "gguf", tokenizer=words)
+    with pytest.raises(FormatError, match="vocabulary is 250"):
+        lowbit.export(llama(Int4WeightOnly(32), vocab_size=250), out, "gguf", tokenizer=words)
+    for changes, why in (
+        ({"model_type": "gemma"}, "gemma"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({"attention_bias": True}, "biases"),
+    ):
+        with pytest.raises(FormatError, match=why):
+            settings_of({**LLAMA, "model_type": "llama", **changes})
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]
+    report = lowbit.export(llama(IntxWeightOnly(3)), out, "gguf", tokenizer=words, lossy=True)
+    assert len(report.snr) == 15 and min(report.snr.values()) > 15
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(FormatError, match="cannot be read"):
+        lowbit.load_pretrained(path)
+    path.write_bytes(b"GGUF" + json.dumps({}).encode())
+    with pytest.raises(FormatError, match="cannot be read"):
+        lowbit.load_pretrained(path)

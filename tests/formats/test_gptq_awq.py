@@ -1,0 +1,256 @@
+"""GPTQ and AWQ: values to the bit, the layout by its formula, and what they cannot hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit import (
+    AffineTensor,
+    Float8WeightOnly,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8WeightOnly,
+    IntxWeightOnly,
+)
+from lowbit.formats import FormatError
+from lowbit.formats.awq import WRITTEN
+from lowbit.formats.registry import by_name
+from lowbit.granularity import PerGroup, PerRow, PerTensor
+from lowbit.scheme import Int, Scheme, Spec
+from tests.formats.codec_case import NAME, assert_same, through, weight
+from tests.formats.models import TOKENS, build, low_bit
+
+V1, V2, AWQ = (by_name(name) for name in ("gptq", "gptq_v2", "awq"))
+SYMMETRIC = {
+    "int4 g64": Int4WeightOnly(64),
+    "int4 rows": IntxWeightOnly(4),
+    "int4 tensor": Scheme(Spec(Int(4), PerTensor())),
+    "int3 half-integer": Scheme(Spec(Int(3), PerGroup(32), "half_integer")),
+}
+WIDTHS = {
+    **{f"int{b} g32": IntxWeightOnly(b, 32, "symmetric") for b in (2, 3, 8)},
+    "int8": Int8WeightOnly(),
+}
+ZERO_POINTS = {
+    "int4 asymmetric": IntxWeightOnly(4, 32, "asymmetric"),
+    "uint4": Scheme(Spec(Int(4, signed=False), PerGroup(32), "asymmetric")),
+    "int4 asymmetric rows": IntxWeightOnly(4, None, "asymmetric"),
+}
+WIDE_ZERO_POINTS = {f"int{b} zero": IntxWeightOnly(b, 32, "asymmetric") for b in (2, 3, 8)}
+HELD = [
+    *((V1, name) for name in {**SYMMETRIC, **WIDTHS}),
+    *((V2, name) for name in {**SYMMETRIC, **WIDTHS, **ZERO_POINTS, **WIDE_ZERO_POINTS}),
+    *((AWQ, name) for name in {**SYMMETRIC, **ZERO_POINTS}),
+]
+SCHEMES = {**SYMMETRIC, **WIDTHS, **ZERO_POINTS, **WIDE_ZERO_POINTS}
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (32, 192)], ids=str)
+@pytest.mark.parametrize(("format", "name"), HELD, ids=lambda v: getattr(v, "name", v))
+def test_values_are_kept_to_the_bit(format, name: str, shape: tuple[int, int]) -> None:
+    w = weight(SCHEMES[name], *shape)
+    assert_same(through(format, w), w)
+
+
+@pytest.mark.parametrize("format", [V1, V2, AWQ], ids=lambda f: f.name)
+def test_inner_tensors_are_kept_too(format) -> None:
+    w = weight(Int4WeightOnly(64))
+    again = through(format, w)
+    assert again.spec.same_values(w.spec)
+    for name, t in w.inner_tensors().items():
+        assert torch.equal(again.inner_tensors()[name], t), name
+
+
+def test_zero_points_of_v1_that_stay_above_zero() -> None:
+    w = weight(ZERO_POINTS["int4 asymmetric"])
+    w.zero_point = w.zero_point.clamp(min=-7)
+    assert_same(through(V1, w), w)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_by_its_formula(bits: int) -> None:
+    w = weight(IntxWeightOnly(bits, 32, "asymmetric"), 32, 64)
+    parts = V2.encode(w)
+    q = _codes(parts["qweight"].T, bits)  # [N, K]
+    z = _codes(parts["qzeros"], bits)  # [G, N]
+    index = parts["g_idx"].long()
+    assert index.tolist() == [k // 32 for k in range(64)]
+    values = (q - z.T[:, index]) * parts["scales"].T[:, index].float()
+    assert torch.equal(values.bfloat16(), w.dequantize())
+
+
+def _codes(words: Tensor, bits: int) -> Tensor:
+    """Code i of a row: bits i·b … of its words, the lowest first. One bit after another, as slow as it is plain."""
+    streams = words.long() & 0xFFFFFFFF
+    bit = (streams[..., None] >> torch.arange(32)) & 1
+    return (bit.flatten(1).unflatten(1, (-1, bits)) << torch.arange(bits)).sum(-1)
+
+
+def test_v1_stores_one_less() -> None:
+    w = weight(Int4WeightOnly(64))
+    assert (V1.encode(w)["qzeros"] == 0x77777777).all()
+    assert (V2.encode(w)["qzeros"] == 0x88888888 - 2**32).all()
+
+
+def test_awq_by_its_formula() -> None:
+    w = weight(ZERO_POINTS["int4 asymmetric"], 16, 64)
+    parts = AWQ.encode(w)
+    for word in range(2):
+        for i, output in enumerate(WRITTEN):
+            q = (parts["qweight"][:, word] >> (4 * i)) & 15
+            z = ((parts["qzeros"][:, word] >> (4 * i)) & 15).repeat_interleave(32)
+            s = parts["scales"][:, 8 * word + output].repeat_interleave(32).float()
+            assert torch.equal(((q - z) * s).bfloat16(), w.dequantize()[8 * word + output])
+
+
+REFUSED = {
+    "a zero point of 0": (V1, IntxWeightOnly(4, 32, "asymmetric"), "format='gptq_v2'"),
+    "5 bits": (V2, IntxWeightOnly(5), "bits, got 5"),
+    "8 bits": (AWQ, Int8WeightOnly(), "4 bits, got 8"),
+    "inputs": (V2, Int8DynamicActivationInt4Weight(32), "rounds no inputs"),
+    "inputs of awq": (AWQ, Int8DynamicActivationInt4Weight(32), "rounds no inputs"),
+    "float8": (V2, Float8WeightOnly(), "holds integers"),
+    "float zero points": (AWQ, Scheme(Spec(Int(4), PerGroup(32), "float_zero_point")), "values"),
+    "ragged groups": (V2, Int4WeightOnly(96), "no multiple of the group size 96"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_they_cannot_hold(case: str) -> None:
+    format, scheme, why = REFUSED[case]
+    w = weight(scheme)
+    if "zero point of 0" in case:
+        w.zero_point[3, 2] = -8
+    with pytest.raises(FormatError, match=why):
+        format.encode(w)
+    nearest = format.nearest(w)
+    assert nearest is not None
+    rounded = format.rounded(w.dequantize(), nearest)
+    assert_same(through(format, rounded), rounded)
+
+
+@pytest.mark.parametrize("format", [V1, V2, AWQ], ids=lambda f: f.name)
+def test_outputs_that_fill_no_words(format) -> None:
+    w = weight(Int4WeightOnly(32), 13)
+    with pytest.raises(FormatError, match="whole words"):
+        format.encode(w)
+    assert format.nearest(w) is None
+
+
+@pytest.mark.parametrize("format", [V2, AWQ], ids=lambda f: f.name)
+def test_scales_that_float16_does_not_represent(format) -> None:
+    values = torch.randn(32, 64)
+    w = AffineTensor.from_float(values, Int4WeightOnly(32))
+    with pytest.raises(FormatError, match=r"float16, which cannot represent \d+ of 64 scales"):
+        format.encode(w)
+    rounded = format.rounded(w.dequantize(), format.nearest(w))
+    assert_same(through(format, rounded), rounded)
+    error = (rounded.dequantize() - w.dequantize()).norm() / w.dequantize().norm()
+    assert error < 1e-3
+    with pytest.raises(FormatError, match="scales"):
+        format.rounded(values * 1e30, format.nearest(w))
+
+
+def test_negative_scales() -> None:
+    w = AffineTensor.searched(torch.randn(32, 64, dtype=torch.bfloat16), Int4WeightOnly(32))
+    assert (w.scale < 0).any()
+    for format in (V1, V2, AWQ):
+        assert_same(through(format, w), w)
+
+
+def test_the_order_of_desc_act() -> None:
+    """Groups of neighbours are read, however they are flagged; groups of other inputs are refused."""
+    w = weight(Int4WeightOnly(64))
+    parts, config = V1.encode(w), {**V1.config({NAME: w}, ()), "desc_act": True}
+    assert_same(V1.decode(parts, config, NAME, w.dtype), w)
+    parts.pop("g_idx")
+    assert_same(V1.decode(parts, config, NAME, w.dtype), w)
+    parts["g_idx"] = torch.arange(128, dtype=torch.int32).flip(0) // 64
+    with pytest.raises(FormatError, match="desc_act"):
+        V1.decode(parts, config, NAME, w.dtype)
+
+
+def test_settings_of_single_layers() -> None:
+    w = weight(IntxWeightOnly(8, 32, "symmetric"))
+    config = {**V1.config({"a.weight": weight(Int4WeightOnly(64))}, ())}
+    config["dynamic"] = {r"+:layers\.0\.": {"bits": 8, "group_size": 32}, "-:lm_head": {}}
+    assert_same(V1.decode(V1.encode(w), config, NAME, w.dtype), w)
+
+
+def test_one_config_for_a_model() -> None:
+    weights = {"a.weight": weight(Int4WeightOnly(64)), "b.weight": weight(Int4WeightOnly(32))}
+    for format in (V1, AWQ):
+        with pytest.raises(FormatError, match="one group size"):
+            format.config(weights, ())
+    w = weight(Int4WeightOnly(64))
+    found = V1.config({"m.layers.0.mlp.up.weight": w}, {"lm_head", "m.layers.0.mlp.down"})
+    assert found["modules_in_block_to_quantize"] == [["mlp.up"]]
+    assert found["dynamic"] == {r"-:^m\.layers\.0\.mlp\.down$": {}}
+
+
+DAMAGED = {
+    "missing": (lambda p: p.pop("scales"), "no scales"),
+    "short": (lambda p: p.update(qweight=p["qweight"][:, 1:]), "outputs|words"),
+    "dtype": (lambda p: p.update(qzeros=p["qzeros"].short()), "words of int32"),
+    "groups": (lambda p: p.update(scales=p["scales"][1:]), "shape"),
+}
+
+
+@pytest.mark.parametrize("format", [V1, V2, AWQ], ids=lambda f: f.name)
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_parts(case: str, format) -> None:
+    w = weight(Int4WeightOnly(64))
+    parts, config = format.encode(w), format.config({NAME: w}, ())
+    change, why = DAMAGED[case]
+    change(parts)
+    with pytest.raises(FormatError, match=why):
+        format.decode(parts, config, NAME, w.dtype)
+
+
+@pytest.mark.parametrize(
+    ("format", "change"),
+    [
+        (V1, {"bits": 5}),
+        (V1, {"group_size": 0}),
+        (V1, {"checkpoint_format": "marlin"}),
+        (AWQ, {"bits": 8}),
+        (AWQ, {"version": "gemv"}),
+    ],
+)
+def test_settings_that_lowbit_does_not_read(format, change: dict[str, object]) -> None:
+    w = weight(Int4WeightOnly(64))
+    config = {**format.config({NAME: w}, ()), **change}
+    assert format.reads(config)
+    with pytest.raises(FormatError, match=next(iter(change))):
+        format.decode(format.encode(w), config, NAME, w.dtype)
+
+
+def test_a_damaged_v1_file_is_not_read() -> None:
+    w = weight(Int4WeightOnly(64))
+    parts = V1.encode(w)
+    parts["qzeros"] = torch.full_like(parts["qzeros"], -1)
+    with pytest.raises(FormatError, match="stored as -1"):
+        V1.decode(parts, V1.config({NAME: w}, ()), NAME, w.dtype)
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq"])
+def test_folders(format: str, tmp_path: Path) -> None:
+    model = low_bit(Int4WeightOnly(64))
+    lowbit.export(model, tmp_path / "out", format)
+    other = lowbit.load_pretrained(tmp_path / "out", build(1))
+    assert torch.equal(other(TOKENS), model(TOKENS))
+    with pytest.raises(FormatError, match="lossy=True"):
+        lowbit.export(low_bit(IntxWeightOnly(5)), tmp_path / "five", format)
+    report = lowbit.export(low_bit(IntxWeightOnly(5, 32)), tmp_path / "five", format, lossy=True)
+    assert len(report.snr) == 2 and min(report.snr.values()) > 12
+
+
+def test_rows_are_one_group() -> None:
+    assert V1.config({NAME: weight(IntxWeightOnly(4))}, ())["group_size"] == -1
+    again = through(AWQ, weight(IntxWeightOnly(4)))
+    assert again.spec.granularity == PerRow()
