@@ -197,8 +197,8 @@ def _described(weight: LowbitTensor) -> dict[str, Any]:
     rows_of_8 = layout == Layout(8, None, False)
     if rows_of_8 and activation in (None, INT8_INPUT):
         symmetric = {"mapping_type": _typed("MappingType", "SYMMETRIC"), "reduce_range": False}
-        inputs = _typed("QuantizeTensorToInt8Kwargs", {"granularity": _ROW, **symmetric})
-        inputs = None if activation is None else inputs
+        rounds = _typed("QuantizeTensorToInt8Kwargs", {"granularity": _ROW, **symmetric})
+        inputs = None if activation is None else rounds
         return {"_type": "Int8Tensor", "act_quant_kwargs": inputs, "reduce_range": False, **head}
     if activation not in (None, INTX_INPUT):
         raise FormatError(
