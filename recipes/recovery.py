@@ -16,10 +16,11 @@ precision. The others train with QAT:
 
     won back = (loss rounded − loss after QAT) / (loss rounded − loss in high precision), in nats of held-out text
 
-"Rounded" is the branch in high precision ("high", or "lora-high"), rounded by min-max with the run's own scheme. The
-intervals are bootstraps over windows of held-out text. A run that was stopped goes on where it was: OUT/results.json
-has the finished runs, and OUT/seed0 and so on are run folders of the quick start, with the last checkpoint of an
-unfinished one.
+"Rounded" is the branch in high precision ("high", or "lora-high"), rounded by min-max with the run's own scheme. At 2
+bits, where QAT trains on the half-integer grid {−1.5, −0.5, 0.5, 1.5}, it is rounded to the usual grid {−2, −1, 0, 1},
+and the table has a row against the half-integer grid too. The intervals are bootstraps over windows of held-out text. A
+run that was stopped goes on where it was: OUT/results.json has the finished runs, and OUT/seed0 and so on are run
+folders of the quick start, with the last checkpoint of an unfinished one.
 """
 
 from __future__ import annotations
@@ -94,6 +95,11 @@ class Variant:
         """The name of the control that is rounded after training by the same scheme."""
         after = "" if self.rank is None else "lora "
         return f"rounded {after}{'row' if self.group_size is None else 'g32'}-int{'8x' * self.int8}{self.bits}"
+
+    @property
+    def baseline(self) -> str:
+        """The name of the rounded model that the share counts from."""
+        return self.rounded + WITH_ZERO if self.bits == 2 else self.rounded
 
     def rounded_models(self, config: TrainingConfig) -> dict[str, lowbit.Scheme]:
         """The scheme by name of each model that is rounded after training: at 2 bits also the grid with a zero."""
@@ -292,11 +298,11 @@ class Share:
 def share_of(seeds: dict[str, Any], name: str, rounded: str = "") -> Share | None:
     """None without a finished run. Each draw of the bootstrap takes the same windows for the three models of a seed.
 
-    rounded: the name of the rounded model; "" for that of the run's own scheme.
+    rounded: the name of the rounded model; "" for the variant's `baseline`.
     """
     if RUNS[name].bits is None:
         return None
-    rounded, control = rounded or RUNS[name].rounded, RUNS[name].control
+    rounded, control = rounded or RUNS[name].baseline, RUNS[name].control
     found = {s: own for s, own in seeds.items() if name in own and rounded in own}
     if not found:
         return None
@@ -322,7 +328,7 @@ def table(content: dict[str, Any]) -> str:
               "seconds"]  # fmt: skip
     rows = []
     pairs = [(name, rounded) for name, variant in RUNS.items()
-             for rounded in (variant.rounded, variant.rounded + WITH_ZERO)]  # fmt: skip
+             for rounded in dict.fromkeys((variant.baseline, variant.rounded))]  # fmt: skip
     for name, rounded in pairs:
         share = share_of(seeds, name, rounded)
         if share is None:
@@ -335,7 +341,7 @@ def table(content: dict[str, Any]) -> str:
         each = ", ".join(f"{value:.1f}" for value in share.seeds.values())
         interval = f"{share.low:.1f} to {share.high:.1f}"
         about = RUNS[name].about
-        about += "; rounded to {−2 … 1}" if rounded.endswith(WITH_ZERO) else ""
+        about += "" if rounded == RUNS[name].baseline else "; against the half-integer grid"
         rows.append([name, about, f"{lost:+.4f}", f"{left:+.4f}", f"**{share.mean:.1f}**",
                      interval, each, f"{seconds:.0f}"])  # fmt: skip
     return pages.table(header, rows, left=(0, 1))

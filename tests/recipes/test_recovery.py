@@ -44,6 +44,7 @@ def content(out: Path) -> dict[str, Any]:
 
 
 WITHOUT_PEFT = [name for name, variant in RUNS.items() if variant.rank is None]
+TRAINABLE = [*RUNS] if HAS_PEFT else WITHOUT_PEFT
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,33 @@ def test_the_gpus_model_sees_60_million_tokens() -> None:
     parameters = sum(p.numel() for p in Llama(gpu().model).parameters())
     assert 95e6 < parameters < 105e6
     assert gpu().trunk_steps * gpu().step_tokens >= 60e6 and gpu().compile
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_gpus_model_is_prepared_for_every_run(name: str) -> None:
+    """At its full size, without memory for its weights."""
+    variant = RUNS[name]
+    own = variant.scheme(gpu())
+    if own is None:
+        return
+    with torch.device("meta"):
+        model = Llama(gpu().model)
+    report = lowbit.qat.prepare_(model, own, scales=variant.scales)
+    layers = gpu().model.layers
+    assert len([e for e in report.entries if e.converted]) >= 7 * layers + 1
+    learned = [n for n, _ in model.named_parameters() if n.endswith("weight_scale")]
+    assert len(learned) == (7 * layers + 1 if variant.scales == "learned" else 0)
+
+
+def test_the_gpus_runs_take_a_step_each(source: Path, tmp_path: Path) -> None:
+    """With its settings but for the sizes, and without torch.compile."""
+    line = command(source, tmp_path / "out", "--seeds", "0", "--runs", ",".join(TRAINABLE))
+    line[line.index("tiny")] = "gpu"
+    few = ("steps=3", "branch_steps=1", "warmup_steps=1", "decay_steps=1", "compile=False")
+    assert main([*line, *(word for assignment in few for word in ("--set", assignment))]) == 0
+    models = content(tmp_path / "out")["seeds"]["0"]
+    assert set(TRAINABLE) <= set(models)
+    assert all(0 < model["loss"] < 100 for model in models.values())
 
 
 def test_every_run_is_measured_beside_its_rounded_model(finished: Path) -> None:
