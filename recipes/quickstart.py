@@ -160,7 +160,7 @@ class Phase:
     """None: training in high precision."""
     scales: Literal["learned", "present"] = "learned"
     rank: int | None = None
-    """Rank of adapters that train in place of the weights; None trains the weights."""
+    """Rank of adapters that train in place of the blocks' weights; None trains the weights."""
     teacher: str = "high"
     """The phase in high precision whose finished model teaches in QAT. It has the adapters that this phase has."""
 
@@ -257,11 +257,12 @@ def high_precision_model(run: Run, name: str = "high", rank: int | None = None) 
             if hasattr(layer, "base_layer"):
                 cast(Any, layer).merge()
                 setattr(parent, child_name, layer.base_layer)
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def with_adapters(model: Llama, rank: int) -> Llama:
-    """PEFT's LoRA on every linear layer but the head. Adapters alone train. UserError without PEFT."""
+    """PEFT's LoRA on every linear layer of the blocks. The adapters train, and so do the norms and the embedding, which
+    is the head too and is rounded as well. UserError without PEFT."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -270,24 +271,25 @@ def with_adapters(model: Llama, rank: int) -> Llama:
         ) from error
     layers = "|".join(("query", "key", "value", "out", "gate", "up", "down"))
     lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=rf".*\.({layers})")
-    return cast(Llama, inject_adapter_in_model(lora, model))
+    inject_adapter_in_model(lora, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".base_layer." not in name)
+    return model
 
 
 def optimizer_of(
     config: TrainingConfig, model: Llama, of_trunk: dict[str, Any] | None
 ) -> lowbit.optim.AdamW4bit:
     """The optimizer of all that trains. The weights go on with the states that they had at the end of the trunk, which
-    has none of scales and adapters."""
+    has none of scales. Beside adapters all states are new."""
     weights, adapters, scales = trained_parameters(model)
-    groups = (
-        parameter_groups(weights)
-        if weights
-        else [{"params": adapters, "lr": LORA_LR * config.lr, "weight_decay": 0.0}]
-    )
+    groups = parameter_groups(weights)
+    if adapters:
+        groups.append({"params": adapters, "lr": LORA_LR * config.lr, "weight_decay": 0.0})
     optimizer = lowbit.optim.AdamW4bit(
         groups, lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay
     )
-    if of_trunk is not None and weights:
+    if of_trunk is not None and not adapters:
         optimizer.load_state_dict(of_trunk)
     if scales:
         optimizer.add_param_group({"params": scales, "weight_decay": 0.0, "lr": config.lr})
@@ -301,7 +303,7 @@ LORA_LR = 10.0
 
 
 def trained_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Weights, adapters, and the scales that QAT trains beside them. Beside adapters no weight trains."""
+    """Weights, adapters, and the scales that QAT trains beside them."""
     weights: list[Tensor] = []
     adapters: list[Tensor] = []
     scales: list[Tensor] = []

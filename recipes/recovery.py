@@ -9,8 +9,9 @@ precision. The others train with QAT:
     g32-int4, g32-int3, g32-int2    one scale for 32 inputs; learned scales, part of the loss from the model "high"
     row-int4                        one scale a row
     g32-int8xint4                   int4 weights in groups of 32, and activations in int8, a scale a token
-    lora-int4, lora-int2            as g32-, but adapters of PEFT train in place of the weights, and are merged before
-                                    the sum is rounded; "lora-high" is the same in high precision
+    lora-int4, lora-int2            as g32-, but adapters of PEFT train in place of the blocks' weights, and are merged
+                                    before the sum is rounded; norms and the embedding, which is the head too, train
+                                    themselves; "lora-high" is the same in high precision
     plain-int4, -int3, -int2        straight-through rounding by the present scales, cross-entropy alone, as many steps
     compute-int4, -int3, -int2      the same for as much compute: a step with a teacher computes a third more
 
@@ -62,7 +63,7 @@ class Variant:
         int8: activations are rounded to int8, with one scale a token.
         scales: as `lowbit.qat.prepare_` takes them.
         distils: whether part of the loss is the divergence from the model in high precision.
-        rank: of adapters that train in place of the weights.
+        rank: of adapters that train in place of the blocks' weights.
         length: steps, as a multiple of the branch in high precision.
     """
 

@@ -160,7 +160,19 @@ def test_adapters_train_in_place_of_the_weights(source: Path, tmp_path: Path) ->
     assert "lora-int4" in content(tmp_path / "out")["seeds"]["0"]
 
 
-def test_only_adapters_and_scales_train() -> None:
+@pytest.mark.skipif(not HAS_PEFT, reason="needs peft")
+def test_beside_adapters_train_the_embedding_and_norms_alone() -> None:
+    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    model = quickstart.with_adapters(Llama(config.model), 4)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    adapters = {name for name in trained if ".lora_" in name}
+    norms = {name for name in trained if "norm" in name}
+    assert len(adapters) == 2 * 7 * config.model.layers
+    assert trained - adapters - norms == {"embedding.weight"}
+    assert len(norms) == 2 * config.model.layers + 1
+
+
+def test_beside_adapters_frozen_weights_do_not_train() -> None:
     """By the names that PEFT gives; the test above trains with PEFT itself."""
     config = quickstart.override(PRESETS["tiny"](), SHORT)
     model = Llama(config.model)
