@@ -12,8 +12,10 @@ trains with AdamW4bit, in branches that differ in their precision only:
                                             by scales that are trained too, mostly towards "high"
                                    "int3", "int2"   …to 3 and 2 bits
 
-Each branch starts from the trunk's weights and optimizer states. It sees the same batches in the same order at the
-same learning rate. So a QAT model that is better than the rounded "high" model does not owe this to more training.
+Each branch starts from the trunk's weights. It sees the same batches in the same order at the same learning rate. So a
+QAT model that is better than the rounded "high" model does not owe this to more training. The branch in high precision
+goes on with the trunk's optimizer states, which is a little better for it than new ones. QAT starts with new ones,
+which is much better for QAT (benchmarks/LOG.md).
 
 Every step is a function of the seed, the step number and the checkpoint. So a run that was interrupted and resumed
 equals one that was not: on a CPU, to the bit.
@@ -226,7 +228,8 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
         lowbit.qat.prepare_(model, phase.scheme, scales=phase.scales)
     if saved is not None and resumed:
         model.load_state_dict(saved["model"])
-    of_trunk = saved["optimizer"] if saved is not None and not resumed else None
+    goes_on = saved is not None and not resumed and phase.scheme is None
+    of_trunk = saved["optimizer"] if goes_on else None
     optimizer = optimizer_of(config, model, of_trunk)
     last = -1 if saved is None or resumed else phase.start - 1
     scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
@@ -280,8 +283,7 @@ def with_adapters(model: Llama, rank: int) -> Llama:
 def optimizer_of(
     config: TrainingConfig, model: Llama, of_trunk: dict[str, Any] | None
 ) -> lowbit.optim.AdamW4bit:
-    """The optimizer of all that trains. The weights go on with the states that they had at the end of the trunk, which
-    has none of scales. Beside adapters all states are new."""
+    """The optimizer of all that trains, with the trunk's states where `of_trunk` has them and the weights train."""
     weights, adapters, scales = trained_parameters(model)
     groups = parameter_groups(weights)
     if adapters:

@@ -376,8 +376,8 @@ held-out text; it does not cover the choice of seeds. *Seconds* of training, the
 
 
 def draw(folder: Path, content: dict[str, Any]) -> None:
-    """`recovery.png`: the curves of the first seed, and the shares."""
-    first = next(iter(content["seeds"]))
+    """`recovery.png`: the curves of the first seed whose run folder is here, and the shares."""
+    first = next(s for s in content["seeds"] if (folder / f"seed{s}").exists())
     finished = [name for name in ("high", *RUNS) if name in content["seeds"][first]]
     records = runs.read_metrics(runs.RunFolder(folder / f"seed{first}"))
     curves = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 import lowbit
-from recipes import quickstart, recovery
+from recipes import quickstart, recovery, runs, text
 from recipes.command_line import UserError
 from recipes.llama import Llama
+from recipes.quickstart import Phase, Run
 from recipes.recovery import PRESETS, RUNS, gpu, main, share_of
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -99,6 +101,17 @@ def test_every_run_is_measured_beside_its_rounded_model(finished: Path) -> None:
     assert all(f"| {name} |" in page for name in WITHOUT_PEFT)
     assert "--preset tiny --seeds 0" in page and str(finished) not in page
     assert (finished / "recovery.png").stat().st_size > 10_000
+
+
+def test_qat_starts_with_new_optimizer_states(finished: Path) -> None:
+    folder = runs.RunFolder(finished / "seed0")
+    config = dataclasses.replace(quickstart.override(PRESETS["tiny"](), SHORT), seed=0)
+    data, device = text.load(folder.data), torch.device("cpu")
+    run = Run(config, folder, data, runs.Tracker(folder, {}, "disabled"), device)
+    again = Phase("high again", config.trunk_steps, config.steps)
+    assert quickstart.start_or_resume(run, again).optimizer.state
+    own, phase = recovery.phase_of(run, "g32-int4")
+    assert not quickstart.start_or_resume(own, phase).optimizer.state
 
 
 def test_equal_compute_is_a_third_more_steps(finished: Path) -> None:
