@@ -228,8 +228,9 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
         lowbit.qat.prepare_(model, phase.scheme, scales=phase.scales)
     if saved is not None and resumed:
         model.load_state_dict(saved["model"])
-    goes_on = saved is not None and not resumed and phase.scheme is None
-    of_trunk = saved["optimizer"] if goes_on else None
+    of_trunk = None
+    if saved is not None and not resumed and phase.scheme is None:
+        of_trunk = saved["optimizer"]
     optimizer = optimizer_of(config, model, of_trunk)
     last = -1 if saved is None or resumed else phase.start - 1
     scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
