@@ -12,8 +12,10 @@ trains with AdamW4bit, in branches that differ in their precision only:
                                             by scales that are trained too, mostly towards "high"
                                    "int3", "int2"   …to 3 and 2 bits
 
-Each branch starts from the trunk's weights and optimizer states. It sees the same batches in the same order at the
-same learning rate. So a QAT model that is better than the rounded "high" model does not owe this to more training.
+Each branch starts from the trunk's weights. It sees the same batches in the same order at the same learning rate. So a
+QAT model that is better than the rounded "high" model does not owe this to more training. The branch in high precision
+goes on with the trunk's optimizer states, which is a little better for it than new ones. QAT starts with new ones,
+which is much better for QAT (benchmarks/LOG.md).
 
 Every step is a function of the seed, the step number and the checkpoint. So a run that was interrupted and resumed
 equals one that was not: on a CPU, to the bit.
@@ -160,7 +162,7 @@ class Phase:
     """None: training in high precision."""
     scales: Literal["learned", "present"] = "learned"
     rank: int | None = None
-    """Rank of adapters that train in place of the weights; None trains the weights."""
+    """Rank of adapters that train in place of the blocks' weights; None trains the weights."""
     teacher: str = "high"
     """The phase in high precision whose finished model teaches in QAT. It has the adapters that this phase has."""
 
@@ -226,7 +228,9 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
         lowbit.qat.prepare_(model, phase.scheme, scales=phase.scales)
     if saved is not None and resumed:
         model.load_state_dict(saved["model"])
-    of_trunk = saved["optimizer"] if saved is not None and not resumed else None
+    of_trunk = None
+    if saved is not None and not resumed and phase.scheme is None:
+        of_trunk = saved["optimizer"]
     optimizer = optimizer_of(config, model, of_trunk)
     last = -1 if saved is None or resumed else phase.start - 1
     scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
@@ -257,11 +261,12 @@ def high_precision_model(run: Run, name: str = "high", rank: int | None = None) 
             if hasattr(layer, "base_layer"):
                 cast(Any, layer).merge()
                 setattr(parent, child_name, layer.base_layer)
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def with_adapters(model: Llama, rank: int) -> Llama:
-    """PEFT's LoRA on every linear layer but the head. Adapters alone train. UserError without PEFT."""
+    """PEFT's LoRA on every linear layer of the blocks. The adapters train, and so do the norms and the embedding, which
+    is the head too and is rounded as well. UserError without PEFT."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -270,24 +275,24 @@ def with_adapters(model: Llama, rank: int) -> Llama:
         ) from error
     layers = "|".join(("query", "key", "value", "out", "gate", "up", "down"))
     lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=rf".*\.({layers})")
-    return cast(Llama, inject_adapter_in_model(lora, model))
+    inject_adapter_in_model(lora, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".base_layer." not in name)
+    return model
 
 
 def optimizer_of(
     config: TrainingConfig, model: Llama, of_trunk: dict[str, Any] | None
 ) -> lowbit.optim.AdamW4bit:
-    """The optimizer of all that trains. The weights go on with the states that they had at the end of the trunk, which
-    has none of scales and adapters."""
+    """The optimizer of all that trains, with the trunk's states where `of_trunk` has them and the weights train."""
     weights, adapters, scales = trained_parameters(model)
-    groups = (
-        parameter_groups(weights)
-        if weights
-        else [{"params": adapters, "lr": LORA_LR * config.lr, "weight_decay": 0.0}]
-    )
+    groups = parameter_groups(weights)
+    if adapters:
+        groups.append({"params": adapters, "lr": LORA_LR * config.lr, "weight_decay": 0.0})
     optimizer = lowbit.optim.AdamW4bit(
         groups, lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay
     )
-    if of_trunk is not None and weights:
+    if of_trunk is not None and not adapters:
         optimizer.load_state_dict(of_trunk)
     if scales:
         optimizer.add_param_group({"params": scales, "weight_decay": 0.0, "lr": config.lr})
@@ -301,7 +306,7 @@ LORA_LR = 10.0
 
 
 def trained_parameters(model: Llama) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Weights, adapters, and the scales that QAT trains beside them. Beside adapters no weight trains."""
+    """Weights, adapters, and the scales that QAT trains beside them."""
     weights: list[Tensor] = []
     adapters: list[Tensor] = []
     scales: list[Tensor] = []

@@ -9,17 +9,19 @@ precision. The others train with QAT:
     g32-int4, g32-int3, g32-int2    one scale for 32 inputs; learned scales, part of the loss from the model "high"
     row-int4                        one scale a row
     g32-int8xint4                   int4 weights in groups of 32, and activations in int8, a scale a token
-    lora-int4, lora-int2            as g32-, but adapters of PEFT train in place of the weights, and are merged before
-                                    the sum is rounded; "lora-high" is the same in high precision
+    lora-int4, lora-int2            as g32-, but adapters of PEFT train in place of the blocks' weights, and are merged
+                                    before the sum is rounded; norms and the embedding, which is the head too, train
+                                    themselves; "lora-high" is the same in high precision
     plain-int4, -int3, -int2        straight-through rounding by the present scales, cross-entropy alone, as many steps
     compute-int4, -int3, -int2      the same for as much compute: a step with a teacher computes a third more
 
     won back = (loss rounded − loss after QAT) / (loss rounded − loss in high precision), in nats of held-out text
 
-"Rounded" is the branch in high precision ("high", or "lora-high"), rounded by min-max with the run's own scheme. The
-intervals are bootstraps over windows of held-out text. A run that was stopped goes on where it was: OUT/results.json
-has the finished runs, and OUT/seed0 and so on are run folders of the quick start, with the last checkpoint of an
-unfinished one.
+"Rounded" is the branch in high precision ("high", or "lora-high"), rounded by min-max with the run's own scheme. At 2
+bits, where QAT trains on the half-integer grid {−1.5, −0.5, 0.5, 1.5}, it is rounded to the usual grid {−2, −1, 0, 1},
+and the table has a row against the half-integer grid too. The intervals are bootstraps over windows of held-out text. A
+run that was stopped goes on where it was: OUT/results.json has the finished runs, and OUT/seed0 and so on are run
+folders of the quick start, with the last checkpoint of an unfinished one.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Variant:
         int8: activations are rounded to int8, with one scale a token.
         scales: as `lowbit.qat.prepare_` takes them.
         distils: whether part of the loss is the divergence from the model in high precision.
-        rank: of adapters that train in place of the weights.
+        rank: of adapters that train in place of the blocks' weights.
         length: steps, as a multiple of the branch in high precision.
     """
 
@@ -94,6 +96,11 @@ class Variant:
         """The name of the control that is rounded after training by the same scheme."""
         after = "" if self.rank is None else "lora "
         return f"rounded {after}{'row' if self.group_size is None else 'g32'}-int{'8x' * self.int8}{self.bits}"
+
+    @property
+    def baseline(self) -> str:
+        """The name of the rounded model that the share counts from."""
+        return self.rounded + WITH_ZERO if self.bits == 2 else self.rounded
 
     def rounded_models(self, config: TrainingConfig) -> dict[str, lowbit.Scheme]:
         """The scheme by name of each model that is rounded after training: at 2 bits also the grid with a zero."""
@@ -292,11 +299,11 @@ class Share:
 def share_of(seeds: dict[str, Any], name: str, rounded: str = "") -> Share | None:
     """None without a finished run. Each draw of the bootstrap takes the same windows for the three models of a seed.
 
-    rounded: the name of the rounded model; "" for that of the run's own scheme.
+    rounded: the name of the rounded model; "" for the variant's `baseline`.
     """
     if RUNS[name].bits is None:
         return None
-    rounded, control = rounded or RUNS[name].rounded, RUNS[name].control
+    rounded, control = rounded or RUNS[name].baseline, RUNS[name].control
     found = {s: own for s, own in seeds.items() if name in own and rounded in own}
     if not found:
         return None
@@ -322,7 +329,7 @@ def table(content: dict[str, Any]) -> str:
               "seconds"]  # fmt: skip
     rows = []
     pairs = [(name, rounded) for name, variant in RUNS.items()
-             for rounded in (variant.rounded, variant.rounded + WITH_ZERO)]  # fmt: skip
+             for rounded in dict.fromkeys((variant.baseline, variant.rounded))]  # fmt: skip
     for name, rounded in pairs:
         share = share_of(seeds, name, rounded)
         if share is None:
@@ -335,7 +342,7 @@ def table(content: dict[str, Any]) -> str:
         each = ", ".join(f"{value:.1f}" for value in share.seeds.values())
         interval = f"{share.low:.1f} to {share.high:.1f}"
         about = RUNS[name].about
-        about += "; rounded to {−2 … 1}" if rounded.endswith(WITH_ZERO) else ""
+        about += "" if rounded == RUNS[name].baseline else "; against the half-integer grid"
         rows.append([name, about, f"{lost:+.4f}", f"{left:+.4f}", f"**{share.mean:.1f}**",
                      interval, each, f"{seconds:.0f}"])  # fmt: skip
     return pages.table(header, rows, left=(0, 1))
@@ -369,8 +376,8 @@ held-out text; it does not cover the choice of seeds. *Seconds* of training, the
 
 
 def draw(folder: Path, content: dict[str, Any]) -> None:
-    """`recovery.png`: the curves of the first seed, and the shares."""
-    first = next(iter(content["seeds"]))
+    """`recovery.png`: the curves of the first seed whose run folder is here, and the shares."""
+    first = next(s for s in content["seeds"] if (folder / f"seed{s}").exists())
     finished = [name for name in ("high", *RUNS) if name in content["seeds"][first]]
     records = runs.read_metrics(runs.RunFolder(folder / f"seed{first}"))
     curves = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 import lowbit
-from recipes import quickstart, recovery
+from recipes import quickstart, recovery, runs, text
 from recipes.command_line import UserError
 from recipes.llama import Llama
+from recipes.quickstart import Phase, Run
 from recipes.recovery import PRESETS, RUNS, gpu, main, share_of
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -44,6 +46,7 @@ def content(out: Path) -> dict[str, Any]:
 
 
 WITHOUT_PEFT = [name for name, variant in RUNS.items() if variant.rank is None]
+TRAINABLE = [*RUNS] if HAS_PEFT else WITHOUT_PEFT
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,33 @@ def test_the_gpus_model_sees_60_million_tokens() -> None:
     assert gpu().trunk_steps * gpu().step_tokens >= 60e6 and gpu().compile
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_the_gpus_model_is_prepared_for_every_run(name: str) -> None:
+    """At its full size, without memory for its weights."""
+    variant = RUNS[name]
+    own = variant.scheme(gpu())
+    if own is None:
+        return
+    with torch.device("meta"):
+        model = Llama(gpu().model)
+    report = lowbit.qat.prepare_(model, own, scales=variant.scales)
+    layers = gpu().model.layers
+    assert len([e for e in report.entries if e.converted]) >= 7 * layers + 1
+    learned = [n for n, _ in model.named_parameters() if n.endswith("weight_scale")]
+    assert len(learned) == (7 * layers + 1 if variant.scales == "learned" else 0)
+
+
+def test_the_gpus_runs_take_a_step_each(source: Path, tmp_path: Path) -> None:
+    """With its settings but for the sizes, and without torch.compile."""
+    line = command(source, tmp_path / "out", "--seeds", "0", "--runs", ",".join(TRAINABLE))
+    line[line.index("tiny")] = "gpu"
+    few = ("steps=3", "branch_steps=1", "warmup_steps=1", "decay_steps=1", "compile=False")
+    assert main([*line, *(word for assignment in few for word in ("--set", assignment))]) == 0
+    models = content(tmp_path / "out")["seeds"]["0"]
+    assert set(TRAINABLE) <= set(models)
+    assert all(0 < model["loss"] < 100 for model in models.values())
+
+
 def test_every_run_is_measured_beside_its_rounded_model(finished: Path) -> None:
     models = content(finished)["seeds"]["0"]
     assert {"high", *WITHOUT_PEFT} <= set(models)
@@ -71,6 +101,17 @@ def test_every_run_is_measured_beside_its_rounded_model(finished: Path) -> None:
     assert all(f"| {name} |" in page for name in WITHOUT_PEFT)
     assert "--preset tiny --seeds 0" in page and str(finished) not in page
     assert (finished / "recovery.png").stat().st_size > 10_000
+
+
+def test_qat_starts_with_new_optimizer_states(finished: Path) -> None:
+    folder = runs.RunFolder(finished / "seed0")
+    config = dataclasses.replace(quickstart.override(PRESETS["tiny"](), SHORT), seed=0)
+    data, device = text.load(folder.data), torch.device("cpu")
+    run = Run(config, folder, data, runs.Tracker(folder, {}, "disabled"), device)
+    again = Phase("high again", config.trunk_steps, config.steps)
+    assert quickstart.start_or_resume(run, again).optimizer.state
+    own, phase = recovery.phase_of(run, "g32-int4")
+    assert not quickstart.start_or_resume(own, phase).optimizer.state
 
 
 def test_equal_compute_is_a_third_more_steps(finished: Path) -> None:
@@ -132,7 +173,19 @@ def test_adapters_train_in_place_of_the_weights(source: Path, tmp_path: Path) ->
     assert "lora-int4" in content(tmp_path / "out")["seeds"]["0"]
 
 
-def test_only_adapters_and_scales_train() -> None:
+@pytest.mark.skipif(not HAS_PEFT, reason="needs peft")
+def test_beside_adapters_train_the_embedding_and_norms_alone() -> None:
+    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    model = quickstart.with_adapters(Llama(config.model), 4)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    adapters = {name for name in trained if ".lora_" in name}
+    norms = {name for name in trained if "norm" in name}
+    assert len(adapters) == 2 * 7 * config.model.layers
+    assert trained - adapters - norms == {"embedding.weight"}
+    assert len(norms) == 2 * config.model.layers + 1
+
+
+def test_beside_adapters_frozen_weights_do_not_train() -> None:
     """By the names that PEFT gives; the test above trains with PEFT itself."""
     config = quickstart.override(PRESETS["tiny"](), SHORT)
     model = Llama(config.model)
