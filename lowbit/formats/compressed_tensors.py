@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowbit.affine import Mapping as QuantizationMapping
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.integers import bytes_of, signed, unsigned, whole_groups, words_of
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from lowbit.packing import pack, packed_size, unpack
+from lowbit.packing import pack, unpack
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
@@ -109,11 +109,11 @@ class CompressedTensors(Format):
                 if zero_point is not None:
                     found["weight_zero_point"] = zero_point
             else:
-                found["weight_packed"] = _words(pack(_offset(codes, bits), bits))
+                found["weight_packed"] = words_of(pack(unsigned(codes, bits), bits))
                 found["weight_shape"] = torch.tensor([rows, columns])
                 if zero_point is not None:
-                    stream = pack(_offset(zero_point, bits).T.contiguous(), bits)
-                    found["weight_zero_point"] = _words(stream).T.contiguous()
+                    stream = pack(unsigned(zero_point, bits).T.contiguous(), bits)
+                    found["weight_zero_point"] = words_of(stream).T.contiguous()
         for name in ("input_scale", "input_zero_point"):
             if (part := getattr(weight, name)) is not None:
                 found[name] = part.flatten()
@@ -151,11 +151,8 @@ class CompressedTensors(Format):
             activation = None
         if isinstance(spec.format, Float8):
             return Scheme(Spec(Float8(), PerRow()), activation)
-        granularity = spec.granularity
-        if not isinstance(granularity, PerGroup) or weight.shape[1] % granularity.group_size:
-            granularity = PerRow()
         mapping: QuantizationMapping = "asymmetric" if spec.has_zero_point else spec.mapping
-        return Scheme(Spec(Int(spec.format.bits), granularity, mapping), activation)
+        return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping), activation)
 
 
 # ---- settings of a group <-> specs ---------------------------------------------------------------------------------
@@ -303,31 +300,6 @@ def _activation_settings(spec: Spec) -> dict[str, Any]:
 # ---- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _words(packed: Tensor) -> Tensor:
-    """uint8 [..., B] as little-endian int32 [..., ⌈B/4⌉]."""
-    padded = F.pad(packed, (0, -packed.shape[-1] % 4))
-    # Flat, as a dimension of size 1 may have a stride that no view as int32 takes.
-    words = padded.reshape(-1).view(torch.int32)
-    return words.view(*padded.shape[:-1], padded.shape[-1] // 4)
-
-
-def _bytes(words: Tensor, size: int, bits: int) -> Tensor:
-    """The packed bytes of `size` codes, without the padding of `_words`."""
-    if words.dtype is not torch.int32 or words.shape[-1] != -(-size * bits // 32):
-        raise ValueError(
-            f"{size} codes of {bits} bits take {-(-size * bits // 32)} words of int32, got {words.dtype} "
-            f"{tuple(words.shape)}"
-        )
-    flat = words.reshape(-1).view(torch.uint8)
-    stream = flat.view(*words.shape[:-1], 4 * words.shape[-1])
-    return stream[..., : packed_size(size, bits)].contiguous()
-
-
-def _offset(codes: Tensor, bits: int) -> Tensor:
-    """int8 codes with 2^(bits−1) added, uint8."""
-    return (codes.short() + 2 ** (bits - 1)).to(torch.uint8)
-
-
 def _signed(weight: AffineTensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """int8 codes [N, K] and zero points [N, G] on the signed grid of `bits`, with the values of `weight`."""
     spec, columns = weight.spec, weight.shape[1]
@@ -392,10 +364,10 @@ def _integers(
             )
         shape = tuple(codes.shape)
         if bits < 8:
-            codes = pack(_offset(codes, bits), bits)
+            codes = pack(unsigned(codes, bits), bits)
     else:
         shape = tuple(parts["weight_shape"].tolist())
-        codes = _bytes(parts["weight_packed"], shape[1], bits)
+        codes = bytes_of(parts["weight_packed"], shape[1], bits)
         codes = (codes ^ 0x80).view(torch.int8) if bits == 8 else codes
     if any(size != padded for size, padded in zip(shape, spec.padded_shape(shape), strict=True)):
         raise ValueError(f"its shape {shape} is no multiple of its groups, {spec.granularity}")
@@ -404,8 +376,8 @@ def _integers(
         if zero_point is None:
             raise KeyError("weight_zero_point")
         if zero_point.dtype is torch.int32 and "weight_packed" in parts:
-            stream = _bytes(zero_point.T.contiguous(), shape[0], bits)
-            zero_point = unpack(stream, bits, shape[0]).T.short() - 2 ** (bits - 1)
+            stream = bytes_of(zero_point.T.contiguous(), shape[0], bits)
+            zero_point = signed(unpack(stream, bits, shape[0]).T, bits)
         inner["zero_point"] = zero_point.to(torch.int8).reshape(spec.blocks(shape)).contiguous()
     return _assembled(AffineTensor, inner, spec, shape, dtype, activation)
 

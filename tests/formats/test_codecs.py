@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from lowbit import (
     AffineTensor,
@@ -19,39 +18,18 @@ from lowbit import (
     PerBlock,
 )
 from lowbit.formats import FormatError
-from lowbit.formats.registry import FORMATS, by_name
+from lowbit.formats.registry import by_name
 from lowbit.granularity import PerGroup, PerRow
 from lowbit.scheme import Float8, Int, Scheme, Spec
-from lowbit.tensor.base import LowbitTensor
+from tests.formats import codec_case
+from tests.formats.codec_case import NAME, assert_same, through
 from tests.formats.models import SCHEMES
 
 CT, FP8, OWN = (by_name(name) for name in ("compressed-tensors", "fp8", "lowbit"))
-NAME = "layers.0.up_proj.weight"
 
 
 def weight(scheme: Scheme, rows: int = 256, columns: int = 128, **options: object) -> AffineTensor:
-    torch.manual_seed(0)
-    values = torch.randn(rows, columns, dtype=torch.bfloat16) * 0.1
-    return AffineTensor.from_float(values, scheme, **options)
-
-
-def through(format, w: LowbitTensor) -> LowbitTensor:
-    """`w` encoded, and decoded again by the configuration of a model with one plain linear."""
-    parts = format.encode(w)
-    assert all(type(t) is Tensor and t.is_contiguous() for t in parts.values())
-    config = format.config({NAME: w}, {"lm_head"})
-    assert format.reads(config)
-    assert [f for f in FORMATS if f.reads(config)] == [format]
-    stored = {format.stored_name(NAME, part): t for part, t in parts.items()}
-    found = format.find([*stored, "lm_head.weight"], config)
-    assert found.keys() == {NAME}
-    parts = {part: stored[name] for part, name in found[NAME].items()}
-    return format.decode(parts, config, NAME, w.dtype)
-
-
-def assert_same(a: LowbitTensor, b: LowbitTensor) -> None:
-    assert a.dtype == b.dtype and a.shape == b.shape
-    assert torch.equal(a.dequantize().view(torch.uint8), b.dequantize().view(torch.uint8))
+    return codec_case.weight(scheme, rows, columns, **options)
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (13, 128), (1, 192)], ids=str)
