@@ -215,8 +215,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
             values = weight.operand_of_rounding()
             how = rounding_of(weight, values.dtype)
             return rounded_linear(input, values, bias, how, *scales)
-        rounded = None if static is None else static.rounded
-        return F.linear(*FakeQuantizedTensor.operands(input, weight, seen(), bias, rounded))
+        values, rounded = seen(), None if static is None else static.rounded
+        x = FakeQuantizedTensor._rounded_input(input, weight, rounded)
+        return F.linear(x, values.to(x.dtype), bias)
 
     @staticmethod
     def operands(
@@ -235,12 +236,20 @@ class FakeQuantizedTensor(MasterWeightTensor):
             product: the name of torch's function, for messages.
         """
         x, bias = autocast_inputs(input, weight, bias, product)
+        x = FakeQuantizedTensor._rounded_input(x, weight, rounded)
+        return x, values.to(x.dtype), bias
+
+    @staticmethod
+    def _rounded_input(
+        x: Tensor, weight: Any, rounded: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        """The input as the product sees it; `rounded` as for `operands`."""
         activation = weight.input_spec
         if rounded is not None and activation is not None:
-            x = rounded(x)
-        elif activation is not None and not weight.transposed:  # as for the converted weight
-            x = fake_quantize(x, activation)
-        return x, values.to(x.dtype), bias
+            return rounded(x)
+        if activation is not None and not weight.transposed:  # as for the converted weight
+            return fake_quantize(x, activation)
+        return x
 
     @classmethod
     def matmul(cls, x: Any, weight: Any) -> Tensor:
