@@ -645,7 +645,8 @@ def _scaled_sums(
 
 
 class Described(NamedTuple):
-    """What the conditions above read of a converted weight [N, K] without zero points that is not made yet."""
+    """The attributes of a converted weight [N, K] that the conditions above read, before that weight exists. It has no
+    zero points."""
 
     shape: torch.Size
     spec: Spec

@@ -22,7 +22,7 @@ from lowbit.tensor.base import LowbitTensor
 
 
 class Gguf(Format):
-    """What a tensor of a GGUF file holds. A part is named by its type."""
+    """How a GGUF file stores one weight: as one tensor, whose part has the name of its GGUF type, such as "Q4_0"."""
 
     name = "gguf"
     holds_embeddings = True

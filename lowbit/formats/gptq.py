@@ -59,7 +59,7 @@ class Gptq(Format):
 
     name = "gptq"
     less = 1
-    """What is subtracted from the zero points that are stored."""
+    """The file stores zero points minus this number."""
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "gptq" and _version(config) != "gptq_v2"

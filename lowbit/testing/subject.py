@@ -1,4 +1,4 @@
-"""What a contract asks of the tests that inherit it: how a tensor is made, and what it promises."""
+"""`Subject`: the test class that inherits a contract says here how to make its tensor, and what the tensor can do."""
 
 from __future__ import annotations
 
