@@ -23,7 +23,7 @@ from lowbit import (
     train,
 )
 from lowbit.inference import fuse_linears_
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.schemes import relative_error
 
 INT4 = Int4WeightOnly(8)

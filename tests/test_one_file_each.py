@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowbit
 from lowbit import testing, train
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 
 ADDITION = '''
 """A weight in 5 bits, its scheme, and a sign optimizer."""

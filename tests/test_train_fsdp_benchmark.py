@@ -15,9 +15,9 @@ from benchmarks import train_fsdp
 from benchmarks.ranks import in_ranks
 from benchmarks.registry import Problem, Result, Row
 from benchmarks.train_fsdp import ShardedCandidate, ShardedCost, measure_rank, measure_sharded
+from lowbit.testing.launch import launch
 from lowbit.train_scheme import TrainingScheme
 from recipes.llama import LlamaConfig
-from tests.distributed.launch import launch
 
 CONFIG = LlamaConfig(300, dim=64, layers=2, heads=2, kv_heads=1, hidden=64, context=16)
 BLOCK = 64 * (64 + 32 + 32 + 64 + 3 * 64) + 2 * 64

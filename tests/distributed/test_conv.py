@@ -20,7 +20,7 @@ from lowbit import Int8StaticActivationInt8Weight, IntxWeightOnly, qat
 from lowbit.granularity import PerTensor
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.fsdp import as_bytes
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.distributed.test_learned_scales import whole
 from tests.distributed.test_train_fsdp import shard
 from tests.train.problems import relative

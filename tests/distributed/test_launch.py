@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import ChildError, launch
+from lowbit.testing.launch import ChildError, launch
 
 
 def sum_of_ranks(rank, world_size, offset):

@@ -25,7 +25,7 @@ import lowbit
 from lowbit import qat
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.scheme import Int, Scheme, Spec
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.distributed.test_train_fsdp import shard
 from tests.train.problems import relative
 

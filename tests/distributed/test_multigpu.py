@@ -29,8 +29,8 @@ from lowbit.tensor import (
     MixedPrecisionTensor,
 )
 from lowbit.tensor.sharded_linear import make_shardable
+from lowbit.testing.launch import launch
 from tests.distributed import test_bytes
-from tests.distributed.launch import launch
 from tests.distributed.test_bytes import device
 from tests.scaled_products import scaled_products
 from tests.tensor.cases import CASES, Case, named, same_bits, values

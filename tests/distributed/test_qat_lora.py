@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowbit
 from lowbit import qat
 from lowbit.tensor.adapted import AdaptedTensor
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.qat.lora_layers import Net
 from tests.schemes import relative_error

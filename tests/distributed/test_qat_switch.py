@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lowbit
 from lowbit import qat
 from lowbit.tensor.fake_quantized import GatheredWeight
+from lowbit.testing.launch import launch
 from tests.distributed import test_train_tensor_parallel as tensor_parallel
-from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.train.problems import linear, relative, values
 

@@ -29,8 +29,8 @@ from lowbit.tensor import LowbitTensor, joined
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.state_dict import split
 from lowbit.testing.fsdp2 import Model, shard
+from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded, gathered
-from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS
 from tests.tensor.cases import named, same, same_bits, values
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowbit
 from lowbit import qat
 from lowbit.scheme import Int, Scheme, Spec
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 
 SCHEME = Scheme(
     lowbit.Int4WeightOnly(32).weight,

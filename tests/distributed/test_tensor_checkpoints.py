@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit.tensor import LowbitTensor
 from lowbit.testing.fsdp2 import Model, shard
+from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded
-from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS
 from tests.tensor.cases import CASES, named, same, same_bits, values
 

@@ -25,7 +25,7 @@ from lowbit.testing.fsdp2 import (
     mean_over_ranks,
     shard,
 )
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.tensor.cases import CASES, named, same, same_bits, values
 
 WEIGHTS = [case for case in CASES if case.is_weight and case.row_step == 1]

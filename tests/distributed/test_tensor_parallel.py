@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 import lowbit
 from lowbit.testing import relative_error
+from lowbit.testing.launch import launch
 from lowbit.testing.tensor_parallel import Block
-from tests.distributed.launch import launch
 from tests.tensor.cases import CASES, named, values
 
 FROZEN = [c for c in CASES if c.is_weight and not c.is_trainable and c.row_step == 1]

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import lowbit as lb
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.traced import ran_in
 from tests.train.problems import SCHEMES, linear, values
 

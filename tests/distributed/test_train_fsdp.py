@@ -25,8 +25,8 @@ import lowbit
 from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
 from lowbit.testing.fsdp2 import shard
+from lowbit.testing.launch import launch
 from lowbit_kernels import launches
-from tests.distributed.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit

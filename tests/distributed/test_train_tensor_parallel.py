@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import lowbit
 from lowbit import MixedPrecisionTensor
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.scaled_products import scaled_products
 from tests.train.problems import SCHEMES, linear, prepared, relative, snr, values
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import lowbit as lb
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.inference.weight_ops import counted
 from tests.schemes import relative_error
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowbit import optim
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.optim.algorithms import DROP_IN, MOMENTUM, SHAPES, cases, classes, decoded, every
 from tests.optim.problems import FORMATS, parameters, rand, relative, run
 from tests.optim.test_sharded import Model, shard, train

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
 from lowbit.tensor.dtensor import local as to_local
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES, count, emulate
 from tests.optim.problems import rand

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import optim
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.tensor.cases import same_bits, values
 
 WIDTH = 96

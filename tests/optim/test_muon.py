@@ -21,7 +21,7 @@ from lowbit.optim import CPUOffloadOptimizer, Muon, dequantize_state_dict, muon
 from lowbit.optim.orthogonalize import orthogonalize
 from lowbit.rounding import join_bf16
 from lowbit.tensor import CodebookTensor
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
 from tests.optim.test_sharded import Model as ShardedModel
 from tests.optim.test_sharded import full, same_state, shard

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
 from lowbit.optim import Muon, exchange, matrix_step
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.distributed.test_bytes import device
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
 from tests.optim.test_sharded import full, same_state

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer, offload
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.optim.offloading import assert_same, pair
 from tests.optim.problems import rand
 from tests.optim.test_sharded import Model as ShardedModel

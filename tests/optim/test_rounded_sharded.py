@@ -14,7 +14,7 @@ from lowbit import Int8Weight, Int8WeightTensor, optim, train
 from lowbit.optim import job
 from lowbit.optim import state as states
 from lowbit.tensor.dtensor import local as to_local
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES
 from tests.optim.problems import rand

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lowbit import optim
 from lowbit.tensor import CodebookTensor
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.optim.problems import FORMATS, rand, relative
 
 

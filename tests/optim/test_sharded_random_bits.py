@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lowbit import optim
 from lowbit.optim import state as states
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.optim.problems import rand, relative
 
 WEIGHTS = [{"bf16_stochastic_round": True, "seed": 5}, {"weight_correction": "8bit"}]

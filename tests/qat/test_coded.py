@@ -22,9 +22,9 @@ from lowbit import Int, PerRow, PerTensor, PerToken, Scheme, Spec, qat
 from lowbit.learned_scales import learned_fake_quantize
 from lowbit.products import CodesProduct
 from lowbit.tensor import fake_quantized
+from lowbit.testing.launch import launch
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 from lowbit_kernels import launches
-from tests.distributed.launch import launch
 from tests.distributed.test_train_fsdp import shard
 from tests.kernels.interpreted import interpreted
 from tests.qat.lora_layers import LoraLayer

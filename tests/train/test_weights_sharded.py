@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import lowbit
 from lowbit import BitNet, Int8Weight, train
 from lowbit.tensor import BitNetTensor, Int8WeightTensor
-from tests.distributed.launch import launch
+from lowbit.testing.launch import launch
 from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
 
