@@ -11,7 +11,8 @@ OUT/results.json    the loss of every step, tokens a second and peak memory of e
 OUT/report.md       the table; OUT/losses.png the curves
 OUT/RUN-SEED/       what torchtitan wrote, with its log
 
-Runs of one seed start from the same weights and see the same batches, so the table compares them step by step. The
+Runs of one seed start from the same weights and see the same batches, so the table compares them step by step with the
+mean of both runs in bfloat16, which differ by 0.001% of the learning rate: two runs of one recipe end apart too. The
 steps of the last quarter are cut into blocks. The mean difference has the 95% interval of the blocks' means (Student's
 t), as neighbouring steps are not independent. Every batch is new, if the text is long enough for one pass, so the
 training loss is that of unseen text.
@@ -20,8 +21,10 @@ training loss is that of unseen text.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -29,15 +32,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes import pages
 from recipes.command_line import UserError, exit_status
 from recipes.convergence import half_interval
 from recipes.runs import write_text
 
 HERE = Path(__file__).parent
-REFERENCE = "bf16"
+REFERENCE, AGAIN = "bf16", "bf16-again"
 RUNS: dict[str, list[str]] = {
     REFERENCE: [],
+    AGAIN: ["--optimizer.lr", "6.00006e-4"],
     "int8": ["--lowbit.train", "int8(always=True)"],
     "int8-nearest": ["--lowbit.train", "int8(always=True, stochastic_rounding=False)"],
     "float8": ["--lowbit.train", "float8(always=True)"],
@@ -47,8 +53,9 @@ RUNS: dict[str, list[str]] = {
     "int8-weights": ["--lowbit.train", "int8_weights", "--optimizer.name", "AdamW8bit"],
 }
 """torchtitan's options of each run. `always`: the weights of this model are too small for a gain in speed, and the
-question here is the loss."""
-DEFAULT = "bf16,int8,float8,AdamW8bit,AdamW4bit"
+question here is the loss. `AGAIN` repeats the reference with a learning rate 0.001% larger, which shows how far two
+runs of one recipe end apart."""
+DEFAULT = "bf16,bf16-again,int8,float8,AdamW8bit,AdamW4bit"
 BLOCKS = 10
 LOSS, SPEED = "loss_metrics/global_avg_loss", "throughput(tps)"
 MEMORY = "memory/max_reserved(GiB)"
@@ -96,7 +103,14 @@ def train(run: str, seed: int, given: argparse.Namespace, extra: list[str]) -> d
         "tokens_s": statistics.median(list(read[SPEED].values())[1:] or [0.0]),
         "peak_gib": max(read[MEMORY].values()),
         "seconds": time.perf_counter() - began,
+        "machine": machine(given.processes),
     }
+
+
+def machine(processes: int) -> str:
+    """The device of the runs, with the version of torch and the date."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return f"{processes} x {device}, torch {torch.__version__}, {datetime.date.today()}"
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -146,9 +160,21 @@ def block_differences(losses: list[float], reference: list[float]) -> list[float
     return [statistics.mean(apart[i : i + size]) for i in range(0, len(apart) - size + 1, size)]
 
 
+def reference_losses(runs: list[dict[str, Any]]) -> dict[int, list[float]]:
+    """By seed the losses of bfloat16: of each step, the mean of the runs `REFERENCE` and `AGAIN` that there are."""
+    found: dict[int, list[list[float]]] = {}
+    for r in runs:
+        if r["run"] in (REFERENCE, AGAIN):
+            found.setdefault(r["seed"], []).append(r["losses"])
+    return {
+        seed: [statistics.mean(step) for step in zip(*own, strict=False)]
+        for seed, own in found.items()
+    }
+
+
 def table(runs: list[dict[str, Any]]) -> str:
     """One row a way to train, its seeds together."""
-    references = {r["seed"]: r["losses"] for r in runs if r["run"] == REFERENCE}
+    references = reference_losses(runs)
     header = ["run", "seeds", "loss, last quarter", f"against {REFERENCE}", "95% interval"]
     header += ["tokens/s a GPU", "peak GiB"]
     rows = []
@@ -160,16 +186,18 @@ def table(runs: list[dict[str, Any]]) -> str:
         apart = [
             difference
             for r in own
-            if name != REFERENCE and r["seed"] in references
+            if r["seed"] in references and r["losses"] != references[r["seed"]]
             for difference in block_differences(r["losses"], references[r["seed"]])
         ]
         half = half_interval(apart)
-        shown = [f"{statistics.mean(apart):+.4f}" if apart else ""]
+        last = statistics.mean(lasts)
+        mean = statistics.mean(apart) if apart else 0.0
+        shown = [f"{mean:+.4f} ({mean / (last - mean):+.2%})" if apart else ""]
         shown += ["" if half is None else f"± {half:.4f}"]
         speed = statistics.median(r["tokens_s"] for r in own)
         peak = max(r["peak_gib"] for r in own)
         measured = [f"{speed:,.0f}", f"{peak:.1f}" if peak > 0 else ""]
-        rows.append([name, str(len(own)), f"{statistics.mean(lasts):.4f}", *shown, *measured])
+        rows.append([name, str(len(own)), f"{last:.4f}", *shown, *measured])
     return pages.table(header, rows, left=(0,)) + "\n"
 
 
@@ -178,9 +206,26 @@ def report(out: Path) -> None:
     if results is None:
         raise UserError(f"{out} holds no results.json; train first, without --report")
     made = table(results["runs"])
-    write_text(out / "report.md", f"# Losses under torchtitan\n\n{results['settings']}\n\n{made}")
+    write_text(out / "report.md", page(results, made))
     print(made)
     draw(out / "losses.png", results["runs"])
+
+
+def page(results: dict[str, Any], made: str) -> str:
+    """The report: where the runs were measured, the table and the curves."""
+    machines = "; ".join(sorted({r["machine"] for r in results["runs"] if "machine" in r}))
+    head = [
+        "# Losses under torchtitan",
+        f"- `python -m recipes.torchtitan.compare`, {results['settings']['steps']} steps of compare.toml",
+        *([f"- {machines}"] if machines else []),
+    ]
+    legend = (
+        "*Loss*: the training loss, each batch of which is new. *Against bf16*: against the mean of both runs in "
+        f"bfloat16, step by step, in the last quarter; `{AGAIN}` differs from `{REFERENCE}` by 0.001% of the learning "
+        "rate, so these two rows show how far runs of one recipe end apart. *95% interval*: over blocks of these "
+        "steps; it does not hold that distance."
+    )
+    return "\n".join([head[0], "", *head[1:], "", legend, "", made, "![Losses](losses.png)", ""])
 
 
 def draw(path: Path, runs: list[dict[str, Any]]) -> None:
@@ -190,13 +235,13 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     except ImportError:
         print("losses.png needs matplotlib: pip install matplotlib, then --report")
         return
-    references = {r["seed"]: r["losses"] for r in runs if r["run"] == REFERENCE}
+    references = reference_losses(runs)
     with figures.figure(path, 2, width=12) as (whole, apart):
         for r, colour in zip(runs, figures.COLOURS * len(runs), strict=False):
             points = list(enumerate(r["losses"], 1))
             whole.plot(*zip(*figures.smoothed(points), strict=True), color=colour, label=r["run"])
             other = references.get(r["seed"])
-            if other is not None and r["run"] != REFERENCE:
+            if other is not None and r["losses"] != other:
                 pairs = zip(r["losses"], other, strict=False)
                 points = [(step, a - b) for step, (a, b) in enumerate(pairs, 1)]
                 apart.plot(*zip(*figures.smoothed(points), strict=True), color=colour)

@@ -53,6 +53,14 @@ def test_the_table_has_an_interval():
     assert "1,000" in rows["int8"] and "12.5" in rows["int8"]
 
 
+def test_the_reference_is_the_mean_of_both_runs_in_bfloat16():
+    higher = [loss + 0.5 for loss in REFERENCE]
+    runs = [record("bf16", REFERENCE), record("bf16-again", higher), record("int8", higher)]
+    rows = {line.split("|")[1].strip(): line for line in compare.table(runs).splitlines()[2:]}
+    assert "-0.2500" in rows["bf16"] and "+0.2500 (+3.70%)" in rows["int8"]
+    assert compare.reference_losses(runs[:1]) == {0: REFERENCE}
+
+
 def test_the_report_is_written(tmp_path, capsys):
     runs = [record("bf16", REFERENCE), record("AdamW4bit", REFERENCE)]
     content = {"settings": {"steps": 400}, "runs": runs}
@@ -73,7 +81,7 @@ def test_a_run_is_a_torchrun_with_its_options(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--runs", "bf16,int5"], r"there is no run 'int5'; accepted: bf16, int8"),
+        (["--runs", "bf16,int5"], r"there is no run 'int5'; accepted: bf16, bf16-again, int8"),
         (["--seeds", "a"], r"--seeds a: numbers with commas are accepted"),
         (["--report", "--out", "nowhere"], r"nowhere holds no results.json; train first"),
     ],
