@@ -32,6 +32,10 @@ def tiny(candidate: ShardedCandidate) -> ShardedCandidate:
     return replace(candidate, config=CONFIG, device="cpu", compile=False, scheme=scheme)
 
 
+def low_bit() -> ShardedCandidate:
+    return next(c for c in train_fsdp.candidates((2, 16)) if c.products == "int8")
+
+
 def all_costs(rank: int, world_size: int) -> dict[str, ShardedCost]:
     found = train_fsdp.candidates((2, 16))
     own = [c for c in found if not c.products.startswith("torchao")]
@@ -41,7 +45,7 @@ def all_costs(rank: int, world_size: int) -> dict[str, ShardedCost]:
 def test_low_bit_weights_travel_in_a_byte_and_products_run() -> None:
     ranks = launch(all_costs, 2)
     found = {name: ShardedCost.joined([costs[name] for costs in ranks]) for name in ranks[0]}
-    assert list(found) == [*train_fsdp.SCHEMES, "bf16"]
+    assert list(found) == ["bf16", *train_fsdp.SCHEMES]
     elements = 2 * 2 * BLOCK + REST  # two blocks, gathered in forward and in backward
     for name, cost in found.items():
         assert cost.parameters == 2 * BLOCK + REST and cost.gathered == elements, name
@@ -57,7 +61,7 @@ def test_low_bit_weights_travel_in_a_byte_and_products_run() -> None:
 
 
 def test_processes_of_its_own_and_the_cells() -> None:
-    candidate = tiny(next(train_fsdp.candidates((2, 16))))
+    candidate = tiny(low_bit())
     cost = measure_sharded(candidate, 2)
     assert cost.tokens == 2 * 2 * 16 and cost.products == 90
     reference = replace(candidate, products="bf16")
@@ -113,4 +117,4 @@ def test_a_rank_that_fails(how: str, seconds: float, error: type[Exception], tex
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(RuntimeError, match="2 GPUs are needed and 1 visible"):
-        measure_sharded(next(train_fsdp.candidates((2, 16))), 2)
+        measure_sharded(low_bit(), 2)
