@@ -9,6 +9,7 @@ from typing import Any
 from lowbit.formats.awq import Awq
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.bitsandbytes import BitsandbytesInt8
+from lowbit.formats.bitsandbytes_4bit import Bitsandbytes4bit
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
 from lowbit.formats.gguf import Gguf
@@ -24,6 +25,7 @@ FORMATS: list[Format] = [
     GptqV2(),
     Awq(),
     BitsandbytesInt8(),
+    Bitsandbytes4bit(),
     TorchAo(),
     Gguf(),
 ]
