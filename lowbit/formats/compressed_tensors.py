@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lowbit.affine import Mapping as QuantizationMapping
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
-from lowbit.formats.integers import bytes_of, signed, unsigned, whole_groups, words_of
+from lowbit.formats.integers import bytes_of, codes_of, signed, unsigned, whole_groups, words_of
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.packing import pack, unpack
 from lowbit.scheme import Float8, Int, Scheme, Spec
@@ -99,11 +99,11 @@ class CompressedTensors(Format):
         settings = _settings(weight)  # refuses what they cannot say
         rows, columns = weight.shape
         bits = settings["weights"]["num_bits"]
-        found: Parts = {"weight_scale": _written_scale(weight, settings)}
+        found: Parts = {}
         if settings["format"] == FLOATS:
-            found["weight"] = weight.codes[:rows, :columns].contiguous()
+            found["weight"], scale = weight.codes[:rows, :columns].contiguous(), weight.scale
         else:
-            codes, zero_point = _signed(weight, bits)
+            codes, scale, zero_point = codes_of(weight)
             if settings["format"] == INTEGERS:
                 found["weight"] = codes
                 if zero_point is not None:
@@ -114,6 +114,8 @@ class CompressedTensors(Format):
                 if zero_point is not None:
                     stream = pack(unsigned(zero_point, bits).T.contiguous(), bits)
                     found["weight_zero_point"] = words_of(stream).T.contiguous()
+        is_one = settings["weights"]["strategy"] == "tensor"
+        found["weight_scale"] = scale.flatten() if is_one else scale
         for name in ("input_scale", "input_zero_point"):
             if (part := getattr(weight, name)) is not None:
                 found[name] = part.flatten()
@@ -298,31 +300,6 @@ def _activation_settings(spec: Spec) -> dict[str, Any]:
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
-
-
-def _signed(weight: AffineTensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """int8 codes [N, K] and zero points [N, G] on the signed grid of `bits`, with the values of `weight`."""
-    spec, columns = weight.spec, weight.shape[1]
-    assert isinstance(spec.format, Int)
-    padded = spec.padded_shape(weight.shape)[1]
-    middle = 0 if spec.format.signed else 2 ** (spec.format.bits - 1)
-    codes = (weight._load(padded)[:, :columns].short() - middle).to(torch.int8)
-    if spec.mapping == "half_integer":
-        return 2 * codes + 1, None
-    if weight.zero_point is None:
-        return codes.contiguous(), None
-    return codes.contiguous(), (weight.zero_point.short() - middle).to(torch.int8)
-
-
-def _written_scale(weight: AffineTensor, settings: Mapping[str, Any]) -> Tensor:
-    """`weight_scale`: for half-integers, half of the scale."""
-    scale = weight.scale
-    if weight.spec.mapping == "half_integer":
-        assert weight.zero_point is not None
-        if not torch.equal(weight.zero_point * 2, scale):
-            raise FormatError("its zero points are not half of its scales, as training moved them")
-        scale = weight.zero_point
-    return scale.flatten() if settings["weights"]["strategy"] == "tensor" else scale
 
 
 def _input_parts(parts: Parts, activation: Spec | None) -> dict[str, Tensor]:
