@@ -1,6 +1,6 @@
 """The 4-bit tables of bitsandbytes, "bitsandbytes-4bit": NF4 and FP4 in blocks, with plain or double quantized scales.
 
-    layer.weight                                  uint8 [N·K/2, 1], the flattened weight, even elements in the high nibble
+    layer.weight                                  uint8 [N·K/2, 1], the flattened codes, even ones in the high nibble
     layer.weight.absmax                           float32 [N·K/B], or uint8 with double quantization
     layer.weight.quant_map                        float32 [16], the table
     layer.weight.quant_state.bitsandbytes__nf4    uint8, the bytes of a JSON: quant_type, blocksize B, dtype, shape
@@ -13,9 +13,9 @@
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4",
                             "bnb_4bit_use_double_quant": false, …}
 
-The last part of the name of quant_state is "bitsandbytes__fp4" for FP4. nested_offset stands in the JSON. Blocks of the
-flattened weight are those of lowbit where B divides K, and only such weights are held. The package stores the codes also
-as another dtype of the same bytes (bnb_4bit_quant_storage), which is read.
+The name of quant_state ends in "bitsandbytes__fp4" for FP4. nested_offset stands in the JSON. Blocks of the flattened
+weight are those of lowbit where B divides K, and only such weights are held. The package can store the codes as another
+dtype with the same bytes (bnb_4bit_quant_storage), which is read too.
 
 Source: Dettmers et al., QLoRA, arXiv 2305.14314.
 """
@@ -144,7 +144,9 @@ class Bitsandbytes4bit(Format):
         """ "nf4" or "fp4", and the size of a block."""
         if type(weight) is not TableTensor or weight.spec.scale_format not in ("float", "double"):
             spec = getattr(weight, "spec", type(weight).__name__)
-            raise FormatError(f"{self.name} holds NF4 and its FP4 with scales of float32, got {spec}")
+            raise FormatError(
+                f"{self.name} holds NF4 and its FP4 with scales of float32, got {spec}"
+            )
         if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
             raise FormatError(f"{self.name} holds matrices [N, K], got {weight!r}")
         kind = next((name for name, table in TABLES.items() if table == weight.spec.format), None)
@@ -215,7 +217,9 @@ def _state_of(parts: Parts) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise FormatError(f"its quant_state is no JSON: {error}") from error
     if not isinstance(state, dict) or state.get("quant_type") != name.removeprefix(STATE):
-        raise FormatError(f"its quant_state is {state!r:.80}; accepted: quant_type as its name says")
+        raise FormatError(
+            f"its quant_state is {state!r:.80}; accepted: quant_type as its name says"
+        )
     return state
 
 

@@ -58,6 +58,7 @@ class Gptq(Format):
     """The format "gptq", also called v1; see the module."""
 
     name = "gptq"
+    holds_experts = True
     less = 1
     """The file stores zero points minus this number."""
 

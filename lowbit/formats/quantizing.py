@@ -1,8 +1,8 @@
 """A folder of plain weights as a source whose weights are quantized on the way, one after another.
 
 No module says here which tensor is the weight of a linear, so names and shapes do. Under a scheme for all, or under the
-pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. Any
-other pattern means what it says: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}.
+pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. A
+pattern that names one of these quantizes it: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lowbit.convert import matches
 from lowbit.formats.base import FormatError
-from lowbit.formats.folder import Folder, is_embedding, is_head, is_router
+from lowbit.formats.folder import Folder
+from lowbit.formats.layer_names import is_embedding, why_left_alone
 from lowbit.formats.sources import Item
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -80,6 +81,10 @@ class Quantizing:
             ratio = snr(item.value, weight)
             yield Item(item.name, weight, item.holder, scheme.describe(weight.shape), ratio)
 
+    def linears(self) -> set[str]:
+        """See `lowbit.formats.sources.Source`."""
+        return self._folder.linears()
+
     def copy_files(self, folder: Path) -> None:
         """Those of the folder."""
         self._folder.copy_files(folder)
@@ -111,16 +116,11 @@ def _choose(
     scheme = None if pattern is None else patterns[pattern]
     if scheme is None:
         return None, "no scheme for this name", pattern
-    if pattern == "*":
-        for kind, applies in _LEFT_ALONE.items():
-            if applies(layer):
-                return None, f"{kind}: a pattern that names it quantizes it", None
+    if (why := why_left_alone(layer, pattern)) is not None:
+        return None, why, None
     uses = {"embedding" if is_embedding(layer) else "linear"}
     obstacle = scheme.obstacle(shape, uses)
     return (scheme, "", pattern) if obstacle is None else (None, obstacle, pattern)
-
-
-_LEFT_ALONE = {"an embedding": is_embedding, "an output head": is_head, "a router": is_router}
 
 
 def quantized(

@@ -14,6 +14,7 @@ from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gptq import Gptq, GptqV2
+from lowbit.formats.mxfp4 import Mxfp4
 from lowbit.formats.own import Own
 from lowbit.formats.torchao import TorchAo
 
@@ -26,6 +27,7 @@ FORMATS: list[Format] = [
     Awq(),
     BitsandbytesInt8(),
     Bitsandbytes4bit(),
+    Mxfp4(),
     TorchAo(),
     Gguf(),
 ]

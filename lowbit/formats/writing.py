@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.experts import published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufWriter, new_file
 from lowbit.formats.heap import Trimmed
-from lowbit.formats.module import Model, linears_of
+from lowbit.formats.module import Model
 from lowbit.formats.progress import nbytes, progress
 from lowbit.formats.quantizing import Quantizing, snr
 from lowbit.formats.registry import by_name
@@ -93,6 +94,8 @@ def export(
     target, out = by_name(format), Path(out)
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, scheme, scales, tokenizer, device)
+    if target.holds_experts:
+        source = published(source)
     report = ExportReport(format=target.name, path=str(out))
     if isinstance(target, Gguf):
         with new_file(out, overwrite) as path:
@@ -106,8 +109,7 @@ def export(
         weights, plain = _write_all(source, shards, target, lossy, report)
         shards.finish()
         report.nbytes = shards.nbytes
-        if isinstance(model, nn.Module):
-            plain |= linears_of(source.model) - {layer_of(name) for name in weights}  # type: ignore[attr-defined]
+        plain |= source.linears() - {layer_of(name) for name in weights}
         if weights:
             plain |= {"lm_head"} - {layer_of(name) for name in weights}
         config = {**source.config, "quantization_config": target.config(weights, plain)}

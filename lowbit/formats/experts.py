@@ -1,0 +1,243 @@
+"""Experts: stacks in memory, a matrix for each expert in the names of published checkpoints.
+
+transformers keeps the experts of a layer as two parameters. Published checkpoints of these models have three matrices
+for each expert, and vLLM and the programs that quantize checkpoints go by their names:
+
+    mlp.experts.gate_up_proj [E, 2I, H]     mlp.experts.0.gate_proj.weight, mlp.experts.0.up_proj.weight [I, H], …
+    mlp.experts.down_proj    [E, H, I]      mlp.experts.0.down_proj.weight [H, I], …
+
+`Published` is a source whose stacks are split so while they are written. `joined` gives a folder with the names of a
+model, whose stacks are put together while they are read. Both move codes and scales as they are. Mixtral has other
+names: `block_sparse_moe` for `mlp`, and w1, w3 and w2 for the three matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.sources import Item, Source
+from lowbit.tensor.base import LowbitTensor
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_STACK = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
+_MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.([a-z0-9_]+)\.weight")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a family of models: those of the three matrices of an expert, and parts of names that differ
+    otherwise, as (published, in memory)."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    module: tuple[str, str] | None = None
+
+    def published(self, name: str) -> str:
+        """The name of a tensor, that is no stack, in a published checkpoint."""
+        return name if self.module is None else name.replace(*reversed(self.module))
+
+    def in_memory(self, name: str) -> str:
+        """The inverse of `published`."""
+        return name if self.module is None else name.replace(*self.module)
+
+
+MIXTRAL = Names("w1", "w3", "w2", (".block_sparse_moe.", ".mlp."))
+QWEN = Names()
+FAMILIES = {
+    **dict.fromkeys(("mixtral", "minimax"), MIXTRAL),
+    **dict.fromkeys(
+        (
+            *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "deepseek_v2"),
+            *("deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe"),
+            *("glm_moe_dsa", "longcat_flash", "solar_open", "hunyuan_v1_moe", "flex_olmo"),
+            *("olmoe", "afmoe", "cohere2_moe"),
+        ),
+        QWEN,
+    ),
+}
+"""The families by the "model_type" of config.json: those that transformers converts so, and in no other way."""
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+class Published:
+    """`source`, a model or a folder with stacks, as a source in the names of published checkpoints."""
+
+    def __init__(self, source: Source, names: Names) -> None:
+        self.config, self.nbytes = source.config, source.nbytes
+        self._source, self._names = source, names
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. Raises FormatError for a stack that cannot be split."""
+        for item in self._source.items():
+            found = _STACK.fullmatch(item.name)
+            if found is None or item.value.ndim != 3:
+                yield replace(item, name=self._names.published(item.name))
+                continue
+            for expert, matrix, value in self._matrices(item, found[2]):
+                name = f"{self._names.published(f'{found[1]}.')}{expert}.{matrix}.weight"
+                yield Item(name, value, "linear", item.note, item.snr)
+
+    def _matrices(self, item: Item, stack: str) -> Iterator[tuple[int, str, Tensor]]:
+        names = self._names
+        for expert in range(item.value.shape[0]):
+            try:
+                own = item.value[expert]
+                if stack == DOWN:
+                    yield expert, names.down, own
+                    continue
+                half = own.shape[0] // 2
+                yield expert, names.gate, own[:half]
+                yield expert, names.up, own[half:]
+            except NotImplementedError as error:
+                raise FormatError(
+                    f"{item.name} cannot be split into the matrices of its experts: {error}"
+                ) from error
+
+    def linears(self) -> set[str]:
+        """Those of the source, under their published names."""
+        return {self._names.published(name) for name in self._source.linears()}
+
+    def copy_files(self, folder: Path) -> None:
+        """Those of the source."""
+        self._source.copy_files(folder)
+
+
+def published(source: Source) -> Source:
+    """The source in the names of the published checkpoint of its model, where lowbit knows them."""
+    names = FAMILIES.get(str(source.config.get("model_type")))
+    return source if names is None else Published(source, names)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+class Joined:
+    """A folder in the names of a model; see `joined`. Attributes as those of `Folder`."""
+
+    def __init__(self, folder: Folder, wanted: Collection[str]) -> None:
+        self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
+        self._folder = folder
+        self._stacks: dict[str, dict[tuple[int, int], str]] = {}
+        """For each stack of the model, the matrix at (expert, 0 or 1) of the folder; 1 for `up`."""
+        self._names: dict[str, str] = {}
+        """The name in the model of each tensor of the folder; that of a stack for its matrices."""
+        for name in folder.names():
+            self._names[name] = self._place(name, wanted)
+        for stack, matrices in self._stacks.items():
+            self._check_whole(stack, matrices)
+
+    def _place(self, name: str, wanted: Collection[str]) -> str:
+        if name in wanted:
+            return name
+        for names in (QWEN, MIXTRAL):
+            in_memory = names.in_memory(name)
+            if in_memory in wanted:
+                return in_memory
+            found = _MATRIX.fullmatch(in_memory)
+            kinds = {names.gate: (GATE_UP, 0), names.up: (GATE_UP, 1), names.down: (DOWN, 0)}
+            if found is None or found[3] not in kinds:
+                continue
+            kind, part = kinds[found[3]]
+            stack = f"{found[1]}.{kind}"
+            if stack in wanted:
+                self._stacks.setdefault(stack, {})[int(found[2]), part] = name
+                return stack
+        return name
+
+    def _check_whole(self, stack: str, matrices: dict[tuple[int, int], str]) -> None:
+        count = 1 + max(expert for expert, _ in matrices)
+        parts = 2 if stack.endswith(GATE_UP) else 1
+        lost = [(e, p) for e in range(count) for p in range(parts) if (e, p) not in matrices]
+        if lost:
+            raise FormatError(
+                f"{self.path} lacks {len(lost)} of the {count * parts} matrices of {stack}, such as one of expert "
+                f"{lost[0][0]}"
+            )
+
+    def names(self) -> list[str]:
+        """Names in the model."""
+        return list(dict.fromkeys(self._names.values()))
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. The matrices of one stack are in memory together."""
+        done = set()
+        for name in self._folder.in_order():
+            place = self._names[name]
+            if place in done:
+                continue
+            done.add(place)
+            if place in self._stacks:
+                yield Item(place, self._stack(place), "other")
+            else:
+                yield Item(place, self._folder.read(name), "other")
+
+    def _stack(self, stack: str) -> Tensor:
+        matrices = self._stacks[stack]
+        parts: dict[int, list[Tensor]] = {}
+        for (expert, _), name in sorted(matrices.items()):
+            parts.setdefault(expert, []).append(self._folder.read(name))
+        try:
+            return stacked([_rows_of(own) for own in parts.values()])
+        except (FormatError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise FormatError(
+                f"{self.path}: the matrices of {stack} make no stack: {error}"
+            ) from error
+
+
+def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
+    """`folder` in the names of a model whose tensors are named `wanted`, where its own differ.
+
+    Raises FormatError for a stack of which the folder lacks a matrix.
+    """
+    found = Joined(folder, wanted)
+    return folder if found.names() == folder.names() else found
+
+
+def stacked(experts: list[Tensor]) -> Tensor:
+    """One tensor [E, N, K] of matrices [N, K], with their codes and scales.
+
+    Raises FormatError for matrices in different schemes, or whose parts a stack does not have.
+    """
+    first = experts[0]
+    if not any(isinstance(t, LowbitTensor) for t in experts):
+        return torch.stack(experts)
+    low = _alike(experts)
+    if any(name.startswith("input_") for name in low[0].inner_tensors()):
+        raise FormatError("they round inputs by static scales, and a stack has one for all experts")
+    parts = {name: torch.stack([getattr(t, name) for t in low]) for name in low[0].inner_tensors()}
+    made: Any = low[0]._with(parts, (len(experts), *first.shape))
+    try:
+        made.check_parts()
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+    return made
+
+
+def _rows_of(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(_alike(parts))
+
+
+def _alike(tensors: list[Any]) -> list[Any]:
+    """The tensors with scales of one dtype. Raises FormatError for different schemes or shapes."""
+    first = tensors[0]
+    if not isinstance(first, LowbitTensor):
+        return tensors
+    if not all(first._is_stored_like(t) and t.shape == first.shape for t in tensors):
+        raise FormatError("some are stored in another scheme, or have another shape")
+    scales = {t.scale.dtype for t in tensors}  # type: ignore[attr-defined]
+    if len(scales) == 1:
+        return tensors
+    wide = torch.float32  # exact: one expert's scales need it
+    return [t._with({**t.inner_tensors(), "scale": t.scale.to(wide)}) for t in tensors]
