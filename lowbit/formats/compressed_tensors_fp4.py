@@ -87,8 +87,11 @@ def warn_of_fp4_inputs() -> None:
     )
 
 
-def kind_of(arguments: Mapping[str, Any]) -> Fp4:
-    """The format of weights with these arguments. Raises FormatError for another group size or strategy."""
+def kind_of(arguments: Any) -> Fp4:
+    """The format of weights with these arguments, of which `is_fp4` holds.
+
+    Raises FormatError for another group size or strategy.
+    """
     found = (arguments.get("strategy"), arguments.get("group_size"))
     for kind in (NVFP4, MXFP4):
         if found == (kind.strategy, kind.group_size) and arguments.get("symmetric", True):

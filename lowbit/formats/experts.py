@@ -14,7 +14,7 @@ names: `block_sparse_moe` for `mlp`, and w1, w3 and w2 for the three matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,10 @@ class Names:
 
     def published(self, name: str) -> str:
         """The name of a tensor, that is no stack, in a published checkpoint."""
-        return name if self.module is None else name.replace(*reversed(self.module))
+        if self.module is None:
+            return name
+        published, in_memory = self.module
+        return name.replace(in_memory, published)
 
     def in_memory(self, name: str) -> str:
         """The inverse of `published`."""
@@ -66,6 +69,14 @@ FAMILIES = {
     ),
 }
 """The families by the "model_type" of config.json: those that transformers converts so, and in no other way."""
+TRANSPOSED = {"gpt_oss"}
+"""Models whose published checkpoints, too, have stacks, [E, K, N] with the inputs before the outputs."""
+
+
+def is_transposed_stack(config: Mapping[str, Any], name: str, shape: Sequence[int]) -> bool:
+    """Whether this tensor of a folder with this config.json is a stack [E, K, N]."""
+    is_stack = len(shape) == 3 and _STACK.fullmatch(name) is not None
+    return is_stack and config.get("model_type") in TRANSPOSED
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -236,7 +247,7 @@ def _alike(tensors: list[Any]) -> list[Any]:
         return tensors
     if not all(first._is_stored_like(t) and t.shape == first.shape for t in tensors):
         raise FormatError("some are stored in another scheme, or have another shape")
-    scales = {t.scale.dtype for t in tensors}  # type: ignore[attr-defined]
+    scales = {t.scale.dtype for t in tensors}
     if len(scales) == 1:
         return tensors
     wide = torch.float32  # exact: one expert's scales need it

@@ -38,6 +38,7 @@ class Mxfp4(Format):
     """The format "mxfp4"; see the module."""
 
     name = "mxfp4"
+    holds_stacks = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == self.name

@@ -74,7 +74,8 @@ def export(
         out: the folder to make; its parent exists. For "gguf" a file.
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
-            and the pattern "*" leave embeddings, the output head and routers alone; a pattern that names one means it.
+            and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
+            matches, and a router only where it names it outright, as "*.mlp.gate" does.
         scales: how `scheme` chooses scales, "minmax" or "searched", as in `lowbit.quantize_`.
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
@@ -93,7 +94,7 @@ def export(
     """
     target, out = by_name(format), Path(out)
     largest = size_in_bytes(max_shard_size)
-    source = _source_of(model, out, scheme, scales, tokenizer, device)
+    source = _source_of(model, out, scheme, scales, tokenizer, device, target.holds_stacks)
     if target.holds_experts:
         source = published(source)
     report = ExportReport(format=target.name, path=str(out))
@@ -126,6 +127,7 @@ def _source_of(
     scales: str,
     tokenizer: Any,
     device: str | torch.device,
+    stacks: bool,
 ) -> Source:
     if isinstance(model, nn.Module):
         if scheme is not None:
@@ -136,7 +138,9 @@ def _source_of(
     folder = Folder(model)
     if out.exists() and out.resolve() == folder.path.resolve():
         raise FormatError(f"{out} is the folder that is read; give another name")
-    return folder if scheme is None else Quantizing(folder, scheme, scales, device)
+    if scheme is None:
+        return folder
+    return Quantizing(folder, scheme, scales, device, stacks)
 
 
 def _write_all(

@@ -316,3 +316,20 @@ def test_another_scheme_becomes_mxfp4_with_its_loss_stated(tmp_path: Path) -> No
     report = lowbit.export(model, tmp_path / "out", "mxfp4", lossy=True)
     assert len(report.snr) == 2 and all(ratio > 15 for ratio in report.snr.values())
     assert error(logits(lowbit.load_pretrained(tmp_path / "out")), logits(model)) < 0.3
+
+
+def test_a_plain_gpt_oss_is_quantized_while_writing(tmp_path: Path) -> None:
+    """As it is quantized while loading: groups run along the inputs."""
+    wanted = low_bit_gpt_oss(tmp_path)
+    scheme = MXFP4WeightOnly()
+    report = lowbit.export(
+        tmp_path / "plain", tmp_path / "out", "mxfp4", scheme={"*.experts": scheme}
+    )
+    assert len(report.snr) == len(report.converted) == 2
+    assert torch.equal(logits(lowbit.load_pretrained(tmp_path / "out")), logits(wanted))
+    lowbit.export(tmp_path / "plain", tmp_path / "own", "lowbit", scheme=Int4WeightOnly(32))
+    experts = lowbit.load_pretrained(tmp_path / "own").model.layers[0].mlp.experts
+    assert type(experts.down_proj.data) is lowbit.AffineTensor and experts.down_proj.transposed
+    lowbit.export(tmp_path / "plain", tmp_path / "ct", scheme=Int4WeightOnly(32))
+    experts = lowbit.load_pretrained(tmp_path / "ct").model.layers[0].mlp.experts
+    assert not isinstance(experts.down_proj, LowbitTensor)
