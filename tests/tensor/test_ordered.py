@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor
+from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor, testing
 from lowbit.formats.experts import stacked
 from lowbit.tensor.ordered_tensor import OrderedTensor
 
@@ -178,3 +178,21 @@ def test_a_model_with_it_is_dequantized() -> None:
     lb.dequantize_(layer)
     assert not isinstance(layer.weight, LowbitTensor)
     assert torch.equal(layer.weight, values)
+
+
+class TestContract(
+    testing.BasicContract,
+    testing.AutogradContract,
+    testing.CompileContract,
+    testing.FSDP2Contract,
+    testing.SerializationContract,
+):
+    """What every tensor of lowbit does, but slices of the inputs and with them tensor parallelism along them."""
+
+    column_step = 0
+
+    def encode(self, weight: Tensor) -> OrderedTensor:
+        matrix = AffineTensor.from_float(weight, IntxWeightOnly(8, None, "asymmetric"))
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(weight.shape[1], generator=generator)
+        return OrderedTensor.of_sorted(matrix, order.to(weight.device))
