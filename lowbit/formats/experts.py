@@ -7,13 +7,15 @@ for each expert, and vLLM and the programs that quantize checkpoints go by their
     mlp.experts.down_proj    [E, H, I]      mlp.experts.0.down_proj.weight [H, I], …
 
 `Published` is a source whose stacks are split so while they are written. `joined` gives a folder with the names of a
-model, whose stacks are put together while they are read. Both move codes and scales as they are. Mixtral has other
-names: `block_sparse_moe` for `mlp`, and w1, w3 and w2 for the three matrices.
+model, whose stacks are put together while they are read. `Gathered` puts them together for a format that holds stacks.
+All of them move codes and scales as they are. Mixtral has other names: `block_sparse_moe` for `mlp`, and w1, w3 and w2
+for the three matrices.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +32,10 @@ from lowbit.tensor.base import LowbitTensor
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _STACK = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
 _MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.([a-z0-9_]+)\.weight")
+
+
+Matrix = tuple[int, int]
+"""An expert, and 0 or, for `up`, 1."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,16 @@ class Names:
         published, in_memory = self.module
         return name.replace(in_memory, published)
 
-    def in_memory(self, name: str) -> str:
-        """The inverse of `published`."""
-        return name if self.module is None else name.replace(*self.module)
+    def in_memory(self, name: str) -> tuple[str, Matrix | None]:
+        """The name in memory of a tensor of a published checkpoint; that of its stack for a matrix of an expert, and
+        which one it is."""
+        own = name if self.module is None else name.replace(*self.module)
+        found = _MATRIX.fullmatch(own)
+        kinds = {self.gate: (GATE_UP, 0), self.up: (GATE_UP, 1), self.down: (DOWN, 0)}
+        if found is None or found[3] not in kinds:
+            return own, None
+        stack, part = kinds[found[3]]
+        return f"{found[1]}.{stack}", (int(found[2]), part)
 
 
 MIXTRAL = Names("w1", "w3", "w2", (".block_sparse_moe.", ".mlp."))
@@ -131,6 +144,57 @@ def published(source: Source) -> Source:
     return source if names is None else Published(source, names)
 
 
+class Gathered:
+    """`source`, a folder in the names of a published checkpoint, as a source with stacks, in the names of the model.
+
+    The matrices of a stack are in memory together. The SNR of a stack is the lowest of its matrices'.
+    """
+
+    def __init__(self, source: Source, stored: Collection[str], names: Names) -> None:
+        self.config, self.nbytes = source.config, source.nbytes
+        self._source, self._names = source, names
+        self._sizes = Counter(names.in_memory(name)[0] for name in stored)
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. Raises FormatError for matrices that make no stack."""
+        waiting: dict[str, dict[Matrix, Item]] = {}
+        for item in self._source.items():
+            place, matrix = self._names.in_memory(item.name)
+            if matrix is None:
+                yield replace(item, name=place)
+                continue
+            own = waiting.setdefault(place, {})
+            own[matrix] = item
+            if len(own) == self._sizes[place]:
+                del waiting[place]
+                yield _gathered(place, own)
+
+    def linears(self) -> set[str]:
+        """Those of the source, by their names in memory."""
+        return {self._names.in_memory(name)[0] for name in self._source.linears()}
+
+    def copy_files(self, folder: Path) -> None:
+        """Those of the source."""
+        self._source.copy_files(folder)
+
+
+def _gathered(stack: str, matrices: dict[Matrix, Item]) -> Item:
+    items = [matrices[key] for key in sorted(matrices)]
+    ratios = [item.snr for item in items if item.snr is not None]
+    check_whole(stack, matrices)
+    try:
+        value = stack_of({key: item.value for key, item in matrices.items()})
+    except FormatError as error:
+        raise FormatError(f"the matrices of {stack} make no stack: {error}") from error
+    return Item(stack, value, "other", items[0].note, min(ratios, default=None))
+
+
+def gathered(source: Source, stored: Collection[str]) -> Source:
+    """A folder, with the tensors `stored`, in the names of its model, where lowbit knows them."""
+    names = FAMILIES.get(str(source.config.get("model_type")))
+    return source if names is None else Gathered(source, stored, names)
+
+
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -140,42 +204,28 @@ class Joined:
     def __init__(self, folder: Folder, wanted: Collection[str]) -> None:
         self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
         self._folder = folder
-        self._stacks: dict[str, dict[tuple[int, int], str]] = {}
-        """For each stack of the model, the matrix at (expert, 0 or 1) of the folder; 1 for `up`."""
+        self._stacks: dict[str, dict[Matrix, str]] = {}
+        """For each stack of the model, the names of its matrices in the folder."""
         self._names: dict[str, str] = {}
         """The name in the model of each tensor of the folder; that of a stack for its matrices."""
         for name in folder.names():
             self._names[name] = self._place(name, wanted)
         for stack, matrices in self._stacks.items():
-            self._check_whole(stack, matrices)
+            try:
+                check_whole(stack, matrices)
+            except FormatError as error:
+                raise FormatError(f"{self.path}: {error}") from error
 
     def _place(self, name: str, wanted: Collection[str]) -> str:
         if name in wanted:
             return name
         for names in (QWEN, MIXTRAL):
-            in_memory = names.in_memory(name)
-            if in_memory in wanted:
-                return in_memory
-            found = _MATRIX.fullmatch(in_memory)
-            kinds = {names.gate: (GATE_UP, 0), names.up: (GATE_UP, 1), names.down: (DOWN, 0)}
-            if found is None or found[3] not in kinds:
-                continue
-            kind, part = kinds[found[3]]
-            stack = f"{found[1]}.{kind}"
-            if stack in wanted:
-                self._stacks.setdefault(stack, {})[int(found[2]), part] = name
-                return stack
+            place, matrix = names.in_memory(name)
+            if place in wanted:
+                if matrix is not None:
+                    self._stacks.setdefault(place, {})[matrix] = name
+                return place
         return name
-
-    def _check_whole(self, stack: str, matrices: dict[tuple[int, int], str]) -> None:
-        count = 1 + max(expert for expert, _ in matrices)
-        parts = 2 if stack.endswith(GATE_UP) else 1
-        lost = [(e, p) for e in range(count) for p in range(parts) if (e, p) not in matrices]
-        if lost:
-            raise FormatError(
-                f"{self.path} lacks {len(lost)} of the {count * parts} matrices of {stack}, such as one of expert "
-                f"{lost[0][0]}"
-            )
 
     def names(self) -> list[str]:
         """Names in the model."""
@@ -195,13 +245,10 @@ class Joined:
                 yield Item(place, self._folder.read(name), "other")
 
     def _stack(self, stack: str) -> Tensor:
-        matrices = self._stacks[stack]
-        parts: dict[int, list[Tensor]] = {}
-        for (expert, _), name in sorted(matrices.items()):
-            parts.setdefault(expert, []).append(self._folder.read(name))
+        matrices = {key: self._folder.read(name) for key, name in self._stacks[stack].items()}
         try:
-            return stacked([_rows_of(own) for own in parts.values()])
-        except (FormatError, NotImplementedError, RuntimeError, ValueError) as error:
+            return stack_of(matrices)
+        except FormatError as error:
             raise FormatError(
                 f"{self.path}: the matrices of {stack} make no stack: {error}"
             ) from error
@@ -216,19 +263,44 @@ def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
     return folder if found.names() == folder.names() else found
 
 
+# ---- stacks --------------------------------------------------------------------------------------------------------
+
+
+def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
+    """Raises FormatError where one of the matrices of the experts is missing."""
+    count = 1 + max(expert for expert, _ in matrices)
+    parts = 2 if stack.endswith(GATE_UP) else 1
+    lost = [(e, p) for e in range(count) for p in range(parts) if (e, p) not in matrices]
+    if lost:
+        raise FormatError(
+            f"it lacks {len(lost)} of the {count * parts} matrices of {stack}, such as one of expert {lost[0][0]}"
+        )
+
+
+def stack_of(matrices: Mapping[Matrix, Tensor]) -> Tensor:
+    """The stack of all matrices, gate above up. Raises FormatError as `stacked`."""
+    experts: dict[int, list[Tensor]] = {}
+    for expert, part in sorted(matrices):
+        experts.setdefault(expert, []).append(matrices[expert, part])
+    try:
+        rows = [p[0] if len(p) == 1 else torch.cat(_alike(p)) for p in experts.values()]
+    except (NotImplementedError, RuntimeError) as error:
+        raise FormatError(str(error)) from error
+    return stacked(rows)
+
+
 def stacked(experts: list[Tensor]) -> Tensor:
     """One tensor [E, N, K] of matrices [N, K], with their codes and scales.
 
-    Raises FormatError for matrices in different schemes, or whose parts a stack does not have.
+    Raises FormatError for matrices in different schemes or shapes, or whose parts a stack does not have.
     """
-    first = experts[0]
-    if not any(isinstance(t, LowbitTensor) for t in experts):
-        return torch.stack(experts)
-    low = _alike(experts)
+    low: list[Any] = _alike(experts)
+    if not isinstance(low[0], LowbitTensor):
+        return torch.stack(low)
     if any(name.startswith("input_") for name in low[0].inner_tensors()):
         raise FormatError("they round inputs by static scales, and a stack has one for all experts")
     parts = {name: torch.stack([getattr(t, name) for t in low]) for name in low[0].inner_tensors()}
-    made: Any = low[0]._with(parts, (len(experts), *first.shape))
+    made: Any = low[0]._with(parts, (len(experts), *low[0].shape))
     try:
         made.check_parts()
     except ValueError as error:
@@ -236,19 +308,14 @@ def stacked(experts: list[Tensor]) -> Tensor:
     return made
 
 
-def _rows_of(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(_alike(parts))
-
-
-def _alike(tensors: list[Any]) -> list[Any]:
+def _alike(tensors: list[Tensor]) -> list[Any]:
     """The tensors with scales of one dtype. Raises FormatError for different schemes or shapes."""
-    first = tensors[0]
-    if not isinstance(first, LowbitTensor):
-        return tensors
-    if not all(first._is_stored_like(t) and t.shape == first.shape for t in tensors):
+    low: list[Any] = [t for t in tensors if isinstance(t, LowbitTensor)]
+    same_shape = all(t.shape == tensors[0].shape for t in tensors)
+    alike = len(low) in (0, len(tensors)) and all(low[0]._is_stored_like(t) for t in low)
+    if not (same_shape and alike):
         raise FormatError("some are stored in another scheme, or have another shape")
-    scales = {t.scale.dtype for t in tensors}
-    if len(scales) == 1:
+    if len({t.scale.dtype for t in low}) <= 1:
         return tensors
     wide = torch.float32  # exact: one expert's scales need it
-    return [t._with({**t.inner_tensors(), "scale": t.scale.to(wide)}) for t in tensors]
+    return [t._with({**t.inner_tensors(), "scale": t.scale.to(wide)}) for t in low]

@@ -91,6 +91,10 @@ class Quantizing:
             ratio = snr(item.value, weight)
             yield Item(item.name, weight, item.holder, scheme.describe(weight.shape), ratio)
 
+    def names(self) -> list[str]:
+        """Those of the folder."""
+        return self._folder.names()
+
     def linears(self) -> set[str]:
         """See `lowbit.formats.sources.Source`."""
         return self._folder.linears()

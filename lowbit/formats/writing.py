@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
-from lowbit.formats.experts import published
+from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufWriter, new_file
@@ -97,6 +97,8 @@ def export(
     source = _source_of(model, out, scheme, scales, tokenizer, device, target.holds_stacks)
     if target.holds_experts:
         source = published(source)
+    elif target.holds_stacks and isinstance(source, Folder | Quantizing):
+        source = gathered(source, source.names())
     report = ExportReport(format=target.name, path=str(out))
     if isinstance(target, Gguf):
         with new_file(out, overwrite) as path:

@@ -215,6 +215,8 @@ def test_matrices_that_make_no_stack() -> None:
     four = matrices(Int4WeightOnly(32))
     with pytest.raises(FormatError, match="another scheme"):
         stacked([four[0], matrices(IntxWeightOnly(3, 32))[0]])
+    with pytest.raises(FormatError, match="another scheme"):
+        stacked([four[0], four[1].dequantize()])
     with pytest.raises(FormatError, match="another scheme, or have another shape"):
         stacked([four[0], four[1][:32]])
     with pytest.raises(FormatError, match="static scales"):

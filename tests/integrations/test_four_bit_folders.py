@@ -266,6 +266,24 @@ def test_a_published_folder_of_experts(model_type: str, tmp_path: Path) -> None:
     assert_same_weights(decompressed(tmp_path / "out"), wanted)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_a_published_folder_becomes_one_of_stacks(model_type: str, tmp_path: Path) -> None:
+    """In lowbit's format, which transformers reads by the names in memory."""
+    import lowbit.hf
+
+    mixture(model_type).save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    scheme = {"model.layers.*": Int4WeightOnly(32)}
+    report = lowbit.export(tmp_path / "plain", tmp_path / "own", "lowbit", scheme=scheme)
+    stack = "model.layers.0.mlp.experts.gate_up_proj"
+    assert stack in report.converted and report.snr[stack] > 15
+    wanted = low_bit_mixture(model_type, Int4WeightOnly(32))
+    for found in (loaded(tmp_path / "own"), lowbit.load_pretrained(tmp_path / "own")):
+        assert torch.equal(logits(found), logits(wanted))
+    lowbit.export(wanted, tmp_path / "ct")
+    lowbit.export(tmp_path / "ct", tmp_path / "again", "lowbit")
+    assert torch.equal(logits(loaded(tmp_path / "again")), logits(wanted))
+
+
 @pytest.mark.parametrize("pattern", ["model.layers.*", "*", r"re:model\.layers\..*"])
 def test_routers_stay_plain_while_loading(pattern: str, tmp_path: Path) -> None:
     from lowbit.hf import LowbitConfig

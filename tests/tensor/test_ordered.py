@@ -196,3 +196,19 @@ class TestContract(
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(weight.shape[1], generator=generator)
         return OrderedTensor.of_sorted(matrix, order.to(weight.device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+    """By the kernels for int4 codes, with the gradient of the input."""
+    w = make(512, 1024, dtype, Int4WeightOnly(128)).cuda()
+    values = w.dequantize()
+    assert torch.equal(values.cpu(), w.cpu().dequantize())
+    x = torch.randn(rows, 1024, dtype=dtype, device="cuda", requires_grad=True)
+    y, wanted = F.linear(x, w), x.detach() @ values.T
+    assert float((y - wanted).norm() / wanted.norm()) < 5e-3
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    own = torch.ones_like(y) @ values
+    assert float((grad - own).norm() / own.norm()) < 5e-3
