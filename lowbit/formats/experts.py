@@ -96,7 +96,10 @@ def is_transposed_stack(config: Mapping[str, Any], name: str, shape: Sequence[in
 
 
 class Published:
-    """`source`, a model or a folder with stacks, as a source in the names of published checkpoints."""
+    """`source`, a model or a folder with stacks, as a source in the names of published checkpoints.
+
+    A plain stack stays as it is: transformers takes every matrix of an expert beside packed weights for a packed one.
+    """
 
     def __init__(self, source: Source, names: Names) -> None:
         self.config, self.nbytes = source.config, source.nbytes
@@ -108,6 +111,9 @@ class Published:
             found = _STACK.fullmatch(item.name)
             if found is None or item.value.ndim != 3:
                 yield replace(item, name=self._names.published(item.name))
+                continue
+            if not isinstance(item.value, LowbitTensor):
+                yield item
                 continue
             for expert, matrix, value in self._matrices(item, found[2]):
                 name = f"{self._names.published(f'{found[1]}.')}{expert}.{matrix}.weight"

@@ -136,14 +136,17 @@ def test_from_folder_to_folder(format: str, tmp_path: Path) -> None:
     assert_same_model(found, model)
 
 
-def test_plain_experts_are_published_too(tmp_path: Path) -> None:
-    """A router in low bits beside plain experts: each of their matrices is named as plain."""
-    model = Model()
-    lowbit.quantize_(model, Int4WeightOnly(32), lambda _, name: name.endswith("gate"))
-    lowbit.export(model, tmp_path / "out")
-    assert_same_model(lowbit.load_pretrained(tmp_path / "out", Model(seed=1)), model)
-    folder = lowbit.formats.folder.Folder(tmp_path / "out")
-    assert "layers.0.mlp.experts.0.up_proj" in folder.settings["ignore"]
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_plain_stacks_stay_as_they_are(model_type: str, tmp_path: Path) -> None:
+    """Beside a router, or one of the two stacks, in low bits."""
+    for case, ends in (("gate", "gate"), ("down", "experts.down_proj")):
+        model = Model(model_type)
+        lowbit.quantize_(model, Int4WeightOnly(32), lambda _, name, ends=ends: name.endswith(ends))
+        lowbit.export(model, tmp_path / case)
+        found = lowbit.load_pretrained(tmp_path / case, Model(model_type, seed=1))
+        assert_same_model(found, model)
+        stored = {name for name, _ in lowbit.formats.tensors(tmp_path / case)}
+        assert "layers.0.mlp.experts.gate_up_proj" in stored
 
 
 def test_a_folder_of_plain_matrices_is_quantized_and_joined(tmp_path: Path) -> None:

@@ -240,6 +240,18 @@ def test_experts_by_from_pretrained(name: str, model_type: str, tmp_path: Path) 
     assert torch.equal(logits(own), logits(model))
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["int4", "float8"])
+def test_plain_experts_beside_low_bit_linears(name: str, model_type: str, tmp_path: Path) -> None:
+    model = mixture(model_type)
+    quantize_(model, {"lm_head": None, "*_proj": OF_EXPERTS[name]})
+    lowbit.export(model, tmp_path / "out")
+    for found in (decompressed(tmp_path / "out"), loaded(tmp_path / "out")):
+        assert error(logits(found), logits(model)) < 0.02
+        assert_same_weights(found, model)
+    assert torch.equal(logits(lowbit.load_pretrained(tmp_path / "out")), logits(model))
+
+
 def test_experts_of_float8_blocks_by_from_pretrained(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
     scheme = Float8DynamicActivationFloat8Weight(PerBlock(128, 128))
