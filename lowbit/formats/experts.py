@@ -15,6 +15,7 @@ for the three matrices.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,6 +116,12 @@ class Published:
             if not isinstance(item.value, LowbitTensor):
                 yield item
                 continue
+            if getattr(item.value, "global_scale", None) is not None:
+                warnings.warn(
+                    "transformers 5.23 leaves out the global scales of NVFP4 experts, so it reads wrong weights "
+                    "without an error; MXFP4 has no such scales, and lowbit reads both",
+                    stacklevel=2,
+                )
             for expert, matrix, value in self._matrices(item, found[2]):
                 name = f"{self._names.published(f'{found[1]}.')}{expert}.{matrix}.weight"
                 yield Item(name, value, "linear", item.note, item.snr)

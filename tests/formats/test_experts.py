@@ -26,7 +26,7 @@ from lowbit import (
     TableTensor,
 )
 from lowbit.formats import FormatError
-from lowbit.formats.experts import stacked
+from lowbit.formats.experts import stack_of, stacked
 from lowbit.formats.registry import by_name
 from lowbit.scheme import Scheme
 from tests.formats.codec_case import assert_same
@@ -103,6 +103,7 @@ def assert_same_model(found: nn.Module, model: nn.Module) -> None:
             assert torch.equal(own[name], t), name
 
 
+@pytest.mark.filterwarnings("ignore:transformers 5.23 leaves out")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(("format", "name"), CASES)
 def test_stacks_are_split_and_joined_to_the_bit(
@@ -181,6 +182,19 @@ def test_a_folder_of_plain_matrices_is_quantized_and_joined(tmp_path: Path) -> N
     assert report.left["layers.0.mlp.gate.weight"].startswith("a router")
     found = lowbit.load_pretrained(tmp_path / "out", Model(seed=1))
     assert_same_model(found, low_bit(Int4WeightOnly(32)))
+
+
+def test_nvfp4_experts_come_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="global scales of NVFP4 experts"):
+        lowbit.export(low_bit(NVFP4WeightOnly()), tmp_path / "out")
+
+
+def test_gate_and_up_with_different_global_scales_make_no_stack() -> None:
+    """Each quantized by itself, as some programs do."""
+    first, second = matrices(NVFP4WeightOnly())
+    with pytest.raises(FormatError, match="different global_scale"):
+        stack_of({(0, 0): first, (0, 1): second})
+    assert stacked([first, second]).shape == (2, 64, 128)
 
 
 def test_a_missing_matrix_is_named(tmp_path: Path) -> None:
