@@ -767,6 +767,19 @@ def rounded_tokens(x: Tensor) -> Tensor:
     return _RoundedTokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
+# ---- weights with sorted inputs ------------------------------------------------------------------------------
+
+
+def _is_ordered(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return weight.stored_as == "ordered" and not weight.transposed
+
+
+def ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The inputs in the order of the stored columns, by whatever multiplies the sorted matrix."""
+    sorted_x, matrix = weight.in_order(x), weight.sorted_matrix
+    return choose_linear(sorted_x, matrix, bias).implementation(sorted_x, matrix, bias)
+
+
 # ---- dequantized weights -----------------------------------------------------------------------------------
 
 
@@ -880,6 +893,8 @@ BUILT_IN = (
     Row("int8_static_linear", _can_static_int_mm, int8_static_linear),
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", _is_ternary, ternary_linear),
+    # columns in the order of GPTQ's act-order: a gather of the input, then the row for a weight of such codes
+    Row("ordered_linear", _is_ordered, ordered_linear),
     # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
     Row("cpu_linear", _is_float32_on_cpu, cpu_linear),
     # everything else: PyTorch operations

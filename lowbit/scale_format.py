@@ -192,8 +192,8 @@ def flat_absmax(scale_absmax: Tensor, groups: int) -> Tensor:
     Raises ValueError where the copies of one absmax differ, as in a slice of rows.
     """
     each = _spread(scale_absmax, scale_absmax.new_empty((1, groups), device="meta")).flatten(-2)
-    flat = each[..., :: Double.block].contiguous()
-    block = torch.arange(each.shape[-1], device=each.device) // Double.block
+    index = torch.arange(each.shape[-1], device=each.device)
+    flat, block = each[..., index[:: Double.block]], index // Double.block
     if not torch.equal(flat[..., block], each):
         raise ValueError(
             f"scale_absmax {tuple(scale_absmax.shape)} differs within {Double.block} scales of the matrix, as in a "

@@ -50,6 +50,7 @@ class Awq(Format):
     """The format "awq"; see the module."""
 
     name = "awq"
+    holds_experts = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "awq"

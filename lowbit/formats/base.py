@@ -49,6 +49,11 @@ class Format(ABC):
     """What `lowbit.export(…, format=name)` takes."""
     holds_embeddings: ClassVar[bool] = False
     """Whether loaders of this format take a quantized embedding."""
+    holds_stacks: ClassVar[bool] = False
+    """Whether loaders of this format take the weights of all experts of a layer as one tensor."""
+    holds_experts: ClassVar[bool] = False
+    """Whether loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
+    `lowbit.formats.experts` splits the stacks that models have in memory."""
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

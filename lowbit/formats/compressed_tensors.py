@@ -1,4 +1,5 @@
-"""compressed-tensors, the format of llm-compressor and vLLM: "pack-quantized", "int-quantized", "float-quantized".
+"""compressed-tensors, the format of llm-compressor and vLLM: "pack-quantized", "int-quantized", "float-quantized", and
+the two of `lowbit.formats.compressed_tensors_fp4`.
 
 | weights                     | format          | tensors beside each `layer.`                                 |
 |-----------------------------|-----------------|--------------------------------------------------------------|
@@ -28,14 +29,17 @@ import torch
 from torch import Tensor
 
 from lowbit.affine import Mapping as QuantizationMapping
+from lowbit.formats import compressed_tensors_fp4 as fp4
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
-from lowbit.formats.integers import bytes_of, signed, unsigned, whole_groups, words_of
+from lowbit.formats.integers import bytes_of, codes_of, signed, unsigned, whole_groups, words_of
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.lookup_table import E2M1, LookupTable
 from lowbit.packing import pack, unpack
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.tensor.table_tensor import TableTensor
 
 PACKED, INTEGERS, FLOATS, MIXED = (
     *("pack-quantized", "int-quantized", "float-quantized"),
@@ -43,7 +47,8 @@ PACKED, INTEGERS, FLOATS, MIXED = (
 )
 _PARTS = (
     *("weight_scale", "weight_packed", "weight", "weight_shape", "weight_zero_point"),
-    *("weight_global_scale", "weight_g_idx", "input_scale", "input_zero_point"),
+    *("weight_global_scale", "weight_g_idx"),
+    *("input_scale", "input_zero_point", "input_global_scale"),
 )
 E4M3 = torch.float8_e4m3fn
 
@@ -52,6 +57,7 @@ class CompressedTensors(Format):
     """The format "compressed-tensors"; see the module."""
 
     name = "compressed-tensors"
+    holds_experts = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == self.name
@@ -68,19 +74,25 @@ class CompressedTensors(Format):
         group = _group_of(config, layer_of(weight))
         if group.get("output_activations") is not None:
             raise FormatError("its outputs are rounded too, which lowbit does not do")
-        spec = _spec_from(group.get("weights"), "weights")
-        given = group.get("input_activations")
-        activation = None if given is None else _spec_from(given, "input_activations")
-        if extra := sorted({"weight_g_idx", "weight_global_scale"} & parts.keys()):
-            raise FormatError(f"lowbit cannot represent its {', '.join(extra)}")
-        scale = parts["weight_scale"]
-        own_dtype = dtype or (scale.dtype if scale.dtype.itemsize > 1 else torch.bfloat16)
+        arguments, given = group.get("weights"), group.get("input_activations")
+        if of_fp4 := fp4.is_fp4(given):
+            fp4.warn_of_fp4_inputs()
+        activation = None if given is None or of_fp4 else _spec_from(given, "input_activations")
         of_input = _input_parts(parts, activation)
         try:
+            of_scale = parts["weight_scale"].dtype
+            own_dtype = dtype or (of_scale if of_scale.itemsize > 1 else torch.bfloat16)
+            if fp4.is_fp4(arguments):
+                return fp4.from_parts(parts, fp4.kind_of(arguments), own_dtype, activation)
+            spec = _spec_from(arguments, "weights")
+            if extra := sorted({"weight_g_idx", "weight_global_scale"} & parts.keys()):
+                raise FormatError(f"lowbit cannot represent its {', '.join(extra)}")
             if isinstance(spec.format, Float8):
                 made = _floats(parts, spec, own_dtype, activation, of_input)
             else:
                 made = _integers(parts, spec, own_dtype, activation, of_input)
+        except FormatError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             lacks = isinstance(error, KeyError)
             raise FormatError(f"it has no {error.args[0]}" if lacks else str(error)) from error
@@ -89,21 +101,31 @@ class CompressedTensors(Format):
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def encode(self, weight: LowbitTensor) -> Parts:
-        if type(weight) not in (AffineTensor, Float8Tensor):
+        if type(weight) not in (AffineTensor, Float8Tensor, TableTensor):
             raise FormatError(
-                f"compressed-tensors holds integers and float8, got a {type(weight).__name__}"
+                f"compressed-tensors holds integers and floats, got a {type(weight).__name__}"
             )
         assert isinstance(weight, AffineTensor)
         if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
             raise FormatError(f"compressed-tensors holds matrices [N, K], got {weight!r}")
         settings = _settings(weight)  # refuses what they cannot say
+        of_input = {
+            name: part.flatten()
+            for name in ("input_scale", "input_zero_point")
+            if (part := getattr(weight, name)) is not None
+        }
+        return {**self._weight_parts(weight, settings), **of_input}
+
+    def _weight_parts(self, weight: AffineTensor, settings: Mapping[str, Any]) -> Parts:
+        if isinstance(weight, TableTensor):
+            return fp4.parts_of(weight)
         rows, columns = weight.shape
         bits = settings["weights"]["num_bits"]
-        found: Parts = {"weight_scale": _written_scale(weight, settings)}
+        found: Parts = {}
         if settings["format"] == FLOATS:
-            found["weight"] = weight.codes[:rows, :columns].contiguous()
+            found["weight"], scale = weight.codes[:rows, :columns].contiguous(), weight.scale
         else:
-            codes, zero_point = _signed(weight, bits)
+            codes, scale, zero_point = codes_of(weight)
             if settings["format"] == INTEGERS:
                 found["weight"] = codes
                 if zero_point is not None:
@@ -114,9 +136,8 @@ class CompressedTensors(Format):
                 if zero_point is not None:
                     stream = pack(unsigned(zero_point, bits).T.contiguous(), bits)
                     found["weight_zero_point"] = words_of(stream).T.contiguous()
-        for name in ("input_scale", "input_zero_point"):
-            if (part := getattr(weight, name)) is not None:
-                found[name] = part.flatten()
+        is_one = settings["weights"]["strategy"] == "tensor"
+        found["weight_scale"] = scale.flatten() if is_one else scale
         return found
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
@@ -151,8 +172,17 @@ class CompressedTensors(Format):
             activation = None
         if isinstance(spec.format, Float8):
             return Scheme(Spec(Float8(), PerRow()), activation)
+        if spec.format == E2M1 and (found := fp4.nearest_scheme(weight, activation)):
+            return found
         mapping: QuantizationMapping = "asymmetric" if spec.has_zero_point else spec.mapping
+        if isinstance(spec.format, LookupTable):
+            mapping = "symmetric"
         return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping), activation)
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        """A search needs scales that take any value, which those of FP4 do not."""
+        is_table = isinstance(scheme.weight.format, LookupTable)
+        return (AffineTensor.from_float if is_table else AffineTensor.searched)(values, scheme)
 
 
 # ---- settings of a group <-> specs ---------------------------------------------------------------------------------
@@ -207,7 +237,7 @@ def _spec_from(args: Any, what: str) -> Spec:
     strategy, symmetric = args.get("strategy"), args.get("symmetric", True)
     if (kind != "int" or bits not in range(1, 9)) and (kind, bits) != ("float", 8):
         raise FormatError(
-            f"{what} are {kind} of {bits} bits; lowbit reads int of 1 to 8 bits and float of 8 bits here"
+            f"{what} are {kind} of {bits} bits; lowbit reads int of 1 to 8 bits and float of 4 and 8 bits here"
         )
     if args.get("actorder") == "group":
         raise FormatError(f"{what} have actorder 'group', which mixes the groups of a row")
@@ -232,6 +262,12 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
     """The format, weights and input activations of the group of this weight. Raises FormatError where there is none."""
     assert isinstance(weight, AffineTensor)
     spec, activation = weight.spec, weight.activation
+    if activation is not None and (why := _why_no_activation(activation)):
+        raise FormatError(why)
+    given = None if activation is None else _activation_settings(activation)
+    if isinstance(weight, TableTensor):
+        kind = fp4.kind_for(weight)
+        return {"format": kind.format, "weights": kind.arguments, "input_activations": given}
     columns = weight.shape[-1]
     args: dict[str, Any] = {"num_bits": spec.format.bits, "type": "int", "symmetric": True}
     granularity = spec.granularity
@@ -268,11 +304,8 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
         raise FormatError(f"{spec.mapping} of {spec.format.bits} bits takes 9 bits there")
     args["dynamic"] = False
     written = FLOATS if args["type"] == "float" else PACKED
-    if activation is not None and (why := _why_no_activation(activation)):
-        raise FormatError(why)
     if written is PACKED and args["num_bits"] == 8 and activation is not None:
         written = INTEGERS
-    given = None if activation is None else _activation_settings(activation)
     return {"format": written, "weights": args, "input_activations": given}
 
 
@@ -298,31 +331,6 @@ def _activation_settings(spec: Spec) -> dict[str, Any]:
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
-
-
-def _signed(weight: AffineTensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """int8 codes [N, K] and zero points [N, G] on the signed grid of `bits`, with the values of `weight`."""
-    spec, columns = weight.spec, weight.shape[1]
-    assert isinstance(spec.format, Int)
-    padded = spec.padded_shape(weight.shape)[1]
-    middle = 0 if spec.format.signed else 2 ** (spec.format.bits - 1)
-    codes = (weight._load(padded)[:, :columns].short() - middle).to(torch.int8)
-    if spec.mapping == "half_integer":
-        return 2 * codes + 1, None
-    if weight.zero_point is None:
-        return codes.contiguous(), None
-    return codes.contiguous(), (weight.zero_point.short() - middle).to(torch.int8)
-
-
-def _written_scale(weight: AffineTensor, settings: Mapping[str, Any]) -> Tensor:
-    """`weight_scale`: for half-integers, half of the scale."""
-    scale = weight.scale
-    if weight.spec.mapping == "half_integer":
-        assert weight.zero_point is not None
-        if not torch.equal(weight.zero_point * 2, scale):
-            raise FormatError("its zero points are not half of its scales, as training moved them")
-        scale = weight.zero_point
-    return scale.flatten() if settings["weights"]["strategy"] == "tensor" else scale
 
 
 def _input_parts(parts: Parts, activation: Spec | None) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, layer_of
+from lowbit.formats.base import Format, FormatError
+from lowbit.formats.layer_names import is_embedding
 from lowbit.formats.registry import by_config
 from lowbit.formats.sources import Holder, Item
 
@@ -25,9 +26,6 @@ SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
-_EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
-_HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
 def safetensors() -> Any:
@@ -51,22 +49,6 @@ def open_shard(path: str | os.PathLike[str]) -> Any:
         raise FormatError(
             f"{path} cannot be read: it is truncated, damaged or no safetensors file ({error})"
         ) from error
-
-
-def is_embedding(layer: str) -> bool:
-    """Whether a module of this name is an embedding, by the names that published models give them."""
-    last = layer.rpartition(".")[2]
-    return ("embed" in last and last != "embed_out") or last in _EMBEDDINGS
-
-
-def is_head(layer: str) -> bool:
-    """Whether it computes the logits."""
-    return layer.rpartition(".")[2] in _HEADS and layer.count(".") <= 1
-
-
-def is_router(layer: str) -> bool:
-    """Whether it chooses experts."""
-    return layer.rpartition(".")[2] in _ROUTERS
 
 
 def holder_of(name: str, t: Tensor) -> Holder:
@@ -238,9 +220,9 @@ class Folder:
             if path.is_file() and not skips and path.name != "config.json" and path.name[0] != ".":
                 shutil.copyfile(path, folder / path.name)
 
-    def layers(self) -> set[str]:
-        """The modules that hold a tensor."""
-        return {layer_of(name) for name in self.names()}
+    def linears(self) -> set[str]:
+        """None: in a folder, names and shapes of tensors say what is a linear."""
+        return set()
 
 
 def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:

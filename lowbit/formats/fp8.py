@@ -35,6 +35,7 @@ class Float8Blocks(Format):
     """The format "fp8"; see the module."""
 
     name = "fp8"
+    holds_experts = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "fp8"

@@ -12,9 +12,9 @@
 "gptq" stores z − 1 with b bits, and loaders add one to all fields of a word at once. A zero point of 0 is stored with
 all bits set and would carry into its neighbour, so "gptq" does not hold it; "gptq_v2" stores z itself.
 
-`desc_act` sorts inputs by their importance before they are grouped. Then `g_idx` is any map of inputs to groups, and
-the groups of a row have no neighbouring inputs, which lowbit's weights need. Such a weight is read where the order is
-the natural one after all, and refused otherwise.
+`desc_act` sorts inputs by their importance before they are grouped. Then `g_idx` is any map of inputs to groups of one
+size. Such a weight is an `OrderedTensor`: its codes are sorted by groups, and a product gathers the columns of its
+input first. Both directions keep every value. vLLM does not run such a folder unless a group is a whole row.
 
 vLLM takes symmetric weights of 4 and 8 bits of these formats. An asymmetric one goes there by "awq" or
 "compressed-tensors".
@@ -50,6 +50,7 @@ from lowbit.packing import pack, unpack
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.ordered_tensor import OrderedTensor
 
 BITS = (2, 3, 4, 8)
 
@@ -58,6 +59,7 @@ class Gptq(Format):
     """The format "gptq", also called v1; see the module."""
 
     name = "gptq"
+    holds_experts = True
     less = 1
     """The file stores zero points minus this number."""
 
@@ -90,13 +92,15 @@ class Gptq(Format):
         columns = qweight.shape[0] * 32 // bits
         codes = unpack(bytes_of(qweight.T.contiguous(), columns, bits), bits, columns)
         zeros = self._zeros(parts["qzeros"], scales.shape[1], bits)
-        _check_order(parts.get("g_idx"), columns, columns if group == -1 else group)
+        order = _order(parts.get("g_idx"), columns, columns if group == -1 else group)
+        codes = codes if order is None else codes.index_select(1, order)
         symmetric = settings.get("sym", True) and bool((zeros == 0).all())
         layout = Layout(bits, None if group == -1 else group, not symmetric)
         zero_point = None if symmetric else zeros.T
-        return from_integers(
+        made = from_integers(
             layout, signed(codes, bits), scales.T, zero_point, dtype or scales.dtype
         )
+        return made if order is None else OrderedTensor.of_sorted(made, order)
 
     def _zeros(self, qzeros: Tensor, rows: int, bits: int) -> Tensor:
         """int8 [G, N]."""
@@ -112,9 +116,14 @@ class Gptq(Format):
 
     def encode(self, weight: LowbitTensor) -> Parts:
         layout = self._layout(weight)
+        order, weight = _unordered(weight)
         assert isinstance(weight, AffineTensor)
         codes, scale, zero_point = integers_of(weight, layout)
         columns = weight.shape[1]
+        groups = torch.arange(columns, dtype=torch.int32) // (layout.group_size or columns)
+        if order is not None:
+            back = order.argsort()
+            codes, groups = codes.index_select(1, back), groups.index_select(0, back)
         zeros = torch.zeros_like(scale, dtype=torch.int8) if zero_point is None else zero_point
         stored = unsigned(zeros.T, layout.bits)
         if self.less and (count := int((stored == 0).sum())):
@@ -122,15 +131,15 @@ class Gptq(Format):
                 f"{count} of its zero points are -{layout.middle}, which {self.name} stores as -1 and other programs "
                 "carry into the neighbours; write format='gptq_v2'"
             )
-        group = layout.group_size or columns
         return {
             "qweight": words_of(pack(unsigned(codes, layout.bits), layout.bits)).T.contiguous(),
             "qzeros": words_of(pack(stored - self.less, layout.bits)),
             "scales": exact_scales(scale, torch.float16, self.name).T.contiguous(),
-            "g_idx": torch.arange(columns, dtype=torch.int32) // group,
+            "g_idx": groups,
         }
 
     def _layout(self, weight: LowbitTensor) -> Layout:
+        _, weight = _unordered(weight)
         layout = layout_of(weight, self.name)
         assert isinstance(weight, AffineTensor)
         if layout.bits not in BITS:
@@ -157,7 +166,7 @@ class Gptq(Format):
             "checkpoint_format": self.name,
             "bits": bits,
             "group_size": group or -1,
-            "desc_act": False,
+            "desc_act": any(type(weight) is OrderedTensor for weight in weights.values()),
             "sym": not any(layout.has_zero_point for layout in layouts.values()),
             "lm_head": "lm_head" in layers,
             **_left_out(layers, plain),
@@ -202,19 +211,28 @@ def _settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
     return config
 
 
-def _check_order(g_idx: Tensor | None, columns: int, group: int) -> None:
-    """Refuse groups of other inputs than neighbours."""
+def _order(g_idx: Tensor | None, columns: int, group: int) -> Tensor | None:
+    """The inputs sorted by their groups, int64 [K]; None where they are already. Raises FormatError for groups of
+    different sizes."""
     natural = torch.arange(columns) // group
     if g_idx is None or (g_idx.shape == natural.shape and torch.equal(g_idx.long(), natural)):
-        return
+        return None
     if g_idx.shape != natural.shape:
         raise FormatError(
             f"its g_idx {tuple(g_idx.shape)} is no group for each of {columns} inputs"
         )
-    raise FormatError(
-        "it was quantized with desc_act, which mixes the inputs of its groups (g_idx), and lowbit's groups are "
-        "neighbours; take a checkpoint made with desc_act=False, or dequantize this one by the program that made it"
-    )
+    order = g_idx.long().argsort(stable=True)
+    if not torch.equal(g_idx.long()[order], natural):
+        raise FormatError(f"its g_idx does not give each group {group} inputs")
+    return order
+
+
+def _unordered(weight: LowbitTensor) -> tuple[Tensor | None, LowbitTensor]:
+    """The order of an OrderedTensor and its sorted matrix; None and the weight itself for another one."""
+    is_matrix = weight.ndim == 2 and not weight.transposed and weight.flat_from is None
+    if type(weight) is not OrderedTensor or not is_matrix:
+        return None, weight
+    return weight.order[0].long(), weight.sorted_matrix
 
 
 def _left_out(layers: Collection[str], plain: Collection[str]) -> dict[str, Any]:

@@ -72,25 +72,38 @@ def layout_of(weight: LowbitTensor, format: str) -> Layout:
     return Layout(bits, group, spec.has_zero_point and spec.mapping != "half_integer")
 
 
-def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes int8 [N, K], scale [N, G] and zero point int8 [N, G]: `layout_of` gave the layout.
+def codes_of(weight: AffineTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Signed codes int8 [N, K], and scale and zero point int8 as the weight stores them, of any granularity.
 
     Raises FormatError for half-integers that training moved.
     """
     spec, columns = weight.spec, weight.shape[1]
     assert isinstance(spec.format, Int)
     middle = 0 if spec.format.signed else 2 ** (spec.format.bits - 1)
-    codes = (weight._load(spec.padded_shape(weight.shape)[1]).short() - middle).to(torch.int8)
-    groups = 1 if layout.group_size is None else columns // layout.group_size
+    padded = spec.padded_shape(weight.shape)[1]
+    codes = (weight._load(padded)[:, :columns].short() - middle).to(torch.int8).contiguous()
     scale, zero_point = weight.scale, weight.zero_point
     if spec.mapping == "half_integer":
         assert zero_point is not None
         if not torch.equal(zero_point * 2, scale):
             raise FormatError("its zero points are not half of its scales, as training moved them")
-        codes, scale, zero_point = 2 * codes + 1, zero_point, None
+        return 2 * codes + 1, zero_point, None
     if zero_point is not None:
-        zero_point = (zero_point.short() - middle).to(torch.int8).expand(len(codes), groups)
-    return codes.contiguous(), scale.expand(len(codes), groups), zero_point
+        zero_point = (zero_point.short() - middle).to(torch.int8)
+    return codes, scale, zero_point
+
+
+def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes int8 [N, K], scale [N, G] and zero point int8 [N, G]: `layout_of` gave the layout.
+
+    Raises FormatError as `codes_of`.
+    """
+    codes, scale, zero_point = codes_of(weight)
+    rows, columns = codes.shape
+    groups = 1 if layout.group_size is None else columns // layout.group_size
+    if zero_point is not None:
+        zero_point = zero_point.expand(rows, groups)
+    return codes, scale.expand(rows, groups), zero_point
 
 
 def from_integers(

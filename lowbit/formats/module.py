@@ -74,6 +74,10 @@ class Model:
             }
         return self._found_owners
 
+    def linears(self) -> set[str]:
+        """The names of all nn.Linear, also of those whose weight another module holds under its first name."""
+        return {name for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
+
     def copy_files(self, folder: Path) -> None:
         """The tokenizer, and generation_config.json."""
         generation: Any = getattr(self.model, "generation_config", None)
@@ -131,8 +135,3 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(config.to_json_string())
     found.pop("quantization_config", None)
     return {**found, "architectures": [type(model).__name__]}
-
-
-def linears_of(model: nn.Module) -> set[str]:
-    """The names of all nn.Linear, also of those whose weight another module holds under its first name."""
-    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -1,8 +1,9 @@
 """A folder of plain weights as a source whose weights are quantized on the way, one after another.
 
 No module says here which tensor is the weight of a linear, so names and shapes do. Under a scheme for all, or under the
-pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. Any
-other pattern means what it says: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}.
+pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. A
+pattern that names one of these quantizes it: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}. The stacked experts
+of gpt-oss are quantized too where the format to write holds stacks, in groups along their inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from lowbit.convert import matches
 from lowbit.formats.base import FormatError
-from lowbit.formats.folder import Folder, is_embedding, is_head, is_router
+from lowbit.formats.experts import is_transposed_stack
+from lowbit.formats.folder import Folder
+from lowbit.formats.layer_names import is_embedding, why_left_alone
 from lowbit.formats.sources import Item
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -35,6 +38,7 @@ class Quantizing:
         scheme: a Scheme, or a dict of patterns to a Scheme or None, as `lowbit.quantize_` takes them.
         scales: "minmax" or "searched", as there.
         device: where weights are quantized.
+        stacks: whether stacks of experts are quantized.
 
     Raises FormatError: weights that are quantized already, a pattern that chooses nothing, nothing to quantize, a
     scheme with a static activation, which needs a calibration.
@@ -46,6 +50,7 @@ class Quantizing:
         scheme: Scheme | Mapping[str, Scheme | None],
         scales: str = "minmax",
         device: str | torch.device = "cpu",
+        stacks: bool = False,
     ) -> None:
         if scales not in SCALES:
             raise FormatError(f"unknown scales {scales!r}; accepted: {', '.join(SCALES)}")
@@ -62,7 +67,10 @@ class Quantizing:
         self._folder, self._scales, self._device = folder, scales, torch.device(device)
         patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         _check_schemes(patterns)
-        self._plan = {name: _choose(folder, name, patterns) for name in folder.plain}
+        shapes = {name: folder.plain_shape(name) for name in folder.plain}
+        self._stacks = {n for n, s in shapes.items() if is_transposed_stack(self.config, n, s)}
+        kept = self._stacks if stacks else set()
+        self._plan = {n: _choose(n, shape, patterns, n in kept) for n, shape in shapes.items()}
         used = {pattern for _, _, pattern in self._plan.values()}
         if unused := [p for p in patterns if p not in used]:
             raise FormatError(f"the patterns {unused} choose no weight of {folder.path}")
@@ -76,9 +84,20 @@ class Quantizing:
             if scheme is None:
                 yield Item(item.name, item.value, item.holder, note)
                 continue
-            weight = quantized(item.name, item.value, scheme, self._scales, self._device)
+            is_stack = item.name in self._stacks
+            values = item.value.mT.contiguous() if is_stack else item.value
+            weight = quantized(item.name, values, scheme, self._scales, self._device)
+            weight = weight._transposed() if is_stack else weight
             ratio = snr(item.value, weight)
             yield Item(item.name, weight, item.holder, scheme.describe(weight.shape), ratio)
+
+    def names(self) -> list[str]:
+        """Those of the folder."""
+        return self._folder.names()
+
+    def linears(self) -> set[str]:
+        """See `lowbit.formats.sources.Source`."""
+        return self._folder.linears()
 
     def copy_files(self, folder: Path) -> None:
         """Those of the folder."""
@@ -100,27 +119,23 @@ def _check_schemes(patterns: Mapping[str, Any]) -> None:
 
 
 def _choose(
-    folder: Folder, name: str, patterns: Mapping[str, Scheme | None]
+    name: str, shape: tuple[int, ...], patterns: Mapping[str, Scheme | None], is_stack: bool
 ) -> tuple[Scheme | None, str, str | None]:
     """The scheme of a tensor, or None and the reason; and the pattern that decided."""
     layer, _, last = name.rpartition(".")
-    shape = folder.plain_shape(name)
-    if last != "weight" or len(shape) != 2:
+    if not is_stack and (last != "weight" or len(shape) != 2):
         return None, "no matrix named ….weight", None
     pattern = next((p for p in patterns if matches(p, layer) or matches(p, name)), None)
     scheme = None if pattern is None else patterns[pattern]
     if scheme is None:
         return None, "no scheme for this name", pattern
-    if pattern == "*":
-        for kind, applies in _LEFT_ALONE.items():
-            if applies(layer):
-                return None, f"{kind}: a pattern that names it quantizes it", None
+    if (why := why_left_alone(layer, pattern)) is not None:
+        return None, why, None
     uses = {"embedding" if is_embedding(layer) else "linear"}
+    if is_stack:
+        shape, uses = (shape[0], shape[2], shape[1]), {"other"}
     obstacle = scheme.obstacle(shape, uses)
     return (scheme, "", pattern) if obstacle is None else (None, obstacle, pattern)
-
-
-_LEFT_ALONE = {"an embedding": is_embedding, "an output head": is_head, "a router": is_router}
 
 
 def quantized(

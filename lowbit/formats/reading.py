@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowbit.formats.base import FormatError
+from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf_file import GgufFile
 from lowbit.formats.progress import nbytes, progress
@@ -32,7 +33,9 @@ def _opened(path: str | os.PathLike[str]) -> Folder | GgufFile:
     return GgufFile(path) if Path(path).suffix == ".gguf" else Folder(path)
 
 
-def _tensors(folder: Folder | GgufFile, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    folder: Folder | Joined | GgufFile, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
         for item in folder.items():
             t = item.value
@@ -80,9 +83,11 @@ def load_pretrained(
 # ---- a module ------------------------------------------------------------------------------------------------------
 
 
-def _fill(model: nn.Module, folder: Folder | GgufFile, device: torch.device) -> None:
+def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.device) -> None:
     """Replace the parameters and buffers of `model` by the tensors of the folder."""
     owners = _places(model)
+    if isinstance(folder, Folder):
+        folder = joined(folder, owners.keys())
     _check_names(model, folder, owners)
     for name, t in _tensors(folder, device):
         places = owners[name]
@@ -130,7 +135,9 @@ def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _check_names(
-    model: nn.Module, folder: Folder | GgufFile, owners: dict[str, list[tuple[nn.Module, str]]]
+    model: nn.Module,
+    folder: Folder | Joined | GgufFile,
+    owners: dict[str, list[tuple[nn.Module, str]]],
 ) -> None:
     """Refuse names that the model lacks, and names that the folder lacks under all names of a tied tensor."""
     given = {*folder.names()}

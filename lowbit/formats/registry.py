@@ -9,10 +9,12 @@ from typing import Any
 from lowbit.formats.awq import Awq
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.bitsandbytes import BitsandbytesInt8
+from lowbit.formats.bitsandbytes_4bit import Bitsandbytes4bit
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gptq import Gptq, GptqV2
+from lowbit.formats.mxfp4 import Mxfp4
 from lowbit.formats.own import Own
 from lowbit.formats.torchao import TorchAo
 
@@ -24,6 +26,8 @@ FORMATS: list[Format] = [
     GptqV2(),
     Awq(),
     BitsandbytesInt8(),
+    Bitsandbytes4bit(),
+    Mxfp4(),
     TorchAo(),
     Gguf(),
 ]

@@ -41,6 +41,10 @@ class Source(Protocol):
         """The tensors, each read when its turn comes."""
         ...
 
+    def linears(self) -> set[str]:
+        """Modules that are known to be linears, whether or not a tensor of their own is among the items."""
+        ...
+
     def copy_files(self, folder: Path) -> None:
         """Write what belongs to the checkpoint beside its weights: tokenizer, settings of generation …"""
         ...

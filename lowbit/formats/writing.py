@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufWriter, new_file
 from lowbit.formats.heap import Trimmed
-from lowbit.formats.module import Model, linears_of
+from lowbit.formats.module import Model
 from lowbit.formats.progress import nbytes, progress
 from lowbit.formats.quantizing import Quantizing, snr
 from lowbit.formats.registry import by_name
@@ -73,7 +74,8 @@ def export(
         out: the folder to make; its parent exists. For "gguf" a file.
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
-            and the pattern "*" leave embeddings, the output head and routers alone; a pattern that names one means it.
+            and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
+            matches, and a router only where it names it outright, as "*.mlp.gate" does.
         scales: how `scheme` chooses scales, "minmax" or "searched", as in `lowbit.quantize_`.
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
@@ -92,7 +94,11 @@ def export(
     """
     target, out = by_name(format), Path(out)
     largest = size_in_bytes(max_shard_size)
-    source = _source_of(model, out, scheme, scales, tokenizer, device)
+    source = _source_of(model, out, scheme, scales, tokenizer, device, target.holds_stacks)
+    if target.holds_experts:
+        source = published(source)
+    elif target.holds_stacks and isinstance(source, Folder | Quantizing):
+        source = gathered(source, source.names())
     report = ExportReport(format=target.name, path=str(out))
     if isinstance(target, Gguf):
         with new_file(out, overwrite) as path:
@@ -106,8 +112,7 @@ def export(
         weights, plain = _write_all(source, shards, target, lossy, report)
         shards.finish()
         report.nbytes = shards.nbytes
-        if isinstance(model, nn.Module):
-            plain |= linears_of(source.model) - {layer_of(name) for name in weights}  # type: ignore[attr-defined]
+        plain |= source.linears() - {layer_of(name) for name in weights}
         if weights:
             plain |= {"lm_head"} - {layer_of(name) for name in weights}
         config = {**source.config, "quantization_config": target.config(weights, plain)}
@@ -124,6 +129,7 @@ def _source_of(
     scales: str,
     tokenizer: Any,
     device: str | torch.device,
+    stacks: bool,
 ) -> Source:
     if isinstance(model, nn.Module):
         if scheme is not None:
@@ -134,7 +140,9 @@ def _source_of(
     folder = Folder(model)
     if out.exists() and out.resolve() == folder.path.resolve():
         raise FormatError(f"{out} is the folder that is read; give another name")
-    return folder if scheme is None else Quantizing(folder, scheme, scales, device)
+    if scheme is None:
+        return folder
+    return Quantizing(folder, scheme, scales, device, stacks)
 
 
 def _write_all(

@@ -25,8 +25,9 @@ class LowbitConfig(QuantizationConfigMixin):
         LowbitConfig({"lm_head": "int8", "re:.*layers\\\\.0\\\\..*": None, "*": "int4(group_size=32)"})
 
     A bare scheme and the pattern "*" take every `nn.Linear` and the stacked weights of experts. They leave the output
-    head, routers and embeddings alone, as `lowbit.export(folder, …, scheme=…)` does; a pattern that names one of these
-    converts it. Tied weights stay tied.
+    head, routers and embeddings alone, as `lowbit.export(folder, …, scheme=…)` does. Another pattern takes the head and
+    the embeddings that it matches, and a router only where it names it outright, as "*.mlp.gate" does.
+    Tied weights stay tied.
 
     Args:
         scheme: a `Scheme`; a name: "int4", "int8", "float8", "int8_int8", "int8_int4", "float8_float8" or a preset's,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.convert import Report, find_targets, matches
-from lowbit.formats.folder import is_embedding, is_head, is_router
+from lowbit.formats.layer_names import is_router, why_left_alone
 from lowbit.scheme import Scheme
 
 
@@ -88,19 +88,11 @@ class _Choice:
             return False
         names = (name, f"{name}.weight")
         pattern = next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
-        if pattern is not None and pattern != "*":
-            return True
-        kind = self._left_alone(module, name)
-        if kind is not None:
-            self.reasons[names[1]] = f"{kind}: a pattern that names it quantizes it"
-        return kind is None
-
-    def _left_alone(self, module: nn.Module, name: str) -> str | None:
-        if isinstance(module, nn.Embedding) or is_embedding(name):
-            return "an embedding"
-        if module is self.head or is_head(name):
-            return "the output head"
-        return "a router" if is_router(name) else None
+        is_embedding = isinstance(module, nn.Embedding)
+        why = why_left_alone(name, pattern, is_embedding, module is self.head)
+        if why is not None:
+            self.reasons[names[1]] = why
+        return why is None
 
     def _takes_experts(self, module: nn.Module, name: str) -> bool:
         """Their stacked weights, of three dimensions, and not their stacked biases, of two."""

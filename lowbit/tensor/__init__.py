@@ -2,6 +2,7 @@
 
 from lowbit.tensor import base_ops as base_ops  # the aten operations of every class below
 from lowbit.tensor import collectives as collectives
+from lowbit.tensor import ordered_tensor as ordered_tensor  # a kind that files name
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,16 @@ import pytest
 import torch
 
 import lowbit
-from lowbit import Int4WeightOnly, formats
+from lowbit import (
+    Float8DynamicActivationFloat8Weight,
+    Int4WeightOnly,
+    Int8WeightOnly,
+    MXFP4WeightOnly,
+    NF4WeightOnly,
+    NVFP4WeightOnly,
+    PerBlock,
+    formats,
+)
 from lowbit.formats import FormatError
 from tests.formats.models import build, low_bit, plain_folder
 
@@ -202,3 +212,60 @@ def test_an_interrupted_export_leaves_nothing(monkeypatch, tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         lowbit.export(low_bit(Int4WeightOnly(64)), tmp_path / "out")
     assert [*tmp_path.iterdir()] == []
+
+
+BLOCKS = Float8DynamicActivationFloat8Weight(PerBlock(128, 128))
+WRITTEN = {
+    "compressed-tensors": ("compressed-tensors", Int4WeightOnly(64)),
+    "nvfp4": ("compressed-tensors", NVFP4WeightOnly()),
+    "mxfp4": ("compressed-tensors", MXFP4WeightOnly()),
+    "fp8": ("fp8", BLOCKS),
+    "gptq": ("gptq", Int4WeightOnly(64)),
+    "awq": ("awq", Int4WeightOnly(64)),
+    "bitsandbytes-int8": ("bitsandbytes-int8", Int8WeightOnly()),
+    "bitsandbytes-4bit": ("bitsandbytes-4bit", NF4WeightOnly()),
+    "torchao": ("torchao", Int8WeightOnly()),
+    "lowbit": ("lowbit", Int4WeightOnly(64)),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in each format."""
+    path = tmp_path_factory.mktemp("formats")
+    for name, (format, scheme) in WRITTEN.items():
+        model = low_bit(scheme)
+        lowbit.export(model, path / name, format, lossy=True, max_shard_size="20KB")
+    return path
+
+
+@pytest.mark.parametrize("claimed", [*WRITTEN, "gpt-oss"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_that_claims_another_format(
+    name: str, claimed: str, written: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(written / name, folder)
+    if claimed == name:
+        lowbit.load_pretrained(folder, build())
+        return
+    claim = {"quant_method": "mxfp4"}
+    if claimed != "gpt-oss":
+        claim = json.loads((written / claimed / "config.json").read_text())["quantization_config"]
+    change_config(folder, lambda config: config.update(quantization_config=claim))
+    with pytest.raises(FormatError) as caught:
+        lowbit.load_pretrained(folder, build())
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_lost_and_truncated_shards_of_every_format(
+    name: str, written: Path, tmp_path: Path
+) -> None:
+    for damage, why in (DAMAGE["a lost shard"], DAMAGE["a truncated shard"]):
+        folder = tmp_path / "model"
+        shutil.copytree(written / name, folder)
+        damage(folder)
+        with pytest.raises(FormatError, match=why):
+            lowbit.load_pretrained(folder, build())
+        shutil.rmtree(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lowbit.formats.awq import WRITTEN
 from lowbit.formats.registry import by_name
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.scheme import Int, Scheme, Spec
+from lowbit.tensor.ordered_tensor import OrderedTensor
 from tests.formats.codec_case import NAME, assert_same, through, weight
 from tests.formats.models import TOKENS, build, low_bit
 
@@ -163,15 +165,76 @@ def test_negative_scales() -> None:
         assert_same(through(format, w), w)
 
 
-def test_the_order_of_desc_act() -> None:
-    """Groups of neighbours are read, however they are flagged; groups of other inputs are refused."""
+def test_natural_groups_are_read_however_they_are_flagged() -> None:
     w = weight(Int4WeightOnly(64))
     parts, config = V1.encode(w), {**V1.config({NAME: w}, ()), "desc_act": True}
     assert_same(V1.decode(parts, config, NAME, w.dtype), w)
     parts.pop("g_idx")
-    assert_same(V1.decode(parts, config, NAME, w.dtype), w)
-    parts["g_idx"] = torch.arange(128, dtype=torch.int32).flip(0) // 64
-    with pytest.raises(FormatError, match="desc_act"):
+    again = V1.decode(parts, config, NAME, w.dtype)
+    assert type(again) is AffineTensor
+    assert_same(again, w)
+
+
+@pytest.mark.parametrize("format", [V1, V2], ids=lambda f: f.name)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_act_order_by_its_formula(format, bits: int) -> None:
+    """Values as the programs compute them, of groups of any inputs, in and out."""
+    w = weight(IntxWeightOnly(bits, 32, "symmetric"), 32, 128)
+    parts, config = format.encode(w), {**format.config({NAME: w}, ()), "desc_act": True}
+    torch.manual_seed(1)
+    index = torch.randperm(128) // 32
+    parts["g_idx"] = index.int()
+    again = format.decode(parts, config, NAME, w.dtype)
+    assert type(again) is OrderedTensor
+    q, z = _codes(parts["qweight"].T, bits), _codes(parts["qzeros"], bits) + format.less
+    values = (q - z.T[:, index]) * parts["scales"].T[:, index].float()
+    assert torch.equal(values.bfloat16(), again.dequantize())
+    written = format.encode(again)
+    for name, t in parts.items():
+        assert torch.equal(written[name], t), name
+    assert format.config({NAME: again}, ())["desc_act"] is True
+    assert_same(through(format, again), again)
+    assert_same(through(by_name("lowbit"), again), again)
+
+
+def test_act_order_goes_to_other_formats_with_its_loss_stated(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = low_bit(Int4WeightOnly(64))
+    for t in (model.up_proj.weight, model.down_proj.weight):
+        t.scale = t.scale.half().bfloat16()
+    lowbit.export(model, tmp_path / "natural", "gptq")
+    path = tmp_path / "natural" / "model.safetensors"
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("g_idx")]:
+        tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    found = lowbit.load_pretrained(tmp_path / "natural", build(seed=1))
+    assert type(found.up_proj.weight) is OrderedTensor
+    plain = lowbit.dequantize_(copy.deepcopy(found))
+    assert plain.converted == ["up_proj.weight", "down_proj.weight"]
+    with pytest.raises(FormatError, match="got a OrderedTensor"):
+        lowbit.export(tmp_path / "natural", tmp_path / "awq", "awq")
+    report = lowbit.export(tmp_path / "natural", tmp_path / "awq", "awq", lossy=True)
+    assert all(ratio > 15 for ratio in report.snr.values()) and len(report.snr) == 2
+    lowbit.export(tmp_path / "natural", tmp_path / "again", "gptq")
+    again = lowbit.load_pretrained(tmp_path / "again", build(seed=1))
+    assert torch.equal(again(TOKENS), found(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        (torch.zeros(128), "each group 64 inputs"),
+        (torch.arange(128) % 3, "each group 64 inputs"),
+        (torch.arange(64) // 32, "no group for each of 128 inputs"),
+    ],
+)
+def test_a_damaged_order(index: Tensor, why: str) -> None:
+    w = weight(Int4WeightOnly(64))
+    parts, config = V1.encode(w), V1.config({NAME: w}, ())
+    parts["g_idx"] = index.int()
+    with pytest.raises(FormatError, match=why):
         V1.decode(parts, config, NAME, w.dtype)
 
 

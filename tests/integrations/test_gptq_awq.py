@@ -10,7 +10,9 @@ import torch
 
 import lowbit
 from lowbit import Int4WeightOnly, IntxWeightOnly, LowbitTensor
+from lowbit.tensor.ordered_tensor import OrderedTensor
 from tests.integrations.test_formats import error, llama, logits, low_bit
+from tests.integrations.test_packed_lora import sort_inputs
 
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
@@ -80,3 +82,16 @@ def test_linears_that_stay_plain(format: str, tmp_path: Path) -> None:
     found = loaded(tmp_path / "out", format)
     assert type(found.model.layers[0].mlp.down_proj) is torch.nn.Linear
     assert_same_weights(found, model)
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2"])
+def test_act_order(format: str, tmp_path: Path) -> None:
+    """Groups of any inputs: lowbit and GPTQModel read the same values, and lowbit writes them back."""
+    model = low_bit(Int4WeightOnly(64), torch.float16)
+    lowbit.export(model, tmp_path / "out", format)
+    sort_inputs(tmp_path / "out")
+    found = lowbit.load_pretrained(tmp_path / "out")
+    assert type(found.model.layers[0].mlp.up_proj.weight.data) is OrderedTensor
+    lowbit.export(found, tmp_path / "again", format)
+    for folder in ("out", "again"):
+        assert_same_weights(loaded(tmp_path / folder, format), found)

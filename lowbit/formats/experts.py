@@ -1,0 +1,334 @@
+"""Experts: stacks in memory, a matrix for each expert in the names of published checkpoints.
+
+transformers keeps the experts of a layer as two parameters. Published checkpoints of these models have three matrices
+for each expert, and vLLM and the programs that quantize checkpoints go by their names:
+
+    mlp.experts.gate_up_proj [E, 2I, H]     mlp.experts.0.gate_proj.weight, mlp.experts.0.up_proj.weight [I, H], …
+    mlp.experts.down_proj    [E, H, I]      mlp.experts.0.down_proj.weight [H, I], …
+
+`Published` is a source whose stacks are split so while they are written. `joined` gives a folder with the names of a
+model, whose stacks are put together while they are read. `Gathered` puts them together for a format that holds stacks.
+All of them move codes and scales as they are. Mixtral has other names: `block_sparse_moe` for `mlp`, and w1, w3 and w2
+for the three matrices.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.sources import Item, Source
+from lowbit.tensor.base import LowbitTensor
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_STACK = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
+_MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.([a-z0-9_]+)\.weight")
+
+
+Matrix = tuple[int, int]
+"""An expert, and 0 or, for `up`, 1."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a family of models: those of the three matrices of an expert, and parts of names that differ
+    otherwise, as (published, in memory)."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    module: tuple[str, str] | None = None
+
+    def published(self, name: str) -> str:
+        """The name of a tensor, that is no stack, in a published checkpoint."""
+        if self.module is None:
+            return name
+        published, in_memory = self.module
+        return name.replace(in_memory, published)
+
+    def in_memory(self, name: str) -> tuple[str, Matrix | None]:
+        """The name in memory of a tensor of a published checkpoint; that of its stack for a matrix of an expert, and
+        which one it is."""
+        own = name if self.module is None else name.replace(*self.module)
+        found = _MATRIX.fullmatch(own)
+        kinds = {self.gate: (GATE_UP, 0), self.up: (GATE_UP, 1), self.down: (DOWN, 0)}
+        if found is None or found[3] not in kinds:
+            return own, None
+        stack, part = kinds[found[3]]
+        return f"{found[1]}.{stack}", (int(found[2]), part)
+
+
+MIXTRAL = Names("w1", "w3", "w2", (".block_sparse_moe.", ".mlp."))
+QWEN = Names()
+FAMILIES = {
+    **dict.fromkeys(("mixtral", "minimax"), MIXTRAL),
+    **dict.fromkeys(
+        (
+            *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "deepseek_v2"),
+            *("deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe"),
+            *("glm_moe_dsa", "longcat_flash", "solar_open", "hunyuan_v1_moe", "flex_olmo"),
+            *("olmoe", "afmoe", "cohere2_moe"),
+        ),
+        QWEN,
+    ),
+}
+"""The families by the "model_type" of config.json: those that transformers converts so, and in no other way."""
+TRANSPOSED = {"gpt_oss"}
+"""Models whose published checkpoints, too, have stacks, [E, K, N] with the inputs before the outputs."""
+
+
+def is_transposed_stack(config: Mapping[str, Any], name: str, shape: Sequence[int]) -> bool:
+    """Whether this tensor of a folder with this config.json is a stack [E, K, N]."""
+    is_stack = len(shape) == 3 and _STACK.fullmatch(name) is not None
+    return is_stack and config.get("model_type") in TRANSPOSED
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+class Published:
+    """`source`, a model or a folder with stacks, as a source in the names of published checkpoints.
+
+    A plain stack stays as it is: transformers takes every matrix of an expert beside packed weights for a packed one.
+    """
+
+    def __init__(self, source: Source, names: Names) -> None:
+        self.config, self.nbytes = source.config, source.nbytes
+        self._source, self._names = source, names
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. Raises FormatError for a stack that cannot be split."""
+        for item in self._source.items():
+            found = _STACK.fullmatch(item.name)
+            if found is None or item.value.ndim != 3:
+                yield replace(item, name=self._names.published(item.name))
+                continue
+            if not isinstance(item.value, LowbitTensor):
+                yield item
+                continue
+            if getattr(item.value, "global_scale", None) is not None:
+                warnings.warn(
+                    "transformers 5.23 leaves out the global scales of NVFP4 experts, so it reads wrong weights "
+                    "without an error; MXFP4 has no such scales, and lowbit reads both",
+                    stacklevel=2,
+                )
+            for expert, matrix, value in self._matrices(item, found[2]):
+                name = f"{self._names.published(f'{found[1]}.')}{expert}.{matrix}.weight"
+                yield Item(name, value, "linear", item.note, item.snr)
+
+    def _matrices(self, item: Item, stack: str) -> Iterator[tuple[int, str, Tensor]]:
+        names = self._names
+        for expert in range(item.value.shape[0]):
+            try:
+                own = item.value[expert]
+                if stack == DOWN:
+                    yield expert, names.down, own
+                    continue
+                half = own.shape[0] // 2
+                yield expert, names.gate, own[:half]
+                yield expert, names.up, own[half:]
+            except NotImplementedError as error:
+                raise FormatError(
+                    f"{item.name} cannot be split into the matrices of its experts: {error}"
+                ) from error
+
+    def linears(self) -> set[str]:
+        """Those of the source, under their published names."""
+        return {self._names.published(name) for name in self._source.linears()}
+
+    def copy_files(self, folder: Path) -> None:
+        """Those of the source."""
+        self._source.copy_files(folder)
+
+
+def published(source: Source) -> Source:
+    """The source in the names of the published checkpoint of its model, where lowbit knows them."""
+    names = FAMILIES.get(str(source.config.get("model_type")))
+    return source if names is None else Published(source, names)
+
+
+class Gathered:
+    """`source`, a folder in the names of a published checkpoint, as a source with stacks, in the names of the model.
+
+    The matrices of a stack are in memory together. The SNR of a stack is the lowest of its matrices'.
+    """
+
+    def __init__(self, source: Source, stored: Collection[str], names: Names) -> None:
+        self.config, self.nbytes = source.config, source.nbytes
+        self._source, self._names = source, names
+        self._sizes = Counter(names.in_memory(name)[0] for name in stored)
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. Raises FormatError for matrices that make no stack."""
+        waiting: dict[str, dict[Matrix, Item]] = {}
+        for item in self._source.items():
+            place, matrix = self._names.in_memory(item.name)
+            if matrix is None:
+                yield replace(item, name=place)
+                continue
+            own = waiting.setdefault(place, {})
+            own[matrix] = item
+            if len(own) == self._sizes[place]:
+                del waiting[place]
+                yield _gathered(place, own)
+
+    def linears(self) -> set[str]:
+        """Those of the source, by their names in memory."""
+        return {self._names.in_memory(name)[0] for name in self._source.linears()}
+
+    def copy_files(self, folder: Path) -> None:
+        """Those of the source."""
+        self._source.copy_files(folder)
+
+
+def _gathered(stack: str, matrices: dict[Matrix, Item]) -> Item:
+    items = [matrices[key] for key in sorted(matrices)]
+    ratios = [item.snr for item in items if item.snr is not None]
+    check_whole(stack, matrices)
+    try:
+        value = stack_of({key: item.value for key, item in matrices.items()})
+    except FormatError as error:
+        raise FormatError(f"the matrices of {stack} make no stack: {error}") from error
+    return Item(stack, value, "other", items[0].note, min(ratios, default=None))
+
+
+def gathered(source: Source, stored: Collection[str]) -> Source:
+    """A folder, with the tensors `stored`, in the names of its model, where lowbit knows them."""
+    names = FAMILIES.get(str(source.config.get("model_type")))
+    return source if names is None else Gathered(source, stored, names)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+class Joined:
+    """A folder in the names of a model; see `joined`. Attributes as those of `Folder`."""
+
+    def __init__(self, folder: Folder, wanted: Collection[str]) -> None:
+        self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
+        self._folder = folder
+        self._stacks: dict[str, dict[Matrix, str]] = {}
+        """For each stack of the model, the names of its matrices in the folder."""
+        self._names: dict[str, str] = {}
+        """The name in the model of each tensor of the folder; that of a stack for its matrices."""
+        for name in folder.names():
+            self._names[name] = self._place(name, wanted)
+        for stack, matrices in self._stacks.items():
+            try:
+                check_whole(stack, matrices)
+            except FormatError as error:
+                raise FormatError(f"{self.path}: {error}") from error
+
+    def _place(self, name: str, wanted: Collection[str]) -> str:
+        if name in wanted:
+            return name
+        for names in (QWEN, MIXTRAL):
+            place, matrix = names.in_memory(name)
+            if place in wanted:
+                if matrix is not None:
+                    self._stacks.setdefault(place, {})[matrix] = name
+                return place
+        return name
+
+    def names(self) -> list[str]:
+        """Names in the model."""
+        return list(dict.fromkeys(self._names.values()))
+
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. The matrices of one stack are in memory together."""
+        done = set()
+        for name in self._folder.in_order():
+            place = self._names[name]
+            if place in done:
+                continue
+            done.add(place)
+            if place in self._stacks:
+                yield Item(place, self._stack(place), "other")
+            else:
+                yield Item(place, self._folder.read(name), "other")
+
+    def _stack(self, stack: str) -> Tensor:
+        matrices = {key: self._folder.read(name) for key, name in self._stacks[stack].items()}
+        try:
+            return stack_of(matrices)
+        except FormatError as error:
+            raise FormatError(
+                f"{self.path}: the matrices of {stack} make no stack: {error}"
+            ) from error
+
+
+def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
+    """`folder` in the names of a model whose tensors are named `wanted`, where its own differ.
+
+    Raises FormatError for a stack of which the folder lacks a matrix.
+    """
+    found = Joined(folder, wanted)
+    return folder if found.names() == folder.names() else found
+
+
+# ---- stacks --------------------------------------------------------------------------------------------------------
+
+
+def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
+    """Raises FormatError where one of the matrices of the experts is missing."""
+    count = 1 + max(expert for expert, _ in matrices)
+    parts = 2 if stack.endswith(GATE_UP) else 1
+    lost = [(e, p) for e in range(count) for p in range(parts) if (e, p) not in matrices]
+    if lost:
+        raise FormatError(
+            f"it lacks {len(lost)} of the {count * parts} matrices of {stack}, such as one of expert {lost[0][0]}"
+        )
+
+
+def stack_of(matrices: Mapping[Matrix, Tensor]) -> Tensor:
+    """The stack of all matrices, gate above up. Raises FormatError as `stacked`."""
+    experts: dict[int, list[Tensor]] = {}
+    for expert, part in sorted(matrices):
+        experts.setdefault(expert, []).append(matrices[expert, part])
+    try:
+        rows = [p[0] if len(p) == 1 else torch.cat(_alike(p)) for p in experts.values()]
+    except (NotImplementedError, RuntimeError) as error:
+        raise FormatError(str(error)) from error
+    return stacked(rows)
+
+
+def stacked(experts: list[Tensor]) -> Tensor:
+    """One tensor [E, N, K] of matrices [N, K], with their codes and scales.
+
+    Raises FormatError for matrices in different schemes or shapes, or whose parts a stack does not have.
+    """
+    low: list[Any] = _alike(experts)
+    if not isinstance(low[0], LowbitTensor):
+        return torch.stack(low)
+    if any(name.startswith("input_") for name in low[0].inner_tensors()):
+        raise FormatError("they round inputs by static scales, and a stack has one for all experts")
+    parts = {name: torch.stack([getattr(t, name) for t in low]) for name in low[0].inner_tensors()}
+    made: Any = low[0]._with(parts, (len(experts), *low[0].shape))
+    try:
+        made.check_parts()
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+    return made
+
+
+def _alike(tensors: list[Tensor]) -> list[Any]:
+    """The tensors with scales of one dtype. Raises FormatError for different schemes or shapes."""
+    low: list[Any] = [t for t in tensors if isinstance(t, LowbitTensor)]
+    same_shape = all(t.shape == tensors[0].shape for t in tensors)
+    alike = len(low) in (0, len(tensors)) and all(low[0]._is_stored_like(t) for t in low)
+    if not (same_shape and alike):
+        raise FormatError("some are stored in another scheme, or have another shape")
+    if len({t.scale.dtype for t in low}) <= 1:
+        return tensors
+    wide = torch.float32  # exact: one expert's scales need it
+    return [t._with({**t.inner_tensors(), "scale": t.scale.to(wide)}) for t in low]

@@ -1,0 +1,127 @@
+"""The MXFP4 experts of gpt-oss, "mxfp4".
+
+    layer.experts.gate_up_proj_blocks    uint8 [E, N, K/32, 16], even k in the low nibble; down_proj alike
+    layer.experts.gate_up_proj_scales    uint8 [E, N, K/32]
+
+    value[e, k, n] = E2M1[code] · 2^(scales[e, n, k // 32] − 127)
+
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": […]}
+
+The model has these weights as [E, K, N]. The file has them transposed, so that blocks run along the inputs, and so has
+lowbit's weight, a transposed `TableTensor`. Only experts are in low bits in this format.
+
+Source: OpenAI, gpt-oss model card, 2025; OCP Microscaling Formats v1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.granularity import PerGroup
+from lowbit.lookup_table import E2M1
+from lowbit.scheme import Scheme, Spec
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.table_tensor import TableTensor
+
+GROUP = 32
+SPEC = Spec(E2M1, PerGroup(GROUP), "symmetric_no_clipping_err", scale_format="e8m0")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+class Mxfp4(Format):
+    """The format "mxfp4"; see the module."""
+
+    name = "mxfp4"
+    holds_stacks = True
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("quant_method") == self.name
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return _BLOCKS, _SCALES
+
+    def stored_name(self, weight: str, part: str) -> str:
+        if ".experts." not in f".{weight}" or weight.endswith(".weight"):
+            raise FormatError(
+                f"{self.name} holds stacks of experts, named ….experts.gate_up_proj and down_proj"
+            )
+        return weight + part
+
+    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+        known, found = {*names}, {}
+        for name in names:
+            weight = name.removesuffix(_BLOCKS)
+            if weight != name:
+                stored = {part: weight + part for part in (_BLOCKS, _SCALES)}
+                found[weight] = {part: own for part, own in stored.items() if own in known}
+        held = {name for parts in found.values() for name in parts.values()}
+        if lost := sorted(n for n in known - held if n.endswith(_SCALES)):
+            raise FormatError(f"{', '.join(lost[:3])}: scales that have no blocks beside them")
+        return found
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        if _SCALES not in parts:
+            raise FormatError(f"it has no {weight.rpartition('.')[2]}{_SCALES}")
+        blocks, scales = parts[_BLOCKS], parts[_SCALES]
+        if blocks.dtype is not torch.uint8 or blocks.ndim != 4 or blocks.shape[-1] != GROUP // 2:
+            raise FormatError(
+                f"its blocks are {blocks.dtype} {tuple(blocks.shape)}; accepted: uint8 [E, N, K/{GROUP}, {GROUP // 2}]"
+            )
+        if scales.dtype is not torch.uint8 or scales.shape != blocks.shape[:-1]:
+            raise FormatError(
+                f"its scales are {scales.dtype} {tuple(scales.shape)} for blocks {tuple(blocks.shape)}"
+            )
+        experts, rows, groups, _ = blocks.shape
+        try:
+            made = TableTensor(
+                blocks.flatten(2).contiguous(),
+                {"scale": scales.contiguous()},
+                SPEC,
+                (experts, rows, groups * GROUP),
+                dtype or torch.bfloat16,
+            )
+        except ValueError as error:
+            raise FormatError(str(error)) from error
+        return made._transposed()
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        self._check(weight)
+        assert isinstance(weight, TableTensor)
+        stored = weight._transposed()
+        blocks = stored.codes.unflatten(-1, (-1, GROUP // 2)).contiguous()
+        return {_BLOCKS: blocks, _SCALES: stored.scale.contiguous()}
+
+    def _check(self, weight: LowbitTensor) -> None:
+        spec = getattr(weight, "spec", None)
+        if type(weight) is not TableTensor or spec is None or not SPEC.same_values(spec):
+            raise FormatError(
+                f"{self.name} holds E2M1 with e8m0 scales of groups of {GROUP}, got {spec or type(weight).__name__}"
+            )
+        if weight.ndim != 3 or not weight.transposed or weight.flat_from is not None:
+            raise FormatError(
+                f"{self.name} holds stacks of experts that the model has as [E, K, N], got {weight!r}"
+            )
+        if weight.shape[1] % GROUP:
+            raise FormatError(f"its {weight.shape[1]} inputs are no multiple of {GROUP}")
+        if weight.activation is not None:
+            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        return {"quant_method": self.name, "modules_to_not_convert": sorted(plain)}
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        is_stack = weight.ndim == 3 and getattr(weight, "transposed", False)
+        return Scheme(SPEC) if is_stack and weight.shape[1] % GROUP == 0 else None
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        """Groups run along the inputs, the second dimension of `values`."""
+        made = AffineTensor.from_float(values.mT.contiguous(), scheme)
+        return made._transposed()

@@ -1,0 +1,211 @@
+"""What QAT trained is what each format stores and what other programs compute with: the same values, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit
+from lowbit import (
+    Float8DynamicActivationFloat8Weight,
+    Float8WeightOnly,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+    IntxWeightOnly,
+    LowbitTensor,
+    MXFP4WeightOnly,
+    NF4WeightOnly,
+    NVFP4WeightOnly,
+    PerBlock,
+    qat,
+)
+from tests.integrations.models import TOKENS
+from tests.integrations.test_formats import error, llama, logits
+from tests.integrations.test_four_bit_folders import mixture, of_bitsandbytes
+
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+BLOCKS = Float8DynamicActivationFloat8Weight(PerBlock(128, 128))
+Values = dict[str, Tensor]
+
+
+def _linears(model: nn.Module, dequantize: Callable[[Any], Tensor]) -> Values:
+    names = {n for n, m in model.named_modules() if n.endswith("_proj")}
+    return {f"{n}.weight": dequantize(model.get_submodule(n)) for n in names}
+
+
+def _loaded(folder: Path, **options: Any) -> Any:
+    kind = transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+
+
+def by_compressed_tensors(folder: Path) -> Values:
+    pytest.importorskip("compressed_tensors")
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    found = _loaded(folder, quantization_config=config)
+    return dict(found.named_parameters())
+
+
+def by_transformers(folder: Path) -> Values:
+    """Its own loader of float8 blocks and of MXFP4, which dequantizes on a CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the weights stay in float8")
+    return dict(_loaded(folder).named_parameters())
+
+
+def by_torchao(folder: Path) -> Values:
+    pytest.importorskip("torchao")
+    return _linears(_loaded(folder, device_map="cpu"), lambda m: m.weight.dequantize())
+
+
+def by_bitsandbytes(folder: Path) -> Values:
+    pytest.importorskip("bitsandbytes")
+    return _linears(_loaded(folder, device_map="cpu"), of_bitsandbytes)
+
+
+def by_llm_int8(folder: Path) -> Values:
+    functional = pytest.importorskip("bitsandbytes").functional
+
+    def values(module: Any) -> Tensor:
+        largest = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+        return functional.int8_vectorwise_dequant(module.weight.data, largest).bfloat16()
+
+    return _linears(_loaded(folder, device_map="cpu"), values)
+
+
+def by_gptqmodel(folder: Path) -> Values:
+    pytest.importorskip("gptqmodel")
+    pytest.importorskip("optimum")
+    is_awq = (folder / "config.json").read_text().count('"awq"')
+    settings = transformers.AwqConfig if is_awq else transformers.GPTQConfig
+    chosen = settings(bits=4, backend="torch_awq" if is_awq else "gptq_torch")
+    kind = transformers.AutoModelForCausalLM
+    found = kind.from_pretrained(
+        folder, dtype=torch.float16, device_map="cpu", quantization_config=chosen
+    )
+
+    @torch.no_grad()
+    def values(module: Any) -> Tensor:
+        return module(torch.eye(module.in_features, dtype=torch.float16)).T
+
+    return _linears(found, values)
+
+
+CASES = {
+    "compressed-tensors": (
+        by_compressed_tensors,
+        {
+            "int4": Int4WeightOnly(64),
+            "int4 asymmetric": IntxWeightOnly(4, 32, "asymmetric"),
+            "int2": lowbit.Int2WeightOnly(),
+            "int8": Int8WeightOnly(),
+            "int8 x int8": Int8DynamicActivationInt8Weight(),
+            "int8 x int4": Int8DynamicActivationInt4Weight(),
+            "float8": Float8WeightOnly(),
+            "float8 x float8": Float8DynamicActivationFloat8Weight(),
+            "float8 blocks": BLOCKS,
+            "mxfp4": MXFP4WeightOnly(),
+            "nvfp4": NVFP4WeightOnly(),
+        },
+    ),
+    "fp8": (by_transformers, {"float8 blocks": BLOCKS}),
+    "bitsandbytes-int8": (
+        by_llm_int8,
+        {"int8": Int8WeightOnly(), "int8 x int8": Int8DynamicActivationInt8Weight()},
+    ),
+    "bitsandbytes-4bit": (
+        by_bitsandbytes,
+        {"nf4": NF4WeightOnly(), "nf4 double": NF4WeightOnly(double_quantization=True)},
+    ),
+    "torchao": (
+        by_torchao,
+        {"int8": Int8WeightOnly(), "int4": Int4WeightOnly(64), "float8": Float8WeightOnly()},
+    ),
+    "gptq": (by_gptqmodel, {"int4": Int4WeightOnly(64)}),
+    "gptq_v2": (by_gptqmodel, {"int4 asymmetric": IntxWeightOnly(4, 32, "asymmetric")}),
+    "awq": (by_gptqmodel, {"int4 asymmetric": IntxWeightOnly(4, 32, "asymmetric")}),
+}
+ALL = [(format, name) for format, (_, schemes) in CASES.items() for name in schemes]
+
+
+def trained(model: nn.Module) -> Values:
+    """Two steps of training, and the values that the products then round to."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    found = {n: p.dequantize() for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(("format", "name"), ALL)
+def test_prepared_is_exported_is_what_others_dequantize(
+    format: str, name: str, tmp_path: Path
+) -> None:
+    by_others, schemes = CASES[format]
+    model = llama(torch.float16 if by_others is by_gptqmodel else torch.bfloat16)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    qat.prepare_(model, {"lm_head": None, "*": schemes[name]})
+    wanted = trained(model)
+    prepared = logits(model)
+    qat.convert_(model)
+    lowbit.export(model, tmp_path / "out", format, max_shard_size="100KB")
+    own = lowbit.load_pretrained(tmp_path / "out")
+    held = dict(own.named_parameters())
+    assert len(wanted) == 14
+    for weight, values in wanted.items():
+        assert not torch.equal(values, start[weight])
+        assert torch.equal(held[weight].dequantize(), values), weight
+    assert error(logits(own), prepared) < 0.02
+    theirs = by_others(tmp_path / "out")
+    for weight, values in wanted.items():
+        assert torch.equal(theirs[weight], values), weight
+
+
+@pytest.mark.parametrize("name", ["int4", "float8", "mxfp4"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts(model_type: str, name: str, tmp_path: Path) -> None:
+    """Stacks in training, a matrix for each expert in the folder."""
+    scheme = {"int4": Int4WeightOnly(32), "float8": Float8WeightOnly(), "mxfp4": MXFP4WeightOnly()}
+    model = mixture(model_type)
+    qat.prepare_(model, scheme[name], filter_fn=lambda _, fqn: fqn.endswith("experts"))
+    wanted = trained(model)
+    qat.convert_(model)
+    lowbit.export(model, tmp_path / "out")
+    theirs = by_compressed_tensors(tmp_path / "out")
+    assert len(wanted) == 2
+    for weight, values in wanted.items():
+        assert torch.equal(theirs[weight], values), weight
+
+
+@pytest.mark.parametrize("scheme", [Int4WeightOnly(32), Int8WeightOnly(32)], ids=["int4", "int8"])
+def test_gguf(scheme: lowbit.Scheme, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.formats.test_gguf import llama as small
+    from tests.formats.test_gguf import tokenizer
+
+    model = small({"*": Int8WeightOnly()})
+    lowbit.dequantize_(model)
+    model.requires_grad_(True)
+    qat.prepare_(model, {"lm_head": None, "*": scheme})
+    wanted = trained(model)
+    qat.convert_(model)
+    words = tokenizer(tmp_path / "tokenizer")
+    lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
+    kind = transformers.AutoModelForCausalLM
+    found = kind.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.bfloat16)
+    theirs = dict(found.named_parameters())
+    for weight, values in wanted.items():
+        assert torch.equal(theirs[weight], values), weight
