@@ -5,8 +5,8 @@
             …
             advance(weight.nbytes)
 
-A bar appears where rich is installed and stderr is a terminal, on rank 0 of a process group, one second after the start.
-Everywhere else nothing is written, and the calls cost nothing. Bars inside of bars share one display.
+A bar appears one second after the start, where rich is installed and stderr is a terminal, on rank 0 of a process
+group. Everywhere else nothing is written, and the calls cost nothing. Bars inside of bars share one display.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+
 from lowbit_kernels import compiling
 
 DELAY = 1.0
@@ -25,7 +26,9 @@ DELAY = 1.0
 
 
 @contextmanager
-def progress(what: str, total: int | None, *, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int | None, *, unit: str = "bytes"
+) -> Iterator[Callable[[int], None]]:
     """A function that advances the bar by so many units of `total`.
 
     Args:
@@ -132,7 +135,11 @@ def _new_bars() -> Any:
 
     columns = TextColumn("{task.description}"), BarColumn(), Count(), TimeRemainingColumn()
     # transient: the last line of a program stays its own. What the program prints is not redirected.
-    options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    options: dict[str, Any] = {
+        "transient": True,
+        "redirect_stdout": False,
+        "redirect_stderr": False,
+    }
     return Progress(*columns, console=Console(stderr=True), **options)
 
 
