@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from lowbit.cli.errors import exit_code, one_line
+from lowbit.cli.errors import INTERRUPTED, exit_code, one_line
 from lowbit.cli.installed import check_installed
-
-INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:

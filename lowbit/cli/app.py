@@ -8,6 +8,7 @@ import typer
 
 import lowbit
 from lowbit.cli import bench, convert, doctor, estimate, evaluate, generate, inspect
+from lowbit.cli.errors import INTERRUPTED
 
 app = typer.Typer(
     name="lowbit",
@@ -44,10 +45,15 @@ def _top(
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code. Raises what the command and the parser raise."""
+    """Run one command and return its exit code. Raises what the command and the parser raise.
+
+    typer turns an interruption into `Abort`, or, in later releases, into an exit code.
+    """
     command: Any = typer.main.get_command(app)
     try:
         code = command.main(arguments, prog_name="lowbit", standalone_mode=False)
     except typer.Abort as error:
         raise KeyboardInterrupt from error
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     return code if isinstance(code, int) else 0

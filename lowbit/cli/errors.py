@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-FAILED, MISUSED = 1, 2
-"""Exit codes: the command failed; the command was called wrongly."""
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+"""Exit codes: the command failed; it was called wrongly; the user stopped it."""
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
 """What lowbit raises with a message that names the way out."""
