@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 Model = Annotated[
@@ -17,7 +18,28 @@ Against = Annotated[
     Path | None,
     typer.Option(metavar="ORIGINAL", help="The model in high precision, to compare with."),
 ]
-Device = Annotated[str, typer.Option(help='Where tensors are computed: "cpu", "cuda", "cuda:1".')]
+
+
+def usable_device(given: str | None) -> str | None:
+    """`given`, where torch can use it. Raises ValueError for a device that it does not know or see."""
+    if given is None:
+        return None
+    try:
+        torch.empty(0, device=given)
+    except (RuntimeError, AssertionError) as error:
+        seen = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        raise ValueError(
+            f"--device {given} cannot be used; torch sees: {seen}. `lowbit doctor` says why"
+        ) from error
+    return given
+
+
+Device = Annotated[
+    str,
+    typer.Option(
+        callback=usable_device, help='Where tensors are computed: "cpu", "cuda", "cuda:1".'
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[
     Path | None,

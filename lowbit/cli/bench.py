@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 import lowbit
-from lowbit.cli.arguments import Json, Picture
+from lowbit.cli.arguments import Json, Picture, usable_device
 from lowbit.cli.output import check_picture, new_figure, print_json, print_table, save_picture
 from lowbit.progress import progress
 
@@ -58,7 +58,10 @@ class Row:
 
 def bench(
     device: Annotated[
-        str | None, typer.Option(help='"cpu" or "cuda"; default: the GPU, if there is one.')
+        str | None,
+        typer.Option(
+            callback=usable_device, help='"cpu" or "cuda"; default: the GPU, if there is one.'
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a first look.")] = False,
     json: Json = False,
@@ -75,8 +78,6 @@ def bench(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in _SIZES:
         raise ValueError(f"--device {where} is not measured; accepted: {', '.join(_SIZES)}")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU; `lowbit doctor` says why")
     sizes = _QUICK if quick else _SIZES[where.type]
     rows = measured(where, sizes)
     if picture is not None:

@@ -24,6 +24,7 @@ from lowbit.cli.output import (
 )
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
+from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufFile
 from lowbit.formats.quantizing import snr
 from lowbit.formats.reading import opened
@@ -61,10 +62,16 @@ def inspect(
     if picture is not None:
         _draw(weights, folder.path.name, picture)
     if json:
-        name = None if folder.format is None else folder.format.name
-        print_json({"path": str(model), "format": name, **summary(weights)})
+        print_json({"path": str(model), "format": _format_of(folder), **summary(weights)})
         return
     _print(folder, weights)
+
+
+def _format_of(folder: Folder | GgufFile) -> str | None:
+    """The name of the format; None for plain weights."""
+    if isinstance(folder, GgufFile):
+        return Gguf.name
+    return None if folder.format is None else folder.format.name
 
 
 def _weights(folder: Folder | GgufFile, original: Folder | GgufFile | None) -> Iterable[Weight]:
@@ -126,10 +133,9 @@ def _numel(weight: Weight) -> int:
 
 def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
     found = summary(weights)
-    name = "plain" if folder.format is None else folder.format.name
     low = percent(found["low_bit_nbytes"], found["nbytes"])
     typer.echo(
-        f"{folder.path}: {name}, {found['parameters']:,} parameters in {size(found['nbytes'])}; "
+        f"{folder.path}: {_format_of(folder) or 'plain'}, {found['parameters']:,} parameters in {size(found['nbytes'])}; "
         f"{low} of the bytes are in low bits"
     )
     rows = [

@@ -19,7 +19,9 @@ which keeps no T x T matrix.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,7 @@ from lowbit.cli.shapes import Model, Shape, Sizes
 from lowbit.optim import state
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.int8_weight import Int8WeightTensor
 from lowbit.train import prepare_
 from lowbit.train_scheme import Int8Weight
 
@@ -100,6 +102,7 @@ def quantized_bytes(model: Model, scheme: Scheme) -> int:
     )
 
 
+@functools.cache
 def _in_scheme(shape: Shape, scheme: Scheme) -> int:
     if scheme.obstacle(shape, {"linear"}) is not None:
         return HALF * math.prod(shape)
@@ -116,12 +119,16 @@ def int8_weight_bytes(model: Model) -> int:
     )
 
 
+@functools.cache
 def _as_int8_weight(shape: Shape) -> int:
     layer = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=HIGH)
     holder = nn.ModuleDict({"layer": layer})
     prepare_(holder, Int8Weight())
     weight: Any = holder["layer"].weight
-    return weight.nbytes_stored() if isinstance(weight, LowbitTensor) else HALF * weight.numel()
+    if not isinstance(weight, Int8WeightTensor):
+        return HALF * math.prod(shape)
+    weight.set_offsets("")  # a weight on meta has none yet
+    return weight.nbytes_stored()
 
 
 def torch_states(shapes: Mapping[str, Shape]) -> int:
@@ -131,16 +138,19 @@ def torch_states(shapes: Mapping[str, Shape]) -> int:
 
 def lowbit_states(shapes: Mapping[str, Shape], kind: type[optim.AdamW]) -> int:
     """A lowbit optimizer's states of weights in bfloat16."""
-    total = 0
-    for shape in shapes.values():
-        weight = nn.Parameter(torch.empty(shape, dtype=HIGH, device="meta"))
-        optimizer = kind([weight])
-        group = optimizer.param_groups[0]
-        total += state.nbytes(state.new_step(weight))
-        for name, signed in optimizer.state_names(group).items():
-            made = state.new_state(weight, optimizer.state_format(group, name), signed)
-            total += state.nbytes(made)
-    return total
+    alike = Counter(shapes.values())
+    return sum(count * _states_of(shape, kind) for shape, count in alike.items())
+
+
+def _states_of(shape: Shape, kind: type[optim.AdamW]) -> int:
+    weight = nn.Parameter(torch.empty(shape, dtype=HIGH, device="meta"))
+    optimizer = kind([weight])
+    group = optimizer.param_groups[0]
+    made = [
+        state.new_state(weight, optimizer.state_format(group, name), signed)
+        for name, signed in optimizer.state_names(group).items()
+    ]
+    return sum(map(state.nbytes, [state.new_step(weight), *made]))
 
 
 def adapters(model: Model, rank: int = RANK) -> dict[str, Shape]:

@@ -70,10 +70,10 @@ def read(path: Path) -> Model:
         if folder.format is None:
             weights = {name: folder.plain_shape(name) for name in folder.plain}
             return Model(weights, sizes, "the shards")
-    weights, source = _by_transformers(config), "transformers"
-    if weights is None:
-        weights, source = _like_llama(config, sizes, file), "config.json, as of a Llama"
-    return Model(weights, sizes, source)
+    built = _by_transformers(config)
+    if built is not None:
+        return Model(built, sizes, "transformers")
+    return Model(_like_llama(config, sizes, file), sizes, "config.json, as of a Llama")
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def _sizes(config: Mapping[str, Any], file: Path) -> Sizes:
     head = int(config.get("head_dim") or hidden // heads)
     groups = int(config.get("num_key_value_heads") or heads)
     visited = int(config.get("num_experts_per_tok") or 1) if _experts(config) else 1
-    return Sizes(layers, hidden, heads * head, groups * head, int(inner) * visited, vocabulary)
+    width = int(inner or 0) * visited
+    return Sizes(layers, hidden, heads * head, groups * head, width, vocabulary)
 
 
 def _is_size(value: Any) -> bool:

@@ -95,7 +95,7 @@ REFUSED = {
     "quantize model --out new --layers 'nothing=int8'": "choose no weight",
     "quantize model --out new --max-shard-size huge": "max_shard_size",
     "quantize model --out new --scales best": "accepted: minmax",
-    "quantize model --out new --device cuda:99": "",
+    "quantize model --out new --device cuda:99": "`lowbit doctor`",
     "quantize low --out new": "in low bits already",
     "export model --format gptq --out new": "`lowbit quantize`",
     "export low --format bitsandbytes-int8 --out new": "--lossy",
@@ -106,7 +106,8 @@ REFUSED = {
     "estimate text.txt": "cannot be read",
     "estimate missing.json": "does not exist",
     "estimate other/config.json": "num_hidden_layers",
-    "bench --device tpu": "",
+    "bench --device tpu": "torch sees: cpu",
+    "bench --device meta": "accepted: cpu",
 }
 
 
