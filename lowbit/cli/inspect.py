@@ -134,8 +134,9 @@ def _numel(weight: Weight) -> int:
 def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
     found = summary(weights)
     low = percent(found["low_bit_nbytes"], found["nbytes"])
+    kind = _format_of(folder) or "plain"
     typer.echo(
-        f"{folder.path}: {_format_of(folder) or 'plain'}, {found['parameters']:,} parameters in {size(found['nbytes'])}; "
+        f"{folder.path}: {kind}, {found['parameters']:,} parameters in {size(found['nbytes'])}; "
         f"{low} of the bytes are in low bits"
     )
     rows = [

@@ -17,7 +17,7 @@ for package in ("typer", "rich", "safetensors", "matplotlib"):
     pytest.importorskip(package)  # skips the module that imports this one
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HIDDEN, INNER, LAYERS, HEADS, GROUPS, VOCABULARY = 128, 256, 2, 4, 2, 257
+HIDDEN, INNER, LAYERS, HEADS, GROUPS, VOCABULARY = 128, 256, 2, 4, 2, 258
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -28,6 +28,7 @@ CONFIG = {
     "num_key_value_heads": GROUPS,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
 MATRICES = 7 * LAYERS

@@ -193,3 +193,23 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for line in of_page():
         assert main(shlex.split(line)[1:]) == 0, line
+
+
+def test_gguf_files_are_written_inspected_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.formats.test_gguf import tokenizer  # which skips without gguf
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer(make_model(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    line = "quantize model --group-size 32 --format gguf --out model.gguf"
+    assert main(line.split()) == 0
+    assert main(["inspect", "model.gguf", "--against", "model"]) == 0
+    shown = capsys.readouterr().out
+    assert "model.gguf: gguf" in shown and shown.count(" dB\n") == MATRICES + 5, (
+        "and the five worst"
+    )
+    assert main(["generate", "model.gguf", "--prompt", "the", "--max-new-tokens", "4"]) == 0
+    assert main(["eval", "model.gguf", "--data", "text.txt", "--against", "model"]) == 0
