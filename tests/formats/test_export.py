@@ -425,3 +425,16 @@ def test_a_format_of_ones_own_is_one_class(monkeypatch, tmp_path: Path) -> None:
     model = low_bit(Int4WeightOnly(64))
     lowbit.export(model, tmp_path / "out", "renamed")
     assert_same_values(lowbit.load_pretrained(tmp_path / "out", build(1)), model)
+
+
+def test_a_waiting_shard_does_not_keep_its_source_in_memory(tmp_path: Path) -> None:
+    """A tensor of a mapped file keeps the whole file mapped, so the shard holds copies."""
+    from lowbit.formats.registry import by_name
+    from lowbit.formats.shards import Shards
+
+    plain_folder(tmp_path / "plain", build())
+    mapped = dict(formats.tensors(tmp_path / "plain"))
+    shards = Shards(tmp_path, 10**9, by_name("lowbit"))
+    shards.add(mapped, "plain", None)
+    shared = [n for n, t in shards._tensors.items() if t.data_ptr() == mapped[n].data_ptr()]
+    assert not shared and shards._tensors.keys() == mapped.keys()
