@@ -181,7 +181,8 @@ def _name(device: torch.device) -> str:
 
 def _draw(rows: list[Row], path: Path) -> None:
     figure, (axis,) = new_figure(1, 8, 5)
-    low = [row for row in rows if row.speedup != 1.0 or row.name not in ("bf16",)]
+    baselines = {row.group: row for row in reversed(rows)}
+    low = [row for row in rows if row is not baselines[row.group]]
     labels = [f"{row.group}: {row.name}" for row in low][::-1]
     axis.barh(labels, [row.speedup for row in low][::-1], color="tab:blue")
     axis.axvline(1.0, color="black", linewidth=1)

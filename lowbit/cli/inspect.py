@@ -179,7 +179,7 @@ def _draw(weights: list[Weight], title: str, path: Path) -> None:
         for scheme in dict.fromkeys(w.stored_as for w in compared):
             points = [(i, w.snr_db) for i, w in enumerate(compared) if w.stored_as == scheme]
             axes[1].plot(*zip(*points, strict=True), "o", markersize=4, label=scheme)
-        axes[1].set(xlabel="weight, in the order of the file", ylabel="SNR in dB")
+        axes[1].set(xlabel="weight, in the order of the table", ylabel="SNR in dB")
         axes[1].set(title="against the original")
         axes[1].legend()
     save_picture(figure, path)

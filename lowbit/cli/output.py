@@ -94,11 +94,13 @@ def check_picture(path: Path | None) -> None:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure. The file appears whole or not at all."""
+    """Write a matplotlib figure. The file appears whole or not at all. Raises ValueError where it cannot be written."""
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{path.suffix}")
     try:
         figure.savefig(temporary, dpi=150, bbox_inches="tight")
         os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
 

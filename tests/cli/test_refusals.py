@@ -156,8 +156,12 @@ def test_a_read_only_folder_is_refused(home: Path, capfd: pytest.CaptureFixture[
     """The kernel's own folder is read-only for root too."""
     if not Path("/sys").is_dir():
         pytest.skip("needs Linux")
-    _, message = refused("quantize model --out /sys/lowbit-model", home, capfd)
-    assert "/sys cannot be written" in message
+    for line in (
+        "quantize model --out /sys/lowbit-model",
+        "inspect model --picture /sys/chart.png",
+    ):
+        _, message = refused(line, home, capfd)
+        assert "cannot be written" in message
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
