@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.convert import Filter, Schemes, check_module, find_targets, rounding_owners
 from lowbit.learned_scales import learns_zero
 from lowbit.observer import Method, Observer, sum_over_ranks
+from lowbit.progress import progress
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor import static_input
 from lowbit.tensor.conv_tensor import CONVOLUTIONS
@@ -178,17 +179,24 @@ def _finish(
                 f"{sum(len(each.names) for each in watched)} layers) cannot be calibrated: they {what}. {_WAYS[count]}"
             )
     ranges = {}
-    for each in watched:
-        values = each.observer.range()
-        if not isinstance(each.modules[0], static_input.RoundsInput):
-            unknown = values.new_full((1,), torch.nan)
-            zero: Tensor | None = unknown.clone() if learns_zero(each.spec) else None
-            static_input.hold_input(each.modules, each.spec, (unknown, zero), learned=False)
-        for module in each.modules:
-            static_input.set_range(module, each.spec, values)
-        low, high = values.tolist()
-        ranges.update(dict.fromkeys(each.names, (low, high)))
+    with progress("calibrating", len(watched), unit="layers") as advance:
+        for each in watched:
+            ranges.update(dict.fromkeys(each.names, _set_scale(each)))
+            advance(1)
     return ranges
+
+
+def _set_scale(each: _Watched) -> tuple[float, float]:
+    """Choose the range of a layer's input from its statistics, and set it in all modules. Returns it."""
+    values = each.observer.range()
+    if not isinstance(each.modules[0], static_input.RoundsInput):
+        unknown = values.new_full((1,), torch.nan)
+        zero: Tensor | None = unknown.clone() if learns_zero(each.spec) else None
+        static_input.hold_input(each.modules, each.spec, (unknown, zero), learned=False)
+    for module in each.modules:
+        static_input.set_range(module, each.spec, values)
+    low, high = values.tolist()
+    return low, high
 
 
 _WAYS = {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowbit.progress import progress
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor, check_weight
@@ -514,18 +515,30 @@ def replace_weights(
     Args:
         note: what the report says of each; None for the scheme's description.
     """
-    while targets:
-        target = targets.pop(0)
-        starts = getattr(target.weight, "stored_as", None) is not None and target.scheme is not None
-        keeps_grad = trainable and (starts or target.weight.requires_grad)
-        new = nn.Parameter(make(target), requires_grad=keeps_grad)
-        for module, name, _ in target.owners:
-            module.register_parameter(name, new)
-        first, *others = (owner.fqn for owner in target.owners)
-        left_behind = hand_over(target.weight, new, first, trainable)
-        shape = matrix_shape(new.shape) if is_conv(target) else new.shape
-        about = note or target.scheme.describe(shape)
-        about = f"{about}; {left_behind}" if left_behind else about
-        report.entries.append(Entry(first, tuple(new.shape), True, about))
-        report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]
+    with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
+        while targets:
+            size = targets[0].weight.nbytes
+            _replace(targets.pop(0), report, make, trainable, note)
+            advance(size)
     return report
+
+
+def _replace(
+    target: Target,
+    report: Report,
+    make: Callable[[Target], Tensor],
+    trainable: bool,
+    note: str | None,
+) -> None:
+    starts = getattr(target.weight, "stored_as", None) is not None and target.scheme is not None
+    keeps_grad = trainable and (starts or target.weight.requires_grad)
+    new = nn.Parameter(make(target), requires_grad=keeps_grad)
+    for module, name, _ in target.owners:
+        module.register_parameter(name, new)
+    first, *others = (owner.fqn for owner in target.owners)
+    left_behind = hand_over(target.weight, new, first, trainable)
+    shape = matrix_shape(new.shape) if is_conv(target) else new.shape
+    about = note or target.scheme.describe(shape)
+    about = f"{about}; {left_behind}" if left_behind else about
+    report.entries.append(Entry(first, tuple(new.shape), True, about))
+    report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lowbit.progress import progress
+
 _MOST_THREADS = 16
+_D = TypeVar("_D")
 
 
 def threads() -> int:
@@ -48,8 +51,7 @@ def _layout(t: Tensor) -> dict[str, Any]:
 
 def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """The entry of each tensor by name: dtype, shape and digest."""
-    with ThreadPoolExecutor(threads()) as pool:
-        found = dict(zip(tensors, pool.map(of_tensor, tensors.values()), strict=True))
+    found = _each(of_tensor, tensors)
     return {name: {**_layout(t), "sha256": found[name]} for name, t in tensors.items()}
 
 
@@ -74,12 +76,19 @@ def damaged(
     entries: Mapping[str, Any], tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> set[str]:
     """The subset of `names` whose tensors hold other bytes than were saved."""
-    names = list(names)
-    with ThreadPoolExecutor(threads()) as pool:
-        found = pool.map(_digest, [tensors[name] for name in names])
-        return {
-            n for n, digest in zip(names, found, strict=True) if digest != entries[n].get("sha256")
-        }
+    found = _each(_digest, {name: tensors[name] for name in names})
+    return {name for name, digest in found.items() if digest != entries[name].get("sha256")}
+
+
+def _each(digest: Callable[[Tensor], _D], tensors: Mapping[str, Tensor]) -> dict[str, _D]:
+    """`digest` of each tensor by name, in several threads."""
+    found: dict[str, _D] = {}
+    total = sum(t.nbytes for t in tensors.values())
+    with progress("hashing", total) as advance, ThreadPoolExecutor(threads()) as pool:
+        for (name, t), one in zip(tensors.items(), pool.map(digest, tensors.values()), strict=True):
+            found[name] = one
+            advance(t.nbytes)
+    return found
 
 
 def listed(names: list[str]) -> str:

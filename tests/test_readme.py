@@ -24,6 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {
     "README.md": ("safetensors",),
     "docs/checkpoints.md": ("safetensors",),
+    "docs/command-line.md": ("typer", "rich", "safetensors", "matplotlib"),
     "docs/formats.md": ("safetensors",),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),

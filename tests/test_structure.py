@@ -59,8 +59,14 @@ OPTIONAL = [
     "torchtitan",
     "tensorboard",
     "pytest",
+    "typer",
+    "rich",
 ]
-INTEGRATIONS = {"torchtitan": {"torchtitan"}, "hf": {"transformers", "safetensors"}}
+INTEGRATIONS = {
+    "torchtitan": {"torchtitan"},
+    "hf": {"transformers", "safetensors"},
+    "cli": {"typer", "rich"},
+}
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
 
 
@@ -135,14 +141,15 @@ OURS = [p for p in SOURCES if module_name(p)]
 ALLOWED: dict[str, set[str]] = {
     "kernels": {"kernels"},
     "maths": {"maths"},
+    "progress": {"kernels"},
     "traced": {"maths"},
     "tracer": {"traced", "maths", "kernels"},
     "products": {"maths", "kernels", "tracer"},
     "tensor": {"tensor", "products", "tracer", "traced", "maths", "kernels"},
     "replaced": {"tensor"},
-    "convert": {"tensor", "maths", "replaced"},
-    "calibration": {"tensor", "convert", "maths"},
-    "digests": set(),
+    "convert": {"tensor", "maths", "replaced", "progress"},
+    "calibration": {"tensor", "convert", "maths", "progress"},
+    "digests": {"progress"},
     "container": {"digests"},
     "checkpoint": {"container", "tensor", "maths"},
     **{
@@ -150,7 +157,7 @@ ALLOWED: dict[str, set[str]] = {
         for flow in FLOWS
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
-    "formats": {"formats", "checkpoint", "tensor", "convert", "maths"},
+    "formats": {"formats", "checkpoint", "tensor", "convert", "maths", "progress"},
     "names": {"maths", *FLOWS},
     "hf": {
         *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize"),
@@ -173,6 +180,11 @@ ALLOWED: dict[str, set[str]] = {
         *FLOWS,
     },
     "testing": {"testing", "tensor", "checkpoint"},
+    "cli": {
+        *("cli", "surface", "names", "formats", "tensor", "convert", "maths", "progress", "hf"),
+        *("kernels", "products", *FLOWS),
+    },
+    "__main__": {"cli"},
     "recipes": {
         *("recipes", "surface", "maths", "tensor", "products", "convert", "tracer"),
         *("checkpoint", "dequantize", "formats", "torchtitan", *FLOWS),

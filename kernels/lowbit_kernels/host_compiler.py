@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowbit_kernels import disk_cache, trusted_folder
+from lowbit_kernels.compiling import compiling
 
 # Without contraction into FMA, all compilers give the same results. Kernels read neither errno nor the flags of
 # floating-point exceptions.
@@ -70,7 +71,8 @@ def library(source: str) -> ctypes.CDLL:
         with contextlib.suppress(OSError):  # for example, compiled for another C library
             return _loaded(kept)
     try:
-        code = _compile(source)
+        with compiling("the CPU"):
+            code = _compile(source)
         disk_cache.keep(code, *key)
         return _loaded(code)
     except (OSError, ValueError) as error:  # no folder for temporary files, a full disk, ...

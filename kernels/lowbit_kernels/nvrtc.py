@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowbit_kernels import disk_cache
+from lowbit_kernels.compiling import compiling
 
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may have without setting an attribute of the kernel."""
@@ -204,7 +205,8 @@ def compiled(source: str, arch: str) -> bytes:
     kept = disk_cache.find(*key)
     if kept is not None:
         return kept
-    cubin = _compile(source, arch)
+    with compiling(arch):
+        cubin = _compile(source, arch)
     disk_cache.keep(cubin, *key)
     return cubin
 

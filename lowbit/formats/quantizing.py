@@ -150,10 +150,10 @@ def quantized(
     return weight if device.type == "cpu" else weight._map(lambda t: t.cpu())
 
 
-def snr(values: Tensor, weight: LowbitTensor) -> float:
+def snr(values: Tensor, weight: Tensor) -> float:
     """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
     signal = noise = 0.0
-    rounded = weight.dequantize()
+    rounded = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
     step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
     for own, got in zip(values.split(step), rounded.split(step), strict=True):
         own = own.to(torch.float32, copy=True)

@@ -15,7 +15,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf_file import GgufFile
-from lowbit.formats.progress import nbytes, progress
+from lowbit.progress import progress
 from lowbit.tensor.base import LowbitTensor
 
 
@@ -26,10 +26,11 @@ def tensors(
 
     On the CPU plain tensors are views of the file. Raises FormatError as `load_pretrained` does.
     """
-    return _tensors(_opened(path), torch.device(device))
+    return _tensors(opened(path), torch.device(device))
 
 
-def _opened(path: str | os.PathLike[str]) -> Folder | GgufFile:
+def opened(path: str | os.PathLike[str]) -> Folder | GgufFile:
+    """A checkpoint whose tensors are read one at a time. Raises FormatError as `load_pretrained` does."""
     return GgufFile(path) if Path(path).suffix == ".gguf" else Folder(path)
 
 
@@ -43,7 +44,7 @@ def _tensors(
                 low = isinstance(t, LowbitTensor)
                 t = t._map(lambda part: part.to(device)) if low else t.to(device)  # type: ignore[attr-defined]
             yield item.name, t
-            advance(nbytes(item.value))
+            advance(item.nbytes)
 
 
 def load_pretrained(
@@ -72,7 +73,7 @@ def load_pretrained(
     one than config.json says; names or shapes that do not fit the model, which is then as it was where names are
     concerned.
     """
-    folder = _opened(path)
+    folder = opened(path)
     built = _built(folder) if model is None else model
     _fill(built, folder, torch.device(device))
     if model is None:

@@ -119,8 +119,10 @@ class Shards:
             if stored in self._names or stored in self._tensors:
                 raise FormatError(f"two tensors would be stored as {stored}; rename one")
             own = t.detach().cpu().contiguous()
-            is_view = own.untyped_storage().nbytes() != own.nbytes
-            self._tensors[stored] = own.clone() if is_view else own  # a view keeps a whole file
+            storage = own.untyped_storage()
+            # A view of a mapped file keeps the whole file in memory. Its storage cannot be resized.
+            is_view = storage.nbytes() != own.nbytes or not storage.resizable()
+            self._tensors[stored] = own.clone() if is_view else own
         if weight is None:
             self._plain.append(name)
         else:

@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from lowbit.tensor.base import LowbitTensor
+
 Holder = Literal["linear", "embedding", "other"]
 """The kind of the module that holds a tensor."""
 
@@ -27,6 +29,12 @@ class Item:
     holder: Holder
     note: str = ""
     snr: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes as it is stored."""
+        value = self.value
+        return value.nbytes_stored() if isinstance(value, LowbitTensor) else value.nbytes
 
 
 class Source(Protocol):

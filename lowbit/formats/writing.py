@@ -19,11 +19,11 @@ from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufWriter, new_file
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.module import Model
-from lowbit.formats.progress import nbytes, progress
 from lowbit.formats.quantizing import Quantizing, snr
 from lowbit.formats.registry import by_name
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
 from lowbit.formats.sources import Item, Source
+from lowbit.progress import progress
 from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor
 
@@ -155,7 +155,7 @@ def _write_all(
     heap = Trimmed()
     with progress(f"writing {target.name}", source.nbytes) as advance:
         for item in source.items():
-            size = nbytes(item.value)
+            size = item.nbytes
             try:
                 item, parts = _in_format(item, target, lossy)
             except FormatError as error:

@@ -82,12 +82,13 @@ def low_bit(scheme: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     return model
 
 
-def plain_folder(path: Path, model: nn.Module, **config: Any) -> Path:
+def plain_folder(path: Path, model: nn.Module | dict[str, Tensor], **config: Any) -> Path:
     """The folder of a checkpoint in high precision, in two shards, with a tokenizer's file."""
     from safetensors.torch import save_file
 
     path.mkdir()
-    entries = sorted(dict(model.state_dict()).items())
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    entries = sorted(dict(state).items())
     half = len(entries) // 2
     files = {"model-00001-of-00002.safetensors": entries[:half]}
     files["model-00002-of-00002.safetensors"] = entries[half:]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,10 @@ from lowbit import (
     LowbitTensor,
     PerBlock,
     formats,
+    progress,
     quantize_,
 )
-from lowbit.formats import FormatError
+from lowbit.formats import FormatError, writing
 from tests.formats.models import SCHEMES, TOKENS, build, low_bit, plain_folder
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -365,13 +367,14 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_shows_where_somebody_looks(monkeypatch, tmp_path: Path) -> None:
-    pytest.importorskip("tqdm")
+    pytest.importorskip("rich")
+    encoded = writing._encoded
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(writing, "_encoded", lambda *given: (time.sleep(0.1), encoded(*given))[1])
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
-        out = tmp_path / type(stream).__name__
-        lowbit.export(low_bit(Int4WeightOnly(64)), out)
-        lowbit.load_pretrained(out, build(1))
-        shown = "writing compressed-tensors: 100%" in stream.getvalue()
+        lowbit.export(low_bit(Int4WeightOnly(64)), tmp_path / type(stream).__name__)
+        shown = "writing compressed-tensors" in stream.getvalue()
         assert shown is isinstance(stream, Terminal)
         assert shown or not stream.getvalue()
 
@@ -425,3 +428,16 @@ def test_a_format_of_ones_own_is_one_class(monkeypatch, tmp_path: Path) -> None:
     model = low_bit(Int4WeightOnly(64))
     lowbit.export(model, tmp_path / "out", "renamed")
     assert_same_values(lowbit.load_pretrained(tmp_path / "out", build(1)), model)
+
+
+def test_a_waiting_shard_does_not_keep_its_source_in_memory(tmp_path: Path) -> None:
+    """A tensor of a mapped file keeps the whole file mapped, so the shard holds copies."""
+    from lowbit.formats.registry import by_name
+    from lowbit.formats.shards import Shards
+
+    plain_folder(tmp_path / "plain", build())
+    mapped = dict(formats.tensors(tmp_path / "plain"))
+    shards = Shards(tmp_path, 10**9, by_name("lowbit"))
+    shards.add(mapped, "plain", None)
+    shared = [n for n, t in shards._tensors.items() if t.data_ptr() == mapped[n].data_ptr()]
+    assert not shared and shards._tensors.keys() == mapped.keys()

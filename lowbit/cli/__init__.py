@@ -1,0 +1,35 @@
+"""The command line `lowbit`: quantize, export, inspect, eval, generate, estimate, bench, doctor.
+
+`python -m lowbit` is the same. Its own packages, typer and rich, come with the extra `cli`. An error is one line on
+stderr that says the way out, and the exit code is not 0; `--debug` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lowbit.cli.errors import INTERRUPTED, exit_code, one_line
+from lowbit.cli.installed import check_installed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Returns the exit code.
+
+    Args:
+        arguments: those behind the program's name; None takes them from `sys.argv`.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    shows_traceback = "--debug" in given
+    try:
+        check_installed()
+        from lowbit.cli.app import run
+
+        return run([argument for argument in given if argument != "--debug"])
+    except KeyboardInterrupt:
+        print("lowbit: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if shows_traceback:
+            raise
+        print(f"lowbit: {one_line(error)}", file=sys.stderr)
+        return exit_code(error)

@@ -1,0 +1,141 @@
+"""`lowbit quantize` and `lowbit export`: folders in, folders out, a few tensors at a time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowbit import formats
+from lowbit.cli.arguments import Device, Json, Model
+from lowbit.cli.output import decibel, percent, print_json, print_table, size
+from lowbit.cli.schemes import chosen
+from lowbit.formats.reading import opened
+from lowbit.scheme import Scheme
+
+_WORST = 5
+"""How many layers with the lowest signal-to-noise ratio a report names."""
+
+Out = Annotated[Path, typer.Option(help="The folder to make; a file for gguf.")]
+Format = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(formats.names())}.")]
+SchemeName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="int4, int8, float8, int8_int8, … or a preset with options."),
+]
+GroupSize = Annotated[int | None, typer.Option(help="Inputs that share a scale.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN=SCHEME", help="A scheme, or none, for some layers; repeat it."),
+]
+Scales = Annotated[
+    str, typer.Option(help='"minmax", or "searched" with a smaller error and more time.')
+]
+Lossy = Annotated[
+    bool, typer.Option("--lossy", help="Round what the format cannot hold, and state the loss.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]
+ShardSize = Annotated[str, typer.Option(help="The largest size of a shard.")]
+
+
+def quantize(
+    model: Model,
+    out: Out,
+    scheme: SchemeName = "int4",
+    group_size: GroupSize = None,
+    layers: Layers = None,
+    format: Format = "compressed-tensors",
+    scales: Scales = "minmax",
+    lossy: Lossy = False,
+    overwrite: Overwrite = False,
+    max_shard_size: ShardSize = "500MB",
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
+
+    The model is never whole in memory. Embeddings, the output head and routers stay in high precision unless --layers
+    names them.
+
+    \b
+    Examples:
+      lowbit quantize model --scheme int4 --group-size 128 --out model-int4
+      lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
+      lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
+    """
+    patterns = chosen(scheme, group_size, layers or ())
+    _write(model, out, format, patterns, json, scales=scales, lossy=lossy, overwrite=overwrite,
+           max_shard_size=max_shard_size, device=device)  # fmt: skip
+
+
+def export(
+    model: Model,
+    out: Out,
+    format: Format,
+    scheme: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Quantize a plain folder on the way.")
+    ] = None,
+    group_size: GroupSize = None,
+    lossy: Lossy = False,
+    overwrite: Overwrite = False,
+    max_shard_size: ShardSize = "500MB",
+    json: Json = False,
+) -> None:
+    """Write a model in low bits in another format, with the same values to the bit.
+
+    \b
+    Examples:
+      lowbit export model-int4 --format lowbit --out model-lowbit
+      lowbit export model-int4 --format gptq --lossy --out model-gptq
+      lowbit export model --scheme int8 --format compressed-tensors --out model-int8
+    """
+    if scheme is None and group_size is not None:
+        raise ValueError("--group-size belongs to a scheme; give --scheme too")
+    patterns = None if scheme is None else chosen(scheme, group_size, ())
+    _write(model, out, format, patterns, json, lossy=lossy, overwrite=overwrite,
+           max_shard_size=max_shard_size)  # fmt: skip
+
+
+def _write(
+    model: Path,
+    out: Path,
+    format: str,
+    scheme: Scheme | dict[str, Scheme | None] | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Export, and print the report."""
+    before = opened(model).nbytes
+    start = time.monotonic()
+    report = formats.export(model, out, format, scheme=scheme, **options)
+    seconds = time.monotonic() - start
+    worst = sorted(report.snr.items(), key=lambda entry: entry[1])[:_WORST]
+    if as_json:
+        print_json(
+            {
+                "out": str(out),
+                "format": report.format,
+                "bytes_before": before,
+                "bytes_after": report.nbytes,
+                "low_bit_bytes": report.low_bit_nbytes,
+                "parameters": report.parameters,
+                "low_bit_parameters": report.low_bits,
+                "seconds": seconds,
+                "snr_db": report.snr,
+                "left": report.left,
+            }
+        )
+        return
+    share = percent(report.low_bit_nbytes, report.nbytes)
+    typer.echo(f"{out}: {report.format}, written in {seconds:.1f} s and read back")
+    typer.echo(
+        f"{size(before)} before, {size(report.nbytes)} now; {share} of the bytes are in low bits"
+    )
+    if report.left:
+        names = ", ".join(list(report.left)[:_WORST])
+        more = f" and {len(report.left) - _WORST} more" if len(report.left) > _WORST else ""
+        typer.echo(f"in high precision: {names}{more}")
+    if worst:
+        rows = [(name, decibel(snr)) for name, snr in worst]
+        print_table("Lowest signal-to-noise ratios", ("weight", "SNR"), rows)

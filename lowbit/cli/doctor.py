@@ -1,0 +1,189 @@
+"""`lowbit doctor`: which kernels, compilers, GPUs and extras this machine can use, and why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import typer
+
+import lowbit
+from lowbit.cli.arguments import Json
+from lowbit.cli.output import print_json
+
+EXTRAS = {
+    "cli": ("typer", "rich", "safetensors", "matplotlib"),
+    "hf": ("transformers", "safetensors"),
+    "gguf": ("gguf", "safetensors"),
+    "finetune": ("tokenizers", "tqdm", "matplotlib", "safetensors", "peft", "transformers"),
+    "recipes": ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors"),
+    "torchtitan": ("torchtitan",),
+    "wandb": ("wandb",),
+}
+"""The packages of each extra that users install."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. usable: None for a version, which is neither good nor bad. detail: the reason and the way out."""
+
+    section: str
+    name: str
+    usable: bool | None
+    detail: str
+
+
+def doctor(json: Json = False) -> None:
+    """Say which kernels, compilers, GPUs and extras this machine can use, and why not.
+
+    \b
+    Examples:
+      lowbit doctor
+      lowbit doctor --json
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the findings say the same
+        found = [*_versions(), *_gpus(), *_compilers(), *_kernels(), *_extras()]
+    if json:
+        print_json({"findings": [asdict(finding) for finding in found]})
+        return
+    section = ""
+    for finding in found:
+        if finding.section != section:
+            section = finding.section
+            typer.echo(f"{section}:")
+        mark = {True: "yes", False: "no ", None: "   "}[finding.usable]
+        typer.echo(f"  {mark} {finding.name}: {finding.detail}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[Finding]:
+    processor = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+    threads = torch.get_num_threads()
+    yield Finding("versions", "lowbit", None, lowbit.__version__)
+    yield Finding("versions", "Python", None, f"{platform.python_version()} on {processor}")
+    yield Finding("versions", "torch", None, f"{torch.__version__}, {threads} threads")
+    yield Finding(
+        "versions", "CUDA of torch", None, torch.version.cuda or "none, this is a CPU build"
+    )
+    yield Finding("versions", "triton", None, _version("triton") or "not installed")
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        reason = (
+            "torch is a build for CPUs: install a CUDA build of torch from pytorch.org"
+            if torch.version.cuda is None
+            else "torch sees none: check nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
+        )
+        yield Finding("GPUs", "GPU", False, reason)
+        return
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        level = (properties.major, properties.minor)
+        units = [
+            name
+            for name, first in (("int8", (8, 0)), ("float8", (8, 9)), ("wgmma", (9, 0)))
+            if level >= first and (name != "wgmma" or level == first)
+        ]
+        memory = properties.total_memory / 2**30
+        detail = (
+            f"{properties.name}, {memory:.0f} GiB, compute capability {level[0]}.{level[1]}; "
+            f"matrix units for {', '.join(units) or 'neither int8 nor float8'}"
+        )
+        yield Finding("GPUs", f"cuda:{i}", bool(units), detail)
+
+
+def _compilers() -> Iterator[Finding]:
+    yield _finding("compilers", "C++ compiler", _why_no_host_compiler(), _host_compiler())
+    yield _finding("compilers", "NVRTC", _why_no_nvrtc(), "compiles CUDA kernels at first use")
+    nvcc = shutil.which("nvcc")
+    detail = f"{nvcc or 'not found'}; lowbit does not need it"
+    yield Finding("compilers", "nvcc", None if nvcc is None else True, detail)
+    from lowbit_kernels import disk_cache, trusted_folder
+
+    try:
+        folder = disk_cache.cache_folder()
+        with trusted_folder.opened(folder, make=True):
+            kept, detail = True, str(folder)
+    except OSError as error:
+        kept, detail = False, f"{error}: set LOWBIT_CACHE_DIR to a folder of your own"
+    yield Finding("compilers", "folder of compiled kernels", kept, detail)
+
+
+def _finding(section: str, name: str, obstacle: str | None, detail: str) -> Finding:
+    return Finding(section, name, obstacle is None, obstacle or detail)
+
+
+def _host_compiler() -> str:
+    from lowbit_kernels import host_compiler
+
+    return " ".join(host_compiler.compiler())
+
+
+def _why_no_host_compiler() -> str | None:
+    """Compile a function of one line."""
+    from lowbit_kernels import host_compiler
+
+    try:
+        host_compiler.library('extern "C" int lowbit_doctor() { return 1; }')
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _why_no_nvrtc() -> str | None:
+    from lowbit_kernels import nvrtc
+
+    if not torch.cuda.is_available():
+        return "there is no GPU to compile for"
+    if not nvrtc.is_available():
+        return "cuda.bindings is missing: pip install cuda-python"
+    return None
+
+
+def _why_no_triton() -> str | None:
+    if _version("triton") is None:
+        return "triton is not installed: pip install 'lowbit[triton]'"
+    return None if torch.cuda.is_available() else "there is no GPU to run it on"
+
+
+def _kernels() -> Iterator[Finding]:
+    on_cpu = _why_no_host_compiler()
+    if on_cpu is None and not torch.backends.openmp.is_available():
+        on_cpu = "this torch has no OpenMP"
+    fallback = "; PyTorch operations take their place"
+    hopper = None
+    if (obstacle := _why_no_nvrtc()) is not None:
+        hopper = obstacle
+    elif torch.cuda.get_device_capability() != (9, 0):
+        hopper = "they are for compute capability 9.0"
+    for name, obstacle, detail in (
+        ("CPU kernels", on_cpu, "int4 and int8 linears, optimizer steps, dequantization"),
+        ("CUDA optimizer steps", _why_no_nvrtc(), "one launch for all parameters"),
+        ("CUDA kernels for Hopper", hopper, "int4, int8 and float8 products, quantization"),
+        ("Triton kernels", _why_no_triton(), "products and quantization on other GPUs"),
+    ):
+        yield _finding("kernels", name, f"{obstacle}{fallback}" if obstacle else None, detail)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, packages in EXTRAS.items():
+        versions = {package: _version(package) for package in packages}
+        missing = [package for package, version in versions.items() if version is None]
+        detail = ", ".join(f"{p} {v}" for p, v in versions.items() if v is not None)
+        if missing:
+            detail = f"without {', '.join(missing)}: pip install 'lowbit[{extra}]'"
+        yield Finding("extras", extra, not missing, detail)

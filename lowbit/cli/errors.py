@@ -1,0 +1,46 @@
+"""An exception as one line that a user of the command line can act on."""
+
+from __future__ import annotations
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+"""Exit codes: the command failed; it was called wrongly; the user stopped it."""
+
+EXPECTED = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
+"""What lowbit raises with a message that names the way out."""
+
+_OPTIONS = {
+    "call lowbit.quantize_ first, or give a folder and scheme=": "call `lowbit quantize` first",
+    "overwrite=True": "--overwrite",
+    "lossy=True": "--lossy",
+    "scheme=": "--scheme",
+}
+"""How messages of the Python interface name what the command line has an option for."""
+
+
+def exit_code(error: Exception) -> int:
+    return MISUSED if _is_of_parser(error) else FAILED
+
+
+def one_line(error: Exception) -> str:
+    """The message on one line."""
+    if _is_of_parser(error):
+        context = getattr(error, "ctx", None)
+        command = "lowbit" if context is None else context.command_path
+        return f"{_joined(error.format_message())} (`{command} --help` says more)"  # type: ignore[attr-defined]
+    text = _joined(str(error))
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    for python, option in _OPTIONS.items():
+        text = text.replace(python, option)
+    if isinstance(error, EXPECTED) and text:
+        return text
+    return f"{type(error).__name__}: {text}; `--debug` shows where, please report it"
+
+
+def _is_of_parser(error: Exception) -> bool:
+    """Whether typer raised it for the arguments. typer's releases have these classes in different modules."""
+    return hasattr(error, "format_message")
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,135 @@
+"""`lowbit eval`: perplexity of a text and, against the original, divergence and agreement.
+
+With windows of T tokens, logits s of the model and t of the original, over all predicted tokens:
+
+    perplexity = exp(mean −log softmax(s)[next token])
+    KL = mean KL(softmax(t) ‖ softmax(s)), in nats
+    agreement = share of tokens with argmax s = argmax t
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from lowbit.cli.arguments import Against, Device, Json, Model
+from lowbit.cli.language_model import load, tokenizer_of
+from lowbit.cli.output import print_json, print_table
+from lowbit.progress import progress
+from lowbit.qat.divergence import distillation_loss
+
+_LONGEST = 2048
+"""Tokens of a window unless the model takes fewer or --context says otherwise."""
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[Path, typer.Option(metavar="TEXT", help="A file of text, in UTF-8.")],
+    against: Against = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a window.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Use only the first tokens of the text.")
+    ] = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Perplexity on a text and, against the original, KL divergence and top-1 agreement. Needs the extra hf.
+
+    \b
+    Examples:
+      lowbit eval model-int4 --data text.txt
+      lowbit eval model-int4 --data text.txt --against model --context 64 --limit 256 --json
+    """
+    tokens = _tokens(model, data, limit)
+    judged = load(model, device)
+    original = None if against is None else load(against, device)
+    windows = list(_windows(tokens, _length(judged, context)))
+    result = measure(judged, original, windows, torch.device(device))
+    if json:
+        print_json({"model": str(model), "data": str(data), **result})
+        return
+    rows = [("perplexity", f"{result['perplexity']:.3f}")]
+    if original is not None:
+        rows += [
+            ("perplexity of the original", f"{result['perplexity_original']:.3f}"),
+            ("KL(original || model), nats a token", f"{result['kl']:.4g}"),
+            ("top-1 agreement", f"{100 * result['agreement']:.1f}%"),
+        ]
+    print_table(f"{model}, {result['tokens']:,} predicted tokens of {data}", ("", ""), rows)
+
+
+def _tokens(model: Path, data: Path, limit: int | None) -> Tensor:
+    """The text as token ids [N], on the CPU."""
+    try:
+        text = data.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{data} is no text in UTF-8: {error.reason}; convert it first") from error
+    ids: list[int] = tokenizer_of(model)(text)["input_ids"]
+    if len(ids[:limit]) < 2:
+        raise ValueError(f"{data} has {len(ids[:limit])} tokens; at least 2 are needed")
+    return torch.tensor(ids[:limit])
+
+
+def _length(model: nn.Module, context: int | None) -> int:
+    """Tokens of a window. Raises ValueError for fewer than 2, and for more than the model takes."""
+    config: Any = model.config
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
+    if context is None:
+        return min(longest, _LONGEST)
+    if not 2 <= context <= longest:
+        raise ValueError(f"--context is {context}; this model takes 2 to {longest}")
+    return context
+
+
+def _windows(tokens: Tensor, length: int) -> Iterator[Tensor]:
+    """[1, T] each, without overlap. The last one may be shorter, and has at least two tokens."""
+    for part in tokens.split(length):
+        if len(part) > 1:
+            yield part[None]
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, original: nn.Module | None, windows: list[Tensor], device: torch.device
+) -> dict[str, Any]:
+    """The figures of the module's docstring. windows: token ids [1, T]."""
+    sums = dict.fromkeys(("nll", "nll_original", "kl", "agreement"), 0.0)
+    count = sum(w.numel() - 1 for w in windows)
+    with progress("evaluating", count, unit="tokens") as advance:
+        for window in windows:
+            ids = window.to(device)
+            labels, predicted = ids[0, 1:], ids.numel() - 1
+            logits = _logits(model, ids)
+            sums["nll"] += predicted * _nll(logits, labels)
+            if original is not None:
+                given = _logits(original, ids)
+                if given.shape != logits.shape:
+                    raise ValueError(
+                        f"the original has {given.shape[-1]} tokens in its vocabulary, the model {logits.shape[-1]}"
+                    )
+                sums["nll_original"] += predicted * _nll(given, labels)
+                sums["kl"] += predicted * float(distillation_loss(logits, given))
+                sums["agreement"] += int((logits.argmax(-1) == given.argmax(-1)).sum())
+            advance(predicted)
+    found: dict[str, Any] = {"tokens": count, "perplexity": math.exp(sums["nll"] / count)}
+    if original is not None:
+        found["perplexity_original"] = math.exp(sums["nll_original"] / count)
+        found |= {"kl": sums["kl"] / count, "agreement": sums["agreement"] / count}
+    return found
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """[T − 1, V]: those that predict the next token of the window."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits[0, :-1]
+
+
+def _nll(logits: Tensor, labels: Tensor) -> float:
+    """The mean cross-entropy, a few tokens in float32 at a time."""
+    return float(distillation_loss(logits, logits, labels, kl_weight=0.0))

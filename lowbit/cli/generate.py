@@ -1,0 +1,57 @@
+"""`lowbit generate`: text from a folder."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from lowbit.cli.arguments import Device, Json, Model
+from lowbit.cli.language_model import load, tokenizer_of
+from lowbit.cli.output import print_json
+from lowbit.progress import waiting
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token; higher values vary more.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Continue a prompt with a model in low bits, or a plain one. Needs the extra hf.
+
+    \b
+    Examples:
+      lowbit generate model-int4 --prompt "the model" --max-new-tokens 8
+      lowbit generate model-int4 --prompt "the model" --max-new-tokens 8 --temperature 0.7 --json
+    """
+    tokenizer = tokenizer_of(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        raise ValueError("--prompt has no tokens; give at least one word")
+    loaded: Any = load(model, device)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    if tokenizer.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.eos_token_id
+    given = torch.as_tensor(ids, device=device)
+    start = time.monotonic()
+    with torch.no_grad(), waiting("generating"):
+        made = loaded.generate(given, attention_mask=torch.ones_like(given), **options)
+    seconds = time.monotonic() - start
+    text = tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)
+    count = made.shape[1] - given.shape[1]
+    if json:
+        print_json({"prompt": prompt, "text": text, "tokens": count, "seconds": seconds})
+        return
+    typer.echo(f"{prompt}{'' if text[:1].isspace() else ' '}{text}")
+    typer.echo(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", err=True)

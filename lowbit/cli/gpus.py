@@ -1,0 +1,40 @@
+"""The memory of common GPUs, in GiB as their drivers report it, rounded down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A size of memory, and GPUs that have it."""
+
+    gib: float
+    names: str
+
+
+GPUS = (
+    Gpu(8, "RTX 4060, RTX 3070"),
+    Gpu(12, "RTX 4070, RTX 3060"),
+    Gpu(15, "T4, RTX 4080, RTX 5080"),
+    Gpu(22, "L4, A10"),
+    Gpu(24, "RTX 4090, RTX 3090"),
+    Gpu(32, "RTX 5090"),
+    Gpu(40, "A100 40 GB"),
+    Gpu(44, "L40S, RTX 6000 Ada"),
+    Gpu(79, "H100, A100 80 GB"),
+    Gpu(95, "RTX PRO 6000"),
+    Gpu(139, "H200"),
+    Gpu(178, "B200"),
+)
+"""In order of their memory."""
+
+CONTEXT = 1 * GIB
+"""What CUDA, its libraries and the fragments of torch's allocator take besides tensors. An assumption."""
+
+
+def smallest(nbytes: float) -> Gpu | None:
+    """The first GPU that holds tensors of so many bytes; None where no single one does."""
+    return next((gpu for gpu in GPUS if nbytes + CONTEXT <= gpu.gib * GIB), None)

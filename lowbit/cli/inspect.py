@@ -1,0 +1,185 @@
+"""`lowbit inspect`: what a folder holds, and how near it is to the original."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from torch import Tensor
+
+from lowbit.cli.arguments import Against, Json, Model, Picture
+from lowbit.cli.output import (
+    check_picture,
+    decibel,
+    new_figure,
+    percent,
+    print_json,
+    print_table,
+    save_picture,
+    size,
+)
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.gguf import Gguf
+from lowbit.formats.gguf_file import GgufFile
+from lowbit.formats.quantizing import snr
+from lowbit.formats.reading import opened
+from lowbit.progress import progress
+from lowbit.tensor.base import LowbitTensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the folder. stored_as: its scheme, or its dtype; snr_db: None without an original."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored_as: str
+    low_bit: bool
+    nbytes: int
+    snr_db: float | None
+
+
+def inspect(
+    model: Model, against: Against = None, json: Json = False, picture: Picture = None
+) -> None:
+    """Show the schemes, the sizes and, against the original, the signal-to-noise ratio of each weight.
+
+    \b
+    Examples:
+      lowbit inspect model-int4
+      lowbit inspect model-int4 --against model --picture model-int4.png
+      lowbit inspect model-int4 --against model --json
+    """
+    check_picture(picture)
+    folder = opened(model)
+    original = None if against is None else opened(against)
+    weights = sorted(_weights(folder, original), key=_in_order)
+    if picture is not None:
+        _draw(weights, folder.path.name, picture)
+    if json:
+        print_json({"path": str(model), "format": _format_of(folder), **summary(weights)})
+        return
+    _print(folder, weights)
+
+
+def _format_of(folder: Folder | GgufFile) -> str | None:
+    """The name of the format; None for plain weights."""
+    if isinstance(folder, GgufFile):
+        return Gguf.name
+    return None if folder.format is None else folder.format.name
+
+
+def _weights(folder: Folder | GgufFile, original: Folder | GgufFile | None) -> Iterable[Weight]:
+    known = set() if original is None else {*original.names()}
+    with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
+        for item in folder.items():
+            value = item.value
+            low = isinstance(value, LowbitTensor)
+            stored_as = value.stored_format() if low else str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+            ratio = None
+            if original is not None:
+                if item.name not in known:
+                    raise FormatError(
+                        f"{original.path} has no {item.name}: --against takes the model that was quantized"
+                    )
+                ratio = _snr(original.read(item.name), value, original.path)
+            yield Weight(item.name, tuple(value.shape), stored_as, low, item.nbytes, ratio)
+            advance(item.nbytes)
+
+
+def _snr(original: Tensor, value: Tensor, path: Path) -> float | None:
+    """The ratio in dB; None for integers."""
+    if original.shape != value.shape:
+        raise FormatError(
+            f"{path} is another model: shape {tuple(original.shape)}, and here {tuple(value.shape)}"
+        )
+    if isinstance(original, LowbitTensor):
+        original = original.dequantize()
+    return snr(original, value) if value.is_floating_point() else None
+
+
+def summary(weights: Iterable[Weight]) -> dict[str, Any]:
+    """The sums, a row a scheme, and all weights."""
+    weights = list(weights)
+    schemes: dict[str, dict[str, int]] = {}
+    for weight in weights:
+        row = schemes.setdefault(weight.stored_as, {"weights": 0, "parameters": 0, "nbytes": 0})
+        row["weights"] += 1
+        row["parameters"] += _numel(weight)
+        row["nbytes"] += weight.nbytes
+    return {
+        "nbytes": sum(w.nbytes for w in weights),
+        "low_bit_nbytes": sum(w.nbytes for w in weights if w.low_bit),
+        "parameters": sum(map(_numel, weights)),
+        "low_bit_parameters": sum(_numel(w) for w in weights if w.low_bit),
+        "schemes": schemes,
+        "weights": [asdict(weight) for weight in weights],
+    }
+
+
+def _in_order(weight: Weight) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in weight.name.split(".")]
+
+
+def _numel(weight: Weight) -> int:
+    return math.prod(weight.shape)
+
+
+def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
+    found = summary(weights)
+    low = percent(found["low_bit_nbytes"], found["nbytes"])
+    kind = _format_of(folder) or "plain"
+    typer.echo(
+        f"{folder.path}: {kind}, {found['parameters']:,} parameters in {size(found['nbytes'])}; "
+        f"{low} of the bytes are in low bits"
+    )
+    rows = [
+        (
+            scheme,
+            f"{row['weights']}",
+            f"{row['parameters']:,}",
+            size(row["nbytes"]),
+            percent(row["nbytes"], found["nbytes"]),
+            f"{8 * row['nbytes'] / row['parameters']:.2f}",
+        )
+        for scheme, row in found["schemes"].items()
+    ]
+    header = ("stored as", "tensors", "parameters", "bytes", "share", "bits each")
+    print_table("", header, rows)
+    compared = any(w.snr_db is not None for w in weights)
+    columns = ("weight", "shape", "stored as", "bytes", *(("SNR",) if compared else ()))
+    lines = [
+        (
+            w.name,
+            "x".join(map(str, w.shape)),
+            w.stored_as,
+            size(w.nbytes),
+            *((decibel(w.snr_db),) if compared else ()),
+        )
+        for w in weights
+    ]
+    typer.echo("")
+    print_table("", columns, lines)
+
+
+def _draw(weights: list[Weight], title: str, path: Path) -> None:
+    """Bytes by scheme and, with an original, the ratio of each low-bit weight."""
+    compared = [w for w in weights if w.low_bit and w.snr_db is not None]
+    figure, axes = new_figure(2 if compared else 1, 6, 4)
+    schemes = summary(weights)["schemes"]
+    axes[0].barh(list(schemes), [row["nbytes"] / 1e6 for row in schemes.values()], color="tab:blue")
+    axes[0].set(xlabel="MB", title=f"{title}: bytes by scheme")
+    if compared:
+        for scheme in dict.fromkeys(w.stored_as for w in compared):
+            points = [(i, w.snr_db) for i, w in enumerate(compared) if w.stored_as == scheme]
+            axes[1].plot(*zip(*points, strict=True), "o", markersize=4, label=scheme)
+        axes[1].set(xlabel="weight, in the order of the table", ylabel="SNR in dB")
+        axes[1].set(title="against the original")
+        axes[1].legend()
+    save_picture(figure, path)

@@ -1,0 +1,50 @@
+"""A folder as a language model of transformers, with its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.reading import load_pretrained
+
+
+def load(path: Path, device: str) -> nn.Module:
+    """The model, in evaluation mode. Raises ImportError without the extra `hf`, FormatError as `load_pretrained`."""
+    import lowbit.hf  # noqa: F401  checks what is installed
+
+    _silence()
+    model = load_pretrained(path, device=device)
+    if not hasattr(model, "generate"):
+        raise FormatError(f"{path} is a {type(model).__name__}, which is no language model")
+    return model
+
+
+def tokenizer_of(path: Path) -> Any:
+    """The tokenizer in the folder or GGUF file. Raises FormatError where there is none."""
+    import transformers
+
+    import lowbit.hf  # noqa: F401
+
+    _silence()
+    if not path.exists():
+        raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
+    options = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if path.is_file() else path
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+    except Exception as error:  # transformers raises many classes, with texts of several lines
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FormatError(
+            f"{path} has no tokenizer that transformers reads: copy that of the original ({reason})"
+        ) from error
+
+
+def _silence() -> None:
+    """Only errors and lowbit's own bars are shown."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,115 @@
+"""What commands print: tables for people, JSON for programs, pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_PICTURES = (".png", ".svg", ".pdf")
+_WIDE = 10_000
+"""Columns of an output that is no terminal, where nothing may be cut off."""
+
+
+def print_json(content: Any) -> None:
+    """Infinite numbers and NaN become null, as JSON has none."""
+    typer.echo(json.dumps(_finite(content), indent=2, allow_nan=False))
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table whose first column is text, and whose others are numbers unless they are text too."""
+    if title:
+        typer.echo(title)
+    options: dict[str, Any] = {"box": None, "pad_edge": False, "show_header": any(header)}
+    table = Table(header_style="bold", **options)
+    lines = list(rows)
+    for i, name in enumerate(header):
+        numbers = i > 0 and all(line[i][:1] in _NUMBERS for line in lines)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
+    console.print(table)
+
+
+_NUMBERS = {*"0123456789-<∞", ""}
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 512 B, 3.4 MB, 16.1 GB, in powers of 1000."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} GB"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "0.0%"
+
+
+def decibel(snr: float | None) -> str:
+    """A signal-to-noise ratio: "21.3 dB"; "∞" where nothing was lost; "" for None."""
+    if snr is None:
+        return ""
+    return f"{snr:.1f} dB" if math.isfinite(snr) else "∞"
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise before the work begins where a picture could not be drawn or written.
+
+    Raises ImportError without matplotlib, and ValueError for another suffix or a folder that is missing.
+    """
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise ValueError(
+            f"--picture {path}: the suffix is {path.suffix!r}; accepted: {', '.join(_PICTURES)}"
+        )
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {path}: {path.parent} is no folder; make it first")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "--picture needs matplotlib, which is not installed: pip install 'lowbit[cli]'"
+        ) from error
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure. The file appears whole or not at all. Raises ValueError where it cannot be written."""
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{path.suffix}")
+    try:
+        figure.savefig(temporary, dpi=150, bbox_inches="tight")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    """A figure and its axes beside each other, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(1, columns, i + 1) for i in range(columns)]

@@ -1,0 +1,39 @@
+"""Schemes as options name them: --scheme int4 --group-size 128 --layers 'lm_head=int8'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowbit import names
+from lowbit.scheme import Scheme
+
+_NONE = "none"
+
+
+def chosen(
+    scheme: str, group_size: int | None, layers: Sequence[str]
+) -> Scheme | dict[str, Scheme | None]:
+    """The scheme for all layers, or patterns to schemes where `layers` names some.
+
+    Args:
+        scheme: a name of `lowbit.names`, also with options: "int4(group_size=32)".
+        group_size: the option of that name, if it is given separately.
+        layers: "PATTERN=SCHEME" or "PATTERN=none" each; the first that matches decides.
+
+    Raises ValueError for an unknown name, for options that the scheme refuses, and for an entry without "=".
+    """
+    name, options = names.parsed(scheme, "scheme", "int4(group_size=32)")
+    if group_size is not None:
+        options["group_size"] = group_size
+    for_all = names.scheme_of(name, options)
+    if not layers:
+        return for_all
+    patterns: dict[str, Scheme | None] = {}
+    for entry in layers:
+        pattern, equals, own = entry.partition("=")
+        if not equals or not pattern or not own:
+            raise ValueError(
+                f"--layers {entry!r} has no PATTERN=SCHEME; accepted: 'lm_head=int8', '*.down_proj=none'"
+            )
+        patterns[pattern] = None if own.lower() == _NONE else names.scheme(own)
+    return {**patterns, "*": for_all}

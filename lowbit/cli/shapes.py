@@ -1,0 +1,186 @@
+"""The shapes of a model's weights, without their values: from shards, from transformers, or from config.json alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.formats.base import FormatError, layer_of, weight_of
+from lowbit.formats.folder import Folder
+from lowbit.formats.layer_names import is_embedding, is_head, is_router
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What activations and the cache of keys and values depend on.
+
+    Attributes:
+        hidden: width of the residual stream.
+        query, key_value: outputs of the query projection, and of the key projection.
+        inner: width between up and down; with experts, that of all experts that one token visits.
+    """
+
+    layers: int
+    hidden: int
+    query: int
+    key_value: int
+    inner: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """weights: every tensor once, by name. source: where the shapes come from, for the report."""
+
+    weights: Mapping[str, Shape]
+    sizes: Sizes
+    source: str
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.weights.values())
+
+    def matrices(self) -> Iterator[str]:
+        """The weights that schemes convert: no embeddings, heads, routers, norms or biases."""
+        for name, shape in self.weights.items():
+            layer = layer_of(name) if name.endswith(".weight") else name
+            plain = is_embedding(layer) or is_head(layer) or is_router(layer)
+            if not plain and len(shape) in (2, 3) and not name.endswith("bias"):
+                yield name
+
+
+def read(path: Path) -> Model:
+    """The model of a folder, or of a config.json.
+
+    Raises FormatError: no such file, no JSON, a model whose shapes neither shards nor transformers nor the fields give.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config = _config(file)
+    sizes = _sizes(config, file)
+    has_shards = path.is_dir() and any(path.glob("*.safetensors"))
+    if has_shards:
+        folder = Folder(path)
+        if folder.format is None:
+            weights = {name: folder.plain_shape(name) for name in folder.plain}
+            return Model(weights, sizes, "the shards")
+    built = _by_transformers(config)
+    if built is not None:
+        return Model(built, sizes, "transformers")
+    return Model(_like_llama(config, sizes, file), sizes, "config.json, as of a Llama")
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FormatError(
+            f"{file} does not exist; give a folder with config.json, or that file"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise FormatError(f"{file} holds a {type(config).__name__}; accepted: a JSON object")
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _sizes(config: Mapping[str, Any], file: Path) -> Sizes:
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    absent = [name for name in needed if not _is_size(config.get(name))]
+    inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    if not _is_size(inner):
+        absent.append("intermediate_size")
+    if absent:
+        raise FormatError(
+            f"{file} has no {', '.join(absent)}; the estimate needs a decoder's config.json, as Llama's"
+        )
+    layers, hidden, heads, vocabulary = (int(config[name]) for name in needed)
+    head = int(config.get("head_dim") or hidden // heads)
+    groups = int(config.get("num_key_value_heads") or heads)
+    visited = int(config.get("num_experts_per_tok") or 1) if _experts(config) else 1
+    width = int(inner or 0) * visited
+    return Sizes(layers, hidden, heads * head, groups * head, width, vocabulary)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(config[n]) for n in names if _is_size(config.get(n))), 0)
+
+
+def _by_transformers(config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """The parameters of the model that transformers builds on meta; None where it is missing or does not know it."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    own = {k: v for k, v in config.items() if k != "quantization_config"}
+    try:
+        made = transformers.AutoConfig.for_model(**own)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(made)
+    except Exception:  # a model type that this release lacks, or a field that it refuses
+        return None
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+_LIKE_LLAMA = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmo2",
+}
+
+
+def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path) -> dict[str, Shape]:
+    """The weights of a decoder with four projections of attention and three of an MLP a layer, or a router and experts.
+
+    Raises FormatError for another kind of model.
+    """
+    kind = config.get("model_type")
+    if kind not in _LIKE_LLAMA:
+        raise FormatError(
+            f"{file}: the shapes of a {kind!r} need transformers: pip install 'lowbit[hf]', or give a folder "
+            "with shards"
+        )
+    hidden = sizes.hidden
+    weights: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
+    experts = _experts(config)
+    visited = int(config.get("num_experts_per_tok") or 1) if experts else 1
+    inner = sizes.inner // visited
+    for i in range(sizes.layers):
+        layer = f"model.layers.{i}"
+        shapes: dict[str, Shape] = {
+            "self_attn.q_proj": (sizes.query, hidden),
+            "self_attn.k_proj": (sizes.key_value, hidden),
+            "self_attn.v_proj": (sizes.key_value, hidden),
+            "self_attn.o_proj": (hidden, sizes.query),
+        }
+        if experts:
+            shapes["mlp.gate"] = (experts, hidden)
+        for place in [f"mlp.experts.{e}" for e in range(experts)] or ["mlp"]:
+            shapes |= {f"{place}.gate_proj": (inner, hidden), f"{place}.up_proj": (inner, hidden)}
+            shapes[f"{place}.down_proj"] = (hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[norm] = (hidden,)
+        weights |= {weight_of(f"{layer}.{name}"): shape for name, shape in shapes.items()}
+    weights["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings", kind == "gemma"):
+        weights["lm_head.weight"] = (sizes.vocabulary, hidden)
+    return weights

@@ -1,0 +1,31 @@
+"""The examples of the help texts and of the page, as lines of a shell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NEED_TRANSFORMERS = ("eval", "generate")
+
+
+def of_help() -> list[str]:
+    """Read off the sources, so that this works without typer."""
+    found = []
+    for path in sorted((ROOT / "lowbit/cli").glob("*.py")):
+        for block in re.findall(
+            r"    Examples:\n((?:      lowbit .*\n)+)", path.read_text("utf-8")
+        ):
+            found += [line.strip() for line in block.splitlines()]
+    return found
+
+
+def of_page() -> list[str]:
+    """In order; a later one works on what an earlier one wrote."""
+    text = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("lowbit ")]
+
+
+def command_of(line: str) -> str:
+    return line.split()[1]

@@ -1,0 +1,178 @@
+"""Each command of `lowbit` in a fresh process, on a small model: what it writes and what it reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit
+from lowbit.cli import main
+from lowbit.formats.quantizing import snr
+from lowbit.tensor.base import LowbitTensor
+from tests.cli.command import MATRICES, ROOT, weights
+from tests.cli.command import lowbit as command
+
+
+def reported(*arguments: str, cwd: Path) -> Any:
+    done = command(*arguments, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_quantize_writes_what_export_writes(home: Path) -> None:
+    options = ("--scheme", "int4", "--group-size", "64", "--format", "lowbit", "--out", "q")
+    report = reported("quantize", "model", *options, cwd=home)
+    expected = lowbit.export("model", "p", "lowbit", scheme=lowbit.Int4WeightOnly(64))
+    assert len(report["snr_db"]) == MATRICES == len(expected.converted)
+    assert report["bytes_after"] == expected.nbytes < report["bytes_before"]
+    assert report["low_bit_bytes"] == expected.low_bit_nbytes
+    assert report["low_bit_parameters"] == expected.low_bits
+    both = zip(lowbit.formats.tensors("q"), lowbit.formats.tensors("p"), strict=True)
+    for (name, made), (_, wanted) in both:
+        assert type(made) is type(wanted), name
+        low = isinstance(made, LowbitTensor)
+        parts = made.inner_tensors() if low else {"": made}
+        others = wanted.inner_tensors() if low else {"": wanted}
+        assert all(torch.equal(parts[key], others[key]) for key in others), name
+
+
+def test_quantize_says_what_it_wrote(home: Path) -> None:
+    done = command("quantize", "model", "--out", "q", cwd=home)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "compressed-tensors" in done.stdout
+    assert "% of the bytes are in low bits" in done.stdout
+    assert "in high precision: lm_head.weight, model.embed_tokens.weight" in done.stdout
+    assert done.stdout.count(" dB") == 5, "the worst layers"
+
+
+def test_layers_choose_schemes(home: Path) -> None:
+    patterns = ("--layers", "lm_head=int8", "--layers", "*.0.*=none")
+    arguments = ["quantize", "model", *patterns, "--format", "lowbit", "--out", "q"]
+    assert main(arguments) == 0
+    kinds = {
+        name: t.stored_format() if isinstance(t, LowbitTensor) else "plain"
+        for name, t in lowbit.formats.tensors("q")
+    }
+    assert kinds["lm_head.weight"] == "int8-row"
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == "plain"
+    assert kinds["model.layers.1.mlp.up_proj.weight"] == "int4-g128"
+
+
+def test_export_keeps_the_values(home: Path) -> None:
+    assert main(["quantize", "model", "--out", "q"]) == 0
+    report = reported("export", "q", "--format", "lowbit", "--out", "own", cwd=home)
+    assert report["snr_db"] == {}, "nothing was rounded"
+    first, second = (dict(lowbit.formats.tensors(name)) for name in ("q", "own"))
+    for name, weight in first.items():
+        other = second[name]
+        if isinstance(weight, LowbitTensor):
+            assert isinstance(other, LowbitTensor)
+            weight, other = weight.dequantize(), other.dequantize()
+        assert torch.equal(weight, other), name
+
+
+def test_inspect_measures_against_the_original(home: Path) -> None:
+    assert main(["quantize", "model", "--out", "q"]) == 0
+    report = reported("inspect", "q", "--against", "model", "--picture", "q.png", cwd=home)
+    stored, plain = dict(lowbit.formats.tensors("q")), weights()
+    assert report["format"] == "compressed-tensors"
+    assert report["parameters"] == sum(t.numel() for t in plain.values())
+    assert report["schemes"]["int4-g128"]["weights"] == MATRICES
+    for row in report["weights"]:
+        expected = snr(plain[row["name"]], stored[row["name"]])
+        if math.isinf(expected):
+            assert row["snr_db"] is None and not row["low_bit"]
+        else:
+            assert row["snr_db"] == pytest.approx(expected) and row["low_bit"]
+    assert (home / "q.png").read_bytes()[1:4] == b"PNG"
+    table = command("inspect", "q", "--against", "model", cwd=home).stdout
+    assert table.count(" dB\n") == MATRICES and "int4-g128" in table
+
+
+def test_inspect_of_a_plain_folder_has_no_low_bits(home: Path) -> None:
+    report = reported("inspect", "model", cwd=home)
+    assert report["format"] is None and report["low_bit_nbytes"] == 0
+    assert list(report["schemes"]) == ["bfloat16"]
+    order = [row["name"] for row in report["weights"]]
+    assert order.index("model.layers.0.mlp.up_proj.weight") < order.index(
+        "model.layers.1.mlp.up_proj.weight"
+    )
+
+
+def test_estimate_reports_every_choice(home: Path) -> None:
+    report = reported("estimate", "model/config.json", "--batch", "2", cwd=home)
+    assert report["parameters"] == sum(t.numel() for t in weights().values())
+    assert {"bf16, torch AdamW", "int8 weights, AdamW8bit", "inference int4"} <= {
+        *report["choices"]
+    }
+    table = command("estimate", "model", cwd=home)
+    assert table.returncode == 0 and "smallest GPU" in table.stdout
+
+
+def test_bench_measures_and_draws(home: Path) -> None:
+    arguments = ("bench", "--quick", "--device", "cpu", "--picture", "bench.svg")
+    report = reported(*arguments, cwd=home)
+    groups: dict[str, list[str]] = {}
+    for row in report["rows"]:
+        assert row["milliseconds"] > 0
+        groups.setdefault(row["group"], []).append(row["name"])
+    assert groups["optimizer step"] == ["torch AdamW, fused, bf16", "AdamW8bit", "AdamW4bit"]
+    assert groups["linear, 16 tokens"] == ["bf16", "int8", "int4"]
+    assert "<svg" in (home / "bench.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.gpu
+def test_bench_and_quantize_run_on_the_gpu(home: Path) -> None:
+    assert main(["bench", "--quick", "--device", "cuda"]) == 0
+    assert main(["quantize", "model", "--device", "cuda", "--out", "gpu"]) == 0
+    assert main(["quantize", "model", "--out", "cpu"]) == 0
+    for (name, made), (_, wanted) in zip(
+        lowbit.formats.tensors("gpu"), lowbit.formats.tensors("cpu"), strict=True
+    ):
+        if isinstance(made, LowbitTensor) and isinstance(wanted, LowbitTensor):
+            made, wanted = made.dequantize(), wanted.dequantize()
+        assert torch.equal(made, wanted), name
+
+
+def test_doctor_gives_a_reason_for_what_is_missing(home: Path) -> None:
+    findings = reported("doctor", cwd=home)["findings"]
+    assert {f["section"] for f in findings} == {
+        "versions",
+        "GPUs",
+        "compilers",
+        "kernels",
+        "extras",
+    }
+    assert all(f["detail"] for f in findings)
+    versions = {f["name"]: f["detail"] for f in findings if f["section"] == "versions"}
+    assert versions["lowbit"] == lowbit.__version__
+    assert versions["torch"].startswith(torch.__version__)
+    if not torch.cuda.is_available():
+        assert any(f["usable"] is False for f in findings if f["section"] == "GPUs")
+
+
+def test_doctor_knows_the_extras() -> None:
+    """Those of pyproject.toml, with the extras of lowbit that they name."""
+    from lowbit.cli import doctor
+
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    for extra, packages in doctor.EXTRAS.items():
+        lines = [line for line in extras[extra] if not line.startswith("lowbit[")]
+        named = {line.split(";")[0].split(">")[0].strip() for line in lines}
+        assert named <= {*packages}, extra
+
+
+def test_version_and_help(home: Path) -> None:
+    assert command("--version", cwd=home).stdout.strip() == lowbit.__version__
+    shown = command("--help", cwd=home)
+    assert shown.returncode == 0
+    names = ("quantize", "export", "inspect", "eval", "generate", "estimate", "bench", "doctor")
+    assert all(f"\n  {name} " in shown.stdout for name in names)

@@ -1,0 +1,42 @@
+"""Every example of the help texts and of docs/command-line.md runs. tests/integrations runs those of transformers."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lowbit.cli import main
+from tests.cli.examples import NEED_TRANSFORMERS, command_of, of_help, of_page
+
+HELP = of_help()
+ALONE = [line for line in HELP if command_of(line) not in NEED_TRANSFORMERS]
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_examples_of_the_help_run(line: str, home: Path) -> None:
+    if "--out model-int4" not in line:
+        assert main(["quantize", "model", "--out", "model-int4"]) == 0
+    assert main(shlex.split(line)[1:]) == 0
+
+
+def test_every_command_shows_its_examples(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole, on one line each, so that they can be copied."""
+    from lowbit.cli.app import app
+
+    names = [command.name for command in app.registered_commands]
+    assert {*names} == {command_of(line) for line in HELP}
+    for name in names:
+        assert main([str(name), "--help"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        own = [line for line in HELP if command_of(line) == name]
+        assert own == [line.strip() for line in shown if line.startswith("    lowbit ")]
+
+
+def test_the_page_runs(home: Path) -> None:
+    lines = of_page()
+    assert {command_of(line) for line in lines} == {command_of(line) for line in HELP}
+    for line in lines:
+        if command_of(line) not in NEED_TRANSFORMERS:
+            assert main(shlex.split(line)[1:]) == 0, line

@@ -1,0 +1,258 @@
+"""What cannot be done is one line on stderr that says the way out, an exit code, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.cli import main
+from lowbit.cli.errors import FAILED, INTERRUPTED, MISUSED
+from tests.cli.command import environment, listing, weights
+from tests.cli.command import lowbit as command
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def refused(line: str, home: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and the message of `lowbit LINE`, which leaves the folder as it was."""
+    before = listing(home)
+    code = main(shlex.split(line))
+    printed = capfd.readouterr()
+    assert code != 0
+    assert printed.out == ""
+    assert printed.err.startswith("lowbit: ") and printed.err.count("\n") == 1, printed.err
+    assert listing(home) == before
+    return code, printed.err
+
+
+def _edit_config(home: Path, **entries: Any) -> None:
+    path = home / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def _truncate(home: Path) -> None:
+    path = home / "model" / SHARD
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _claim_other_format(home: Path) -> None:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    _edit_config(home, quantization_config={**settings, "config_groups": groups})
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda home: shutil.rmtree(home / "model"), "is no folder"),
+    "no model": (lambda home: (home / "model/config.json").unlink(), "no config.json"),
+    "no JSON": (lambda home: (home / "model/config.json").write_text("{"), "cannot be read"),
+    "a missing shard": (lambda home: (home / "model" / SHARD).unlink(), f"lacks the shard {SHARD}"),
+    "a truncated shard": (_truncate, "is truncated, damaged"),
+    "another format": (_claim_other_format, "config.json says compressed-tensors"),
+}
+LINES = {
+    "quantize": "quantize model --out new",
+    "export": "export model --format lowbit --out new",
+    "inspect": "inspect model --picture new.png",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_folders_are_refused(
+    damage: Callable[[Path], object],
+    reason: str,
+    line: str,
+    home: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    damage(home)
+    code, message = refused(line, home, capfd)
+    assert code == FAILED and reason in message
+
+
+REFUSED = {
+    "quantize model --out taken": "--overwrite",
+    "quantize model --out text.txt": "give the name of a new one",
+    "quantize model --out missing/new": "make it first",
+    "quantize model --out text.txt/new": "make it first",
+    "quantize model --out model": "is the folder that is read",
+    "quantize model --out new --scheme int5": "accepted: int4",
+    "quantize model --out new --scheme 'int4(size=3)'": "size",
+    "quantize model --out new --group-size 96": "multiple of the group size",
+    "quantize model --out new --format onnx9": "accepted: lowbit",
+    "quantize model --out new --layers lm_head": "PATTERN=SCHEME",
+    "quantize model --out new --layers 'nothing=int8'": "choose no weight",
+    "quantize model --out new --max-shard-size huge": "max_shard_size",
+    "quantize model --out new --scales best": "accepted: minmax",
+    "quantize model --out new --device cuda:99": "`lowbit doctor`",
+    "quantize low --out new": "in low bits already",
+    "export model --format gptq --out new": "`lowbit quantize`",
+    "export low --format bitsandbytes-int8 --out new": "--lossy",
+    "export low --format awq --out new --group-size 32": "--scheme",
+    "inspect model --picture chart.doc": ".png",
+    "inspect model --picture missing/chart.png": "make it first",
+    "inspect low --against other": "--against",
+    "estimate text.txt": "cannot be read",
+    "estimate missing.json": "does not exist",
+    "estimate other/config.json": "num_hidden_layers",
+    "bench --device tpu": "torch sees: cpu",
+    "bench --device meta": "accepted: cpu",
+}
+
+
+@pytest.fixture
+def crowded(home: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+    """`home` with a model in low bits, another model, and a folder with a file."""
+    from safetensors.torch import save_file
+
+    assert main(["quantize", "model", "--format", "lowbit", "--out", "low"]) == 0
+    capfd.readouterr()
+    (home / "taken").mkdir()
+    (home / "taken/file").touch()
+    (home / "other").mkdir()
+    save_file({"other.weight": weights()["lm_head.weight"]}, home / "other/model.safetensors")
+    (home / "other/config.json").write_text("{}")
+    return home
+
+
+@pytest.mark.parametrize(("line", "way_out"), REFUSED.items(), ids=REFUSED)
+def test_wrong_arguments_are_refused(
+    line: str, way_out: str, crowded: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, message = refused(line, crowded, capfd)
+    assert code == FAILED and way_out in message
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    {
+        "quantize model": "--out",
+        "quantize": "MODEL",
+        "quantise model --out new": "quantise",
+        "quantize model --out new --bits 4": "--bits",
+        "estimate model --batch 0": "--batch",
+        "estimate model --batch many": "--batch",
+    }.items(),
+)
+def test_wrong_usage_has_its_own_exit_code(
+    line: str, reason: str, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, message = refused(line, home, capfd)
+    assert code == MISUSED and reason in message and "--help" in message
+
+
+def test_a_read_only_folder_is_refused(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel's own folder is read-only for root too."""
+    if not Path("/sys").is_dir():
+        pytest.skip("needs Linux")
+    for line in (
+        "quantize model --out /sys/lowbit-model",
+        "inspect model --picture /sys/chart.png",
+    ):
+        _, message = refused(line, home, capfd)
+        assert "cannot be written" in message
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
+def test_no_space_left_leaves_nothing_behind(format: str, home: Path) -> None:
+    """The system refuses files above 40 kB, as it does where a disk is full."""
+    code = (
+        "import resource, sys; from lowbit.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    before = listing(home)
+    line = ["quantize", "model", "--format", format, "--out", "new"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line],
+        cwd=home,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == FAILED, done.stderr
+    assert done.stderr.count("\n") == 1 and "cannot be written" in done.stderr
+    assert os.strerror(errno.EFBIG) in done.stderr
+    assert listing(home) == before
+
+
+def test_an_interrupted_command_leaves_nothing_behind(
+    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.formats import shards
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "_compare", interrupted)  # after a shard was written
+    code, _ = refused("quantize model --out new", home, capfd)
+    assert code == INTERRUPTED
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_missing_packages_name_the_extra(
+    package: str, home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    _, message = refused("doctor", home, capfd)
+    assert package in message and "pip install 'lowbit[cli]'" in message
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_old_packages_name_the_release(package: str, home: Path) -> None:
+    """In a fresh process that finds another release's description first."""
+    about = home / "old" / f"{package}-0.9.4.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.9.4\n")
+    done = command("doctor", cwd=home, path=(home / "old",))
+    assert done.returncode == FAILED
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert f"{package} >= " in done.stderr and "0.9.4 is installed" in done.stderr
+
+
+def test_a_picture_needs_matplotlib(
+    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    _, message = refused("inspect model --picture chart.png", home, capfd)
+    assert "matplotlib" in message and "lowbit[cli]" in message
+
+
+@pytest.mark.parametrize("line", ["eval model --data text.txt", "generate model --prompt the"])
+def test_models_that_run_need_transformers(
+    line: str, home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another release than lowbit.hf takes, as its description says."""
+    for name in [name for name in sys.modules if name.startswith("lowbit.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: "4.57.0" if name == "transformers" else version(name),
+    )
+    _, message = refused(line, home, capfd)
+    assert "transformers >= 5, and 4.57.0 is installed" in message and "lowbit[hf]" in message
+
+
+def test_debug_shows_the_traceback(home: Path) -> None:
+    done = command("inspect", "missing", "--debug", cwd=home)
+    assert done.returncode != 0 and "Traceback" in done.stderr and "FormatError" in done.stderr

@@ -1,0 +1,215 @@
+"""`lowbit eval` and `generate`, and what transformers makes of the folders that `lowbit quantize` writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lowbit
+from lowbit.cli import main
+from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
+from tests.cli.command import lowbit as command
+from tests.cli.examples import NEED_TRANSFORMERS, command_of, of_help, of_page
+
+pytest.importorskip("transformers")
+
+
+def add_tokenizer(folder: Path) -> None:
+    """One token a byte, and one that ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*letters, "<end>"])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, the current one, with `model`, its tokenizer, `text.txt` and `model-int4`."""
+    add_tokenizer(make_model(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["quantize", "model", "--out", "model-int4"]) == 0
+    return tmp_path
+
+
+def logits_of(path: str, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = lowbit.load_pretrained(path)(input_ids=tokens).logits
+    return found.float()
+
+
+def test_eval_reports_what_the_formulas_give(home: Path) -> None:
+    options = ("--data", "text.txt", "--against", "model", "--context", "32", "--limit", "80")
+    done = command("eval", "model-int4", *options, "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    from transformers import AutoTokenizer
+
+    ids = torch.tensor(AutoTokenizer.from_pretrained("model")(TEXT)["input_ids"])[:80]
+    nll, kl, agreement = [], [], []
+    for window in ids.split(32):
+        made, wanted = (logits_of(p, window[None])[0, :-1] for p in ("model-int4", "model"))
+        nll.append(F.cross_entropy(made, window[1:], reduction="none"))
+        log = made.log_softmax(-1), wanted.log_softmax(-1)
+        kl.append(F.kl_div(*log, reduction="none", log_target=True).sum(-1))
+        agreement.append(made.argmax(-1) == wanted.argmax(-1))
+    assert report["tokens"] == 80 - 3
+    assert report["perplexity"] == pytest.approx(math.exp(torch.cat(nll).mean()), rel=1e-4)
+    assert report["kl"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+    assert report["agreement"] == pytest.approx(float(torch.cat(agreement).float().mean()))
+    assert report["perplexity_original"] != report["perplexity"]
+
+
+def test_a_model_agrees_with_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "model", "--data", "text.txt", "--against", "model", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kl"] == pytest.approx(0.0, abs=1e-6) and report["agreement"] == 1.0
+    assert report["perplexity"] == report["perplexity_original"]
+
+
+def test_generate_continues_as_transformers_does(home: Path) -> None:
+    options = ("--prompt", "the model", "--max-new-tokens", "8", "--json")
+    done = command("generate", "model-int4", *options, cwd=home)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    ids = tokenizer("the model", return_tensors="pt")["input_ids"]
+    model: Any = lowbit.load_pretrained("model-int4")
+    made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert report["text"] == tokenizer.decode(made, skip_special_tokens=True)
+    assert report["tokens"] == len(made)
+
+
+REFUSED = {
+    "eval model-int4 --data missing.txt": "missing.txt: No such file",
+    "eval model-int4 --data binary": "no text in UTF-8",
+    "eval model-int4 --data short.txt": "at least 2",
+    "eval model-int4 --data text.txt --context 65": "2 to 64",
+    "eval model-int4 --data text.txt --context 1": "2 to 64",
+    "eval missing --data text.txt": "does not exist",
+    "eval untokenized --data text.txt": "has no tokenizer",
+    "generate model-int4 --prompt ''": "at least one word",
+    "generate unnamed --prompt the": "names no architecture",
+}
+
+
+@pytest.mark.parametrize(("line", "way_out"), REFUSED.items(), ids=REFUSED)
+def test_refusals_are_one_line(
+    line: str, way_out: str, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (home / "binary").write_bytes(b"\xff\xfe\xff")
+    (home / "short.txt").write_text("a")
+    make_model(home / "untokenized")
+    (home / "untokenized/tokenizer.json").unlink()
+    add_tokenizer(make_model(home / "unnamed"))
+    (home / "unnamed/config.json").write_text("{}")
+    capfd.readouterr()
+    assert main(shlex.split(line)) == 1
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and way_out in printed.err
+
+
+def test_transformers_takes_the_folder(home: Path) -> None:
+    """Loaded by transformers, with the logits that lowbit computes."""
+    from transformers import AutoModelForCausalLM
+
+    import lowbit.hf  # noqa: F401
+
+    assert main(["export", "model-int4", "--format", "lowbit", "--out", "own"]) == 0
+    model = AutoModelForCausalLM.from_pretrained("own")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits.float(), logits_of("model-int4", tokens))
+
+
+def test_estimate_takes_the_shapes_of_transformers(home: Path) -> None:
+    from lowbit.cli import shapes
+
+    found = shapes.read(home / "model/config.json")
+    assert found.source == "transformers"
+    assert found.weights == {name: tuple(t.shape) for name, t in weights().items()}
+    assert len([*found.matrices()]) == MATRICES
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "layers", "vocabulary"), [(256, 704, 4, 1000), (512, 1408, 2, 4000)]
+)
+def test_estimated_activations_are_those_that_autograd_keeps(
+    hidden: int, inner: int, layers: int, vocabulary: int
+) -> None:
+    """All tensors that are kept for the backward pass of an eager Llama, but the weights. The formula adds logits in
+    bfloat16 and the gradient of those in float32, which exist during the backward pass."""
+    import transformers
+
+    from lowbit.cli.memory import Run, activation_bytes
+    from lowbit.cli.shapes import Sizes
+
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": vocabulary}
+    config = transformers.LlamaConfig(
+        **{**CONFIG, **sizes, **heads, "max_position_embeddings": 256}
+    )
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    tokens = torch.randint(vocabulary, (2, 256))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    measured = sum(t.untyped_storage().nbytes() for t in kept.values())
+    run = Run(2, 256)
+    shape = Sizes(layers, hidden, hidden, hidden // 2, inner, vocabulary)
+    estimated = activation_bytes(shape, run) - 6 * run.tokens * vocabulary
+    assert measured == pytest.approx(estimated, rel=0.02)
+
+
+@pytest.mark.parametrize("line", [e for e in of_help() if command_of(e) in NEED_TRANSFORMERS])
+def test_examples_of_the_help_run(line: str, home: Path) -> None:
+    assert main(shlex.split(line)[1:]) == 0
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_tokenizer(make_model(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for line in of_page():
+        assert main(shlex.split(line)[1:]) == 0, line
+
+
+def test_gguf_files_are_written_inspected_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.formats.test_gguf import tokenizer  # which skips without gguf
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer(make_model(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    line = "quantize model --group-size 32 --format gguf --out model.gguf"
+    assert main(line.split()) == 0
+    assert main(["inspect", "model.gguf", "--against", "model"]) == 0
+    shown = capsys.readouterr().out
+    assert "model.gguf: gguf" in shown and shown.count(" dB\n") == MATRICES + 5, (
+        "and the five worst"
+    )
+    assert main(["generate", "model.gguf", "--prompt", "the", "--max-new-tokens", "4"]) == 0
+    assert main(["eval", "model.gguf", "--data", "text.txt", "--against", "model"]) == 0

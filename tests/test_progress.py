@@ -1,0 +1,120 @@
+"""Bars appear on a terminal alone, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = """
+import sys, time, torch
+from torch import nn
+import lowbit
+from lowbit import progress
+from lowbit.progress import waiting
+progress.DELAY = 0.05
+"""
+PROGRAMS = {
+    "counted": """
+        with progress.progress("packing", 4, unit="boxes") as advance:
+            for _ in range(4):
+                time.sleep(0.1)
+                advance(1)
+    """,
+    "packing nested": """
+        with progress.progress("packing", 10**7) as advance:
+            time.sleep(0.2)
+            with waiting("inside"):
+                time.sleep(0.2)
+            advance(10**7)
+    """,
+    "after an error": """
+        try:
+            with progress.progress("packing", 10):
+                time.sleep(0.2)
+                raise ValueError
+        except ValueError:
+            pass
+        assert progress._DISPLAY._bars is None
+    """,
+    "quantizing": """
+        from lowbit.inference import quantize
+        inner = quantize._quantized
+        quantize._quantized = lambda *given: (time.sleep(0.1), inner(*given))[1]
+        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
+        lowbit.quantize_(model, lowbit.Int4WeightOnly())
+    """,
+    "compiling": """
+        from lowbit_kernels import host_compiler
+        inner = host_compiler._compile
+        host_compiler._compile = lambda source: (time.sleep(0.2), inner(source))[1]
+        host_compiler.library('extern "C" int of_progress() { return 1; }')
+    """,
+}
+SHOWN = {
+    "counted": b"packing",
+    "packing nested": b"inside",
+    "after an error": b"packing",
+    "quantizing": b"converting weights",
+    "compiling": b"compiling a kernel for the CPU",
+}
+
+
+def run(program: str, on_terminal: bool, tmp_path: Path) -> tuple[bytes, bytes]:
+    """stdout and stderr of a fresh process. on_terminal: its stderr is a pseudo terminal."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+        "LOWBIT_CACHE_DIR": str(tmp_path / "cache"),
+        "TERM": "xterm",
+        "COLUMNS": "100",
+    }
+    own, given = os.openpty() if on_terminal else os.pipe()
+    command = [sys.executable, "-c", HEAD + textwrap.dedent(program)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=given, env=environment)
+    os.close(given)
+    written = b""
+    while True:
+        try:
+            part = os.read(own, 4096)
+        except OSError:  # a pseudo terminal reports its end so
+            break
+        if not part:
+            break
+        written += part
+    os.close(own)
+    assert child.stdout is not None
+    printed = child.stdout.read()
+    assert child.wait(timeout=60) == 0, written.decode(errors="replace")
+    return printed, written
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bars_appear_on_a_terminal(name: str, tmp_path: Path) -> None:
+    printed, written = run(PROGRAMS[name], True, tmp_path)
+    assert printed == b""
+    assert SHOWN[name] in written
+
+
+@pytest.mark.parametrize("name", ["counted", "quantizing"])
+def test_nothing_is_written_elsewhere(name: str, tmp_path: Path) -> None:
+    assert run(PROGRAMS[name], False, tmp_path) == (b"", b"")
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")
+def test_short_work_shows_no_bar(tmp_path: Path) -> None:
+    program = PROGRAMS["counted"].replace("0.1", "0.0")
+    assert run("progress.DELAY = 5\n" + textwrap.dedent(program), True, tmp_path) == (b"", b"")
+
+
+def test_without_rich_nothing_is_shown(tmp_path: Path) -> None:
+    hidden = "sys.modules['rich'] = None\n" + textwrap.dedent(PROGRAMS["counted"])
+    assert run(hidden, hasattr(os, "openpty"), tmp_path) == (b"", b"")
