@@ -24,17 +24,17 @@ def load(path: Path, device: str) -> nn.Module:
 
 def tokenizer_of(path: Path) -> Any:
     """The tokenizer in the folder or GGUF file. Raises FormatError where there is none."""
-    import transformers
-
-    import lowbit.hf  # noqa: F401
+    import lowbit.hf  # noqa: F401  checks what is installed, before transformers itself is imported
 
     _silence()
     if not path.exists():
         raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
+    from transformers import AutoTokenizer
+
     options = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if path.is_file() else path
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
     except Exception as error:  # transformers raises many classes, with texts of several lines
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FormatError(
