@@ -210,8 +210,10 @@ def choose_qparams_affine(
 
     Args:
         input: real floating tensor of any shape. With `min_val` and `max_val` only its shape is used.
+        mapping: one of those above.
         block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
         target_dtype: int8, uint8, int16, int32, or float8 or a `LookupTable` (symmetric only).
+        quant_min, quant_max: the range of codes; None: all that `target_dtype` holds.
         eps: the smallest scale allowed. Scales are never below the smallest number of `scale_dtype` whose reciprocal is
             finite, so all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
@@ -365,9 +367,15 @@ def quantize_affine(
 ) -> Tensor:
     """Codes of `input`: same shape, dtype `output_dtype` (float32 values of a table), within quant_min..quant_max.
 
-    `scale` and `zero_point` have one element a block, in any shape. A `zero_point` of None means 0. Values beyond the
-    range, infinities too, take the code at the nearest end. NaN takes the code of the zero point (the middle code, if
-    the zero point is a value); in float8 it stays NaN.
+    Values beyond the range, infinities too, take the code at the nearest end. NaN takes the code of the zero point (the
+    middle code, if the zero point is a value); in float8 it stays NaN.
+
+    Args:
+        input: real floating tensor of any shape.
+        block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
+        scale, zero_point: one element a block, in any shape. A `zero_point` of None means 0.
+        output_dtype: int8, uint8, int16, int32, or float8 or a `LookupTable`.
+        quant_min, quant_max: the range of codes; None: all that `output_dtype` holds.
 
     Raises ValueError for integer or complex input, a block that does not tile, or a bad range.
     """
@@ -388,8 +396,14 @@ def dequantize_affine(
 ) -> Tensor:
     """Values of `codes`: (code − zero_point) · scale in float32, rounded once to `output_dtype`.
 
-    quant_min and quant_max matter only for a floating zero point, whose formula names the middle of the range.
     Float32 rounds codes of int32 beyond 2^24. Codes in float32 are values of a `LookupTable`.
+
+    Args:
+        codes: those of `quantize_affine`.
+        block_size, scale, zero_point: those that `quantize_affine` was given.
+        quant_min, quant_max: the range of codes. It matters only for a floating zero point, whose formula names the
+            middle of the range.
+        output_dtype: a floating dtype.
     """
     low = high = 0.0
     if codes.dtype is not torch.float32:
@@ -466,7 +480,10 @@ def fake_quantize_affine(
     Differentiable in `input` by the straight-through estimator (arXiv 1308.3432): the gradient passes where the
     code, before the clamp, lies within the range, and is zero elsewhere. `scale` and `zero_point` are constants.
 
-    `clips`: False where the caller knows that no code lies beyond the range. Then backward needs no mask.
+    Args:
+        input, block_size, scale, zero_point, quant_min, quant_max: as for `lowbit.quantize_affine`.
+        quant_dtype: its `output_dtype`.
+        clips: False where the caller knows that no code lies beyond the range. Then backward needs no mask.
     """
     values, inside = rounded_affine(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, clips

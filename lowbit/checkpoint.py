@@ -250,10 +250,14 @@ def save(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a module's state dict, or a flat state dict, to `path` (.safetensors or .pt).
+    """Write a state dict to a file, which appears whole or not at all.
 
-    The file appears whole or not at all. `metadata` may be any JSON (str keys; NaN and infinities as Python writes
-    them); `load_metadata` returns it. Raises CheckpointError; see `to_plain`.
+    Args:
+        model: a module, or a flat state dict.
+        path: ends in .safetensors or .pt.
+        metadata: any JSON (str keys; NaN and infinities as Python writes them); `load_metadata` returns it.
+
+    Raises CheckpointError; see `to_plain`.
     """
     path = Path(path)
     container.check_suffix(path)
@@ -271,8 +275,11 @@ def load(
 ) -> dict[str, Any]:
     """The state dict that was saved; for a module, `model.load_state_dict(lowbit.load(path), assign=True)`.
 
-    Unless `verify` is False, tensors are compared with the digests that were saved: up to 64 MiB of them here, and in a
-    larger file each tensor at the first access to the state dict's entry, which then raises the error.
+    Args:
+        path: a file that `lowbit.save` wrote.
+        device: where the tensors go.
+        verify: compare tensors with the digests that were saved: up to 64 MiB of them here, and in a larger file each
+            tensor at the first access to the state dict's entry, which then raises the error.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -300,7 +307,7 @@ def _stored_names(value: Any, names: Mapping[int, str]) -> list[str]:
 
 
 def load_metadata(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
-    """The `metadata` that `save` was given. Reads no tensor. Errors are those of `load`."""
+    """The `metadata` that `save` was given. Reads no tensor. `path`, `verify` and errors are those of `load`."""
     _, info, _ = container.read(Path(path), "meta", with_tensors=False, verify=verify)
     _check_version(info)
     metadata = info.get("metadata")

@@ -129,7 +129,11 @@ class PerGroup(Granularity):
 
 @dataclass(frozen=True, init=False)
 class PerBlock(Granularity):
-    """One scale for each tile of the trailing dimensions, e.g. `PerBlock(128, 128)`."""
+    """One scale for each tile of the trailing dimensions, e.g. `PerBlock(128, 128)`.
+
+    Args:
+        shape: sizes of the tile, one or more positive numbers.
+    """
 
     shares_rows: ClassVar[bool] = True
     shape: tuple[int, ...]

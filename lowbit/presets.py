@@ -30,11 +30,14 @@ def _better_mapping(bits: int, group_size: int | None) -> Mapping:
 def IntxWeightOnly(
     bits: int, group_size: int | None = None, mapping: Mapping | None = None
 ) -> Scheme:
-    """Weights of 1 to 8 bits with one scale a group of `group_size` inputs, or a row (None). Activations stay as they
-    are.
+    """Weights of 1 to 8 bits. Activations stay as they are.
 
-    `mapping` defaults to the symmetric one with the smaller error: "symmetric_no_clipping_err" for 6 to 8 bits, for 5
-    bits in groups of up to 128 and for 4 bits in groups of up to 64; "symmetric" otherwise. One bit is "asymmetric".
+    Args:
+        bits: 1 to 8.
+        group_size: number of inputs that share a scale; None: all of a row.
+        mapping: one of `lowbit.choose_qparams_affine`. None: the symmetric one with the smaller error,
+            "symmetric_no_clipping_err" for 6 to 8 bits, for 5 bits in groups of up to 128 and for 4 bits in groups of
+            up to 64, "symmetric" otherwise; "asymmetric" for one bit.
     """
     fmt = Int(bits)
     granularity = PerRow() if group_size is None else PerGroup(group_size)
@@ -54,14 +57,17 @@ def Int4WeightOnly(group_size: int = 128, mapping: Mapping | None = None) -> Sch
 def Int2WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
     """2-bit weights {−1.5, −.5, .5, 1.5} · scale, with one scale a group of `group_size` inputs, or a row (None).
 
-    The default grid is symmetric and has no zero, which suits training: QAT to 2 bits wins back more of the loss on it
-    than on {−2, −1, 0, 1} · scale (ParetoQ, arXiv 2502.02631).
+    `mapping` is one of `lowbit.choose_qparams_affine`. The default grid is symmetric and has no zero, which suits
+    training: QAT to 2 bits wins back more of the loss on it than on {−2, −1, 0, 1} · scale (ParetoQ, arXiv 2502.02631).
     """
     return IntxWeightOnly(2, group_size, mapping)
 
 
 def Int1WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
-    """1-bit weights {−.5, .5} · scale, with one scale a group of `group_size` inputs, or a row (None)."""
+    """1-bit weights {−.5, .5} · scale, with one scale a group of `group_size` inputs, or a row (None).
+
+    `mapping` is one of `lowbit.choose_qparams_affine`.
+    """
     return IntxWeightOnly(1, group_size, mapping)
 
 
@@ -103,8 +109,8 @@ def Float8WeightOnly(granularity: Granularity = _ROW) -> Scheme:
 def Float8DynamicActivationFloat8Weight(granularity: PerRow | PerBlock = _ROW) -> Scheme:
     """float8 × float8 products (e4m3): one scale a row of the weight, and one a token of the activation.
 
-    With `PerBlock(128, 128)`, as DeepSeek-V3 publishes its weights: one scale for each 128 x 128 of the weight, and one
-    for each 128 inputs of a token.
+    With `granularity=PerBlock(128, 128)`, as DeepSeek-V3 publishes its weights: one scale for each 128 x 128 of the
+    weight, and one for each 128 inputs of a token.
 
     Raises ValueError for another granularity.
     """
@@ -136,7 +142,7 @@ def NF4WeightOnly(group_size: int = 64, double_quantization: bool = False) -> Sc
 def MXFP4WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
     """FP4 (E2M1) weights whose scale is a power of two for each 32 inputs, in 8 bits: 4.25 bits a weight.
 
-    The two mappings choose the power of two, and are stored alike (`lowbit.scale_format`): "symmetric" by the rule of
+    `mapping` chooses the power of two; both are stored alike (`lowbit.scale_format`): "symmetric" by the rule of
     OCP Microscaling Formats v1.0; "symmetric_no_clipping_err" by that of compressed-tensors, whose error is smaller.
     """
     return Scheme(Spec(E2M1, PerGroup(32), mapping, scale_format="e8m0"))

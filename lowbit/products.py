@@ -123,7 +123,7 @@ def quantized_linear(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] and residual [..., N].
+    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N] and `residual` [..., N].
 
     Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. On a GPU, in
     16 bits, the decode and large-batch kernels of `lowbit_kernels` add the residual before they round: it costs neither

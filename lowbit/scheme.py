@@ -39,7 +39,12 @@ from lowbit.search import search_qparams_affine
 
 @dataclass(frozen=True)
 class Int:
-    """An integer of 1 to 8 bits, signed (−2^(b−1) … 2^(b−1)−1) or unsigned (0 … 2^b−1)."""
+    """An integer.
+
+    Args:
+        bits: b, 1 to 8.
+        signed: codes are −2^(b−1) … 2^(b−1)−1. Otherwise they are 0 … 2^b−1.
+    """
 
     bits: int
     signed: bool = True
@@ -64,7 +69,11 @@ class Int:
 
 @dataclass(frozen=True)
 class Float8:
-    """float8, `torch.float8_e4m3fn` (largest value 448) or `torch.float8_e5m2` (57,344)."""
+    """float8.
+
+    Args:
+        dtype: `torch.float8_e4m3fn` (largest value 448) or `torch.float8_e5m2` (57,344).
+    """
 
     dtype: torch.dtype = torch.float8_e4m3fn
 
@@ -490,7 +499,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer is quantized: its weight and, unless `activation` is None, the input of its product."""
+    """How a layer is quantized.
+
+    Args:
+        weight: how its weight is.
+        activation: how the input of its product is; None: it stays in high precision.
+    """
 
     weight: Spec
     activation: Spec | None = None

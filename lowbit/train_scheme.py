@@ -334,14 +334,27 @@ class MixedPrecision(LowbitProducts):
 
 @dataclass(frozen=True)
 class Int8MixedPrecision(Int8Products, MixedPrecision):
-    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127); see `MixedPrecision`."""
+    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127). Weights stay as they are.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run in int8; the others run in high precision.
+        stochastic_rounding: round gradients up or down at random, so that their mean is exact, or to nearest. None: as
+            the format of gradients needs it.
+        seed: of this rounding. The random numbers are a function of seed and gradient, so they are equal on every
+            replica and after a restart.
+        always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
+            units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
+
+    Raises TypeError, ValueError for other values.
+    """
 
 
 @dataclass(frozen=True)
 class Float8MixedPrecision(MixedPrecision):
-    """float8 products, inputs and weights in e4m3, a scale a row of each operand; see `MixedPrecision`.
+    """float8 products, inputs and weights in e4m3, a scale a row of each operand. Weights stay as they are.
 
     Args:
+        output, grad_input, grad_weight, stochastic_rounding, seed, always: as for `lowbit.Int8MixedPrecision`.
         backward: format of gradients, "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
         tensorwise: one scale a tensor instead.
     """
@@ -377,7 +390,8 @@ class Float8BlockMixedPrecision(MixedPrecision):
     run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
 
     Args:
-        output, grad_input, grad_weight, always: as for `Int8MixedPrecision`.
+        output, grad_input, grad_weight, seed, always: as for `lowbit.Int8MixedPrecision`.
+        stochastic_rounding: None or False.
         power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
 
     Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe lacks.

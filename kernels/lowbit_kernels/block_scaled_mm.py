@@ -8,7 +8,7 @@
     b_scale    float32, [K/128, N]: a scale for each row and group, b_scale[g, n];
                or [N/128 rounded up, K/128]: a scale for each tile of 128 x 128, b_scale[n // 128, g]
     bias       float32, bfloat16 or float16 [N], or None
-    out        float32, bfloat16 or float16 [M, N], contiguous
+    out        out_dtype: float32, bfloat16 or float16 [M, N], contiguous
 
 `quantize_blocks` makes such operands. The sum of a group is scaled and added in float32, and the result is rounded once
 to the output dtype (DeepSeek-V3, arXiv 2412.19437, 3.3.2). Where one group has the scale NaN, the result is NaN.

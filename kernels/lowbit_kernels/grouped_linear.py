@@ -9,6 +9,8 @@
     offsets     int32 [E], on x's device: ends of the experts' tokens, as in ``torch._grouped_mm``; ascending, 0 to M
     out         x's dtype [M, N], contiguous; rows from the last offset on are 0
 
+G is `group_size`, and Kp is K padded to a multiple of it.
+
 The op does not check the values of the offsets, because reading them waits for the GPU. With wrong values, tokens get
 the weight of any expert, or zeros.
 

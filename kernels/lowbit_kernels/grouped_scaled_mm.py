@@ -17,8 +17,8 @@ The first is the output of experts, or the gradient of their inputs; the second 
     b_scale     float32 [E, N] or [E, K]; [1] for all
     offsets     int32 [E]; ascending, 0 to M. The op does not check the values, because reading them waits for the GPU.
                 Offsets that fall or exceed M count as the nearest ones that do not
-    out         float32, bfloat16 or float16 [M, N] or [E, N, K], contiguous. Rows that no expert has, and weights of
-                experts without rows, are 0
+    out         out_dtype: float32, bfloat16 or float16 [M, N] or [E, N, K], contiguous. Rows that no expert has, and
+                weights of experts without rows, are 0
 
 Formats and arithmetic are those of `scaled_mm`: int8 sums are exact in int32 and wrap beyond 2**31, which takes more
 than 133,000 products of 127 by 127. float8 sums have about 14 bits on Hopper.

@@ -7,7 +7,7 @@
     a_scale    float32 [M], or [1] for all rows
     b_scale    float32 [N], or [1] for all columns, or None for 1
     bias       float32, bfloat16 or float16 [N], or None
-    out        float32, bfloat16 or float16 [M, N], contiguous
+    out        out_dtype: float32, bfloat16 or float16 [M, N], contiguous
 
 int8 by int8: the sum is exact in int32. (It wraps beyond 2**31, which takes more than 133,000 products of 127 by 127 in
 one row.) Then the sum is converted to float32, multiplied by the row's scale, by the column's, and the bias is added,

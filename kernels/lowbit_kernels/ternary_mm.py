@@ -7,7 +7,7 @@
     a_scale    float32 [M]
     b_scale    float32 [1]
     bias       float32, bfloat16 or float16 [N], or None
-    out        float32, bfloat16 or float16 [M, N]
+    out        out_dtype: float32, bfloat16 or float16 [M, N]
 
 The sum is exact in int32. The other steps are those of `lowbit_kernels.scaled_mm`; the result equals that of scaled_mm
 to the bit, except that either op may fuse the addition of the bias with the product before it.

@@ -10,8 +10,9 @@
     bias        [N], residual [..., N]: x's dtype, or None
     out         x's dtype [..., N], contiguous
 
-The group size G is any positive number; K or more means one scale a row. Kp is K padded to a multiple of G, and the
-values in the padding don't count. Rows of the weight may be strided, offsets are 64-bit, NaN and infinities pass.
+The group size G (`group_size`) is any positive number; K or more means one scale a row. Kp is K padded to a multiple of
+G, and the values in the padding don't count. Rows of the weight may be strided, offsets are 64-bit, NaN and infinities
+pass.
 
 Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_large_batch_sm90`
 states an exception). "dequantize" rounds the weight to x's dtype first. There, and on CPUs, bias and residual may be

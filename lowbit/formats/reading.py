@@ -24,7 +24,13 @@ def tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint's folder one after another: (name, low-bit or plain tensor).
 
-    On the CPU plain tensors are views of the file. Raises FormatError as `load_pretrained` does.
+    On the CPU plain tensors are views of the file.
+
+    Args:
+        path: a folder that `load_pretrained` takes.
+        device: where the tensors go.
+
+    Raises FormatError as `load_pretrained` does.
     """
     return _tensors(opened(path), torch.device(device))
 

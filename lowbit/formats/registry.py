@@ -35,7 +35,7 @@ FORMATS: list[Format] = [
 
 
 def register(format: Format) -> None:
-    """Add a format. Raises ValueError for a name that another one has."""
+    """Add `format` to those of `lowbit.export`. Raises ValueError for a name that another one has."""
     if format.name in names():
         raise ValueError(f"there is a format {format.name!r} already; give yours another name")
     FORMATS.append(format)

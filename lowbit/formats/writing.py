@@ -35,6 +35,8 @@ _MOST_REFUSED = 3
 class ExportReport(Report):
     """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the folder.
 
+    The other attributes are those of `lowbit.Report`.
+
     Attributes:
         snr: for each weight whose values were rounded on the way, the signal-to-noise ratio in dB.
         format: the name of the format.

@@ -40,6 +40,10 @@ logger = logging.get_logger("transformers.lowbit")
 class LowbitQuantizer(HfQuantizer):
     """`model.hf_quantizer` of a model that was loaded with lowbit.
 
+    Args:
+        quantization_config: the `lowbit.hf.LowbitConfig` that `from_pretrained` was given or read.
+        kwargs: what transformers gives its quantizers.
+
     Attributes:
         report: what is in low bits and what is not, with the share of the model's bytes; `print(report)`. Complete
             once the model is loaded.

@@ -41,6 +41,7 @@ def load_float8_blocks_(
 
     Args:
         model: with plain parameters, under the names of the state dict.
+        state_dict: float8_e4m3fn weights with their scales, and everything else in plain tensors.
         quantize_activations: products in float8, of inputs with a scale for each 128 elements of a token. False:
             the weight is dequantized, and products run in its dtype.
 

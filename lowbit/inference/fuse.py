@@ -98,7 +98,8 @@ def fuse_linears_(
 
 
 def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Undo `fuse_linears_` in place: every linear has its own weight again. Returns the names as `fuse_linears_`.
+    """Undo `fuse_linears_` on `model`, in place: every linear has its own weight again. Returns the names as
+    `fuse_linears_`.
 
     Raises ValueError where nothing is fused.
     """

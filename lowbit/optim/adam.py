@@ -152,13 +152,13 @@ class AdamW(AdamBase):
             the format of the moments; the default is that of the class, "8bit" for AdamW itself. The table gives the
             bytes that both moments of an element take.
 
-            ==========  =====  ====================================================================
-            "4bit"      1.06   blocks of 128, signed dynamic and unsigned linear 4-bit tables
-            "8bit"      2.03   blocks of 256, signed and unsigned dynamic 8-bit tables
-            "float8"    2.03   blocks of 256, e4m3 with a scale of absmax / 448
-            "bf16"      4      second moment rounded stochastically, or it could never decay
-            "fp32"      8
-            ==========  =====  ====================================================================
+            | state | bytes | how |
+            |---|---|---|
+            | "4bit" | 1.06 | blocks of 128, signed dynamic and unsigned linear 4-bit tables |
+            | "8bit" | 2.03 | blocks of 256, signed and unsigned dynamic 8-bit tables |
+            | "float8" | 2.03 | blocks of 256, e4m3 with a scale of absmax / 448 |
+            | "bf16" | 4 | second moment rounded stochastically, or it could never decay |
+            | "fp32" | 8 | |
 
             1-D tensors, those under 4096 elements (over all shards), and those whose rows are shorter than 32
             elements keep float32 states in every format.
@@ -207,8 +207,18 @@ class AdamWFp8(AdamW):
 class Adam(AdamBase):
     """`torch.optim.Adam` with its states in few bits.
 
-    Arguments and errors are those of `lowbit.optim.AdamW`, but `weight_decay` is 0 by default and is added to the
-    gradient (L2 penalty).
+    Args:
+        params: parameters, (name, parameter) pairs, or groups, as `lowbit.optim.AdamW` takes them.
+        lr: learning rate, a float or a tensor of one element.
+        betas: decay of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: times the weight, added to the gradient (L2 penalty).
+        amsgrad: divide by the largest second moment so far; one more state.
+        maximize: ascend.
+        common: `lowbit.optim.CommonOptions`. Formats of `state` and their bytes are those of `lowbit.optim.AdamW`.
+
+    Raises:
+        ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
     """
 
     decoupled = False

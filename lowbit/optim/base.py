@@ -56,6 +56,7 @@ from lowbit.optim.checkpoint import (
     fill,
     parameter_names,
 )
+from lowbit.optim.described import described
 from lowbit.optim.eager import EagerStep
 from lowbit.optim.job import GradScale, Job, Step, collect, grad_scale
 from lowbit.optim.options import (
@@ -79,7 +80,16 @@ _OWN_STATES = {"step", "weight_correction"}
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments` and `reference`, and may give `rule` for the kernels."""
+    """See the module. Subclasses give `moments` and `reference`, and may give `rule` for the kernels.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups.
+        options: the algorithm's own options and their values, `lr` among them.
+        common: `lowbit.optim.CommonOptions`, as a dict.
+
+    Raises:
+        TypeError, ValueError: an option or a parameter that is not accepted.
+    """
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
@@ -104,12 +114,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
     _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
 
-    def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
-        """`options`: the algorithm's own options and their values, `lr` among them; `common`: see `CommonOptions`.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__doc__ = described(cls)
 
-        Raises:
-            TypeError, ValueError: an option or a parameter that is not accepted.
-        """
+    def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
+        """The docstring of the class describes the arguments."""
         unknown = sorted(set(common) - set(CommonOptions.__annotations__))
         if unknown:
             own = [

@@ -106,8 +106,15 @@ class Muon(AdamBase):
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts with "params", "use_muon" and any option
             below). float32, bfloat16, float16 or float64; plain, DTensor, or low-bit tensors.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: Muon's, as in
-            torch.optim.Muon; see `lowbit.optim.muon`.
+        lr: Muon's learning rate, a float or a tensor of one element. `adjust_lr_fn` scales it for each matrix.
+        weight_decay: decay of Muon's weights per unit of lr, not mixed into the gradient.
+        momentum: decay of the momentum, in [0, 1).
+        nesterov: orthogonalize the gradient mixed with the momentum, instead of the momentum alone.
+        ns_coefficients: a, b and c of the Newton-Schulz polynomial of degree 5; see `lowbit.optim.muon`.
+        eps: smallest norm by which a matrix is divided before the iterations.
+        ns_steps: number of Newton-Schulz iterations.
+        adjust_lr_fn: None or "original": lr times sqrt(max(1, rows / cols)). "match_rms_adamw": lr times
+            0.2 * sqrt(max(rows, cols)), so that a learning rate of AdamW fits (arXiv 2502.16982).
         adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps: AdamW's, unless its groups give their own `lr`,
             `weight_decay`, `betas`, `eps`. In a group that is split, these names set the options of the AdamW part.
         maximize: ascend.

@@ -288,8 +288,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Load a checkpoint of this optimizer, or of `base_class` used directly. Gradients stay.
 
         Raises:
-            As `base_class`: ValueError, TypeError where the checkpoint doesn't fit, or holds values that no run leaves,
-            such as a negative step. Nothing has changed then.
+            ValueError, TypeError: as `base_class`, where the checkpoint doesn't fit, or holds values that no run
+                leaves, such as a negative step. Nothing has changed then.
         """
         state_dict = copy(state_dict)  # with its `_metadata`
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

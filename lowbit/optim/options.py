@@ -18,42 +18,46 @@ from lowbit.optim import state as states
 
 class CommonOptions(TypedDict, total=False):
     """The options that every optimizer of lowbit takes. A group may have its own values, except of `max_grad_norm` and
-    `skip_nonfinite`, which concern the gradients of all groups together."""
+    `skip_nonfinite`, which concern the gradients of all groups together.
+
+    Args:
+        state: format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own. States keep the
+            format that they were created in. To change it, load `state_dict()` into an optimizer made with another
+            format.
+        bf16_stochastic_round: round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of
+            their last bit are not lost. The random bits are a function of (seed, step, parameter, element): the same at
+            any sharding, and after a restart. Weights of other dtypes are unaffected. False by default.
+        weight_correction: "8bit": keep the bits below a bfloat16 weight in one more byte of state, so that it behaves
+            as a weight of 24 bits. Weights of other dtypes are unaffected. Not together with `bf16_stochastic_round`.
+            None by default.
+        max_grad_norm: scale the gradients of a step to at most this norm over all of them (and all ranks), as
+            `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default.
+        skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step
+            counter. False by default.
+        seed: seed of the random bits. 0 by default.
+        fused: whether a compiled kernel updates parameters on an NVIDIA GPU or a CPU. None: a kernel where it applies,
+            compiled at first use and kept on disk; elsewhere PyTorch operations, which are several times slower. False:
+            PyTorch operations always. True: the kernel always; where it does not apply, an error that says why. For a
+            CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles it, in about a second
+            for each format and dtype; without a compiler a warning says so once. float64 weights are updated by PyTorch
+            operations, low-bit weights by a kernel and by the PyTorch operations that decode and round them.
+        foreach: accepted without effect; as in torch.optim, not together with `fused`.
+        capturable: accepted without effect: a step can always be captured in a CUDA graph, after one step with the same
+            gradients, which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch
+            operations do a part of it, as for Muon's matrices.
+        differentiable: True is refused.
+    """
 
     state: str | None
-    """Format of the states: "4bit", "8bit", "float8", "bf16" or "fp32"; None: the class's own. States keep the format
-    that they were created in. To change it, load `state_dict()` into an optimizer made with another format."""
     bf16_stochastic_round: bool
-    """Round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of their last bit are
-    not lost. The random bits are a function of (seed, step, parameter, element): the same at any sharding, and after a
-    restart. Weights of other dtypes are unaffected. False by default."""
     weight_correction: str | None
-    """"8bit": keep the bits below a bfloat16 weight in one more byte of state, so that it behaves as a weight of
-    24 bits. Weights of other dtypes are unaffected. Not together with `bf16_stochastic_round`. None by default."""
     max_grad_norm: float | None
-    """Scale the gradients of a step to at most this norm over all of them (and all ranks), as
-    `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default."""
     skip_nonfinite: bool
-    """A step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step counter. False by
-    default."""
     seed: int
-    """Seed of the random bits. 0 by default."""
     fused: bool | None
-    """Whether a compiled kernel updates parameters on an NVIDIA GPU or a CPU.
-
-    None: a kernel where it applies, compiled at first use and kept on disk; elsewhere PyTorch operations, which are
-    several times slower. False: PyTorch operations always. True: the kernel always; where it does not apply, an error
-    that says why. For a CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles it, in
-    about a second for each format and dtype; without a compiler a warning says so once. float64 weights are updated by
-    PyTorch operations, low-bit weights by a kernel and by the PyTorch operations that decode and round them."""
     foreach: bool | None
-    """Accepted without effect; as in torch.optim, not together with `fused`."""
     capturable: bool
-    """Accepted without effect: a step can always be captured in a CUDA graph, after one step with the same gradients,
-    which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch operations do a
-    part of it, as for Muon's matrices."""
     differentiable: bool
-    """True is refused."""
 
 
 COMMON_DEFAULTS: dict[str, Any] = {

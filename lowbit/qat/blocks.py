@@ -47,7 +47,13 @@ Optimize = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class BlockProgress:
-    """An epoch of a block is done: counts begin with 1. `error`: its mean over the epoch, as in `BlockResult`."""
+    """An epoch of a block is done.
+
+    Attributes:
+        block, blocks: number of the block, from 1 on, and how many there are.
+        epoch, epochs: number of the epoch, from 1 on, and how many there are.
+        error: its mean over the epoch, as `before` in `BlockResult`.
+    """
 
     block: int
     blocks: int

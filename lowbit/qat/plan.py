@@ -34,7 +34,8 @@ class Choice:
 class Plan(dict[str, Scheme | None]):
     """Patterns to schemes, one for each weight: an argument of `lowbit.qat.prepare_` and `lowbit.quantize_`.
 
-    Attributes:
+    Args:
+        schemes: by the names of the weights.
         bits: mean bits an element of these weights, scales included.
         loss: the estimated addition to the measure.
     """

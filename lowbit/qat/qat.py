@@ -185,9 +185,15 @@ def convert_(model: nn.Module) -> Report:
     Dequantized, they equal the fake-quantized ones to the bit. Where adapters were merged in training, the base layer
     takes the place of its LoRA layer.
 
+    Args:
+        model: prepared by `lowbit.qat.prepare_`.
+
+    Returns:
+        Which weights were converted, and how.
+
     Raises:
         ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
-        adapters are disabled. The model is then as it was.
+            adapters are disabled. The model is then as it was.
     """
     layers = lora.merging_layers(model)
     merged: dict[int, Adapters] = {}

@@ -84,7 +84,7 @@ def enable_(model: nn.Module, weights: bool = True, activations: bool = True) ->
 
 
 def disable_(model: nn.Module) -> None:
-    """Switch the fake quantization of all prepared weights off, in place: `enable_` with both off."""
+    """Switch the fake quantization of all prepared weights of `model` off, in place: `enable_` with both off."""
     enable_(model, weights=False, activations=False)
 
 

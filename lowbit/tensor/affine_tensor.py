@@ -98,7 +98,19 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         dtype: torch.dtype,
         activation: Spec | None = None,
     ) -> Self:
-        """Assemble inner tensors as the module describes them. Raises ValueError for a misfit, as `check_parts`."""
+        """Assemble inner tensors as the module describes them.
+
+        Args:
+            codes: integers, packed where `spec` packs them.
+            scale: floating, one a block.
+            zero_point: one a block; None where `spec` has none.
+            spec: how the weight is quantized.
+            shape: that of the weight, without padding.
+            dtype: that of its values.
+            activation: how the input of its products is quantized; None: not at all.
+
+        Raises ValueError for a misfit, as `check_parts`.
+        """
         tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
         meta = {"spec": spec, "activation": activation, "transposed": False}
         self = cls.from_inner(tensors, meta, shape, dtype)

@@ -53,7 +53,12 @@ class TableTensor(AffineTensor):
         dtype: torch.dtype,
         activation: Spec | None = None,
     ) -> Self:
-        """Assemble inner tensors as the module describes them; `scales` has those beside the codes, by name.
+        """Assemble inner tensors as the module describes them.
+
+        Args:
+            codes: indices of the table, packed.
+            scales: the tensors beside the codes, by name.
+            spec, shape, dtype, activation: as for `lowbit.AffineTensor`.
 
         Raises ValueError for a misfit, as `check_parts`.
         """

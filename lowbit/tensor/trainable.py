@@ -484,7 +484,7 @@ class MasterWeightTensor(TrainableTensor):
     weight: Tensor
 
     def __new__(cls, weight: Tensor, scheme: Any) -> Self:
-        """Wrap `weight` [..., N, K], sharing its memory if it is contiguous.
+        """Wrap `weight` [..., N, K] for `scheme`, sharing its memory if it is contiguous.
 
         Raises ValueError as `AffineTensor.from_float` does.
         """

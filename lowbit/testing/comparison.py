@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, the same for the same shape and seed, with an offset that asymmetric mappings can see."""
+    """Normal numbers of `dtype`, with an offset that asymmetric mappings can see. The same `shape` and `seed` give the
+    same numbers."""
     x = torch.randn(
         tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
@@ -23,7 +24,8 @@ def inner_tensors(t: Any) -> dict[str, Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in class, shape, strides, dtype, device, metadata, and every inner tensor to the bit."""
+    """Whether `a` and `b` are equal in class, shape, strides, dtype, device and metadata, and every inner tensor to the
+    bit."""
     return (
         type(a) is type(b)
         and a.shape == b.shape
@@ -36,7 +38,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape, dtype, and every bit: NaN equals itself, and 0 differs from −0."""
+    """Whether `a` and `b` are equal in shape, dtype, and every bit: NaN equals itself, and 0 differs from −0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = (torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1) for x in (a, b))
@@ -44,13 +46,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Whether the first inner tensors of two tensors, which hold the codes, start at the same address."""
+    """Whether the first inner tensors of `a` and `b`, which hold the codes, start at the same address."""
     first, second = (next(iter(inner_tensors(t).values())) for t in (a, b))
     return first.data_ptr() == second.data_ptr()
 
 
 def relative_error(found: Tensor, reference: Tensor) -> float:
-    """‖found − reference‖ / ‖reference‖ in float64; ‖found‖ where the reference is zero or empty."""
+    """The error of `found`, ‖found − `reference`‖ / ‖`reference`‖ in float64; ‖found‖ where the reference is zero or
+    empty."""
     found, reference = found.detach().double(), reference.detach().double()
     assert found.shape == reference.shape, f"shape {found.shape}, expected {reference.shape}"
     norm = reference.norm()

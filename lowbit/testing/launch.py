@@ -49,10 +49,18 @@ def launch(
     fresh: bool = False,
     nccl: bool = False,
 ) -> list[Any]:
-    """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes; results in rank order.
+    """Run `fn(rank, world_size, *args)` in `world_size` processes; results in rank order.
 
-    Raises ChildError with every failed process's traceback, or naming the ranks that did not
-    answer within ``timeout`` seconds or died without an answer.
+    Args:
+        fn: a function that can be pickled.
+        world_size: number of processes, which are one process group, of gloo unless `nccl`.
+        args: its other arguments.
+        timeout: seconds that all processes together may take.
+        fresh: start new processes. Otherwise calls with the same `world_size` and `nccl` share theirs.
+        nccl: a process group of NCCL, one CUDA device a rank.
+
+    Raises ChildError with every failed process's traceback, or naming the ranks that did not answer within `timeout`
+    seconds or died without an answer.
     """
     key = (world_size, nccl)
     if fresh and key in _groups:

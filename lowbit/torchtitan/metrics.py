@@ -93,7 +93,12 @@ class Schedule:
 
 
 class Measurement:
-    """From now on everything is measured, until `finish`."""
+    """From now on everything is measured, until `finish`.
+
+    Args:
+        models: the parts of the model that this rank runs.
+        optimizers: those of their parameters.
+    """
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]

@@ -52,7 +52,12 @@ class Model:
 
 @dataclass
 class JobConfig:
-    """What torchtitan merges into its own configuration."""
+    """What torchtitan merges into its own configuration.
+
+    Args:
+        model: its section `model`, with lowbit's converter on.
+        lowbit: `lowbit.torchtitan.Lowbit`.
+    """
 
     model: Model = field(default_factory=Model)
     lowbit: Lowbit = field(default_factory=Lowbit)
@@ -94,7 +99,12 @@ def _check_one_backward(training: Any, parallel_dims: Any) -> None:
 
 
 class LowbitConverter:
-    """torchtitan's model converter "lowbit": prepares the model on meta, before it is sharded."""
+    """torchtitan's model converter "lowbit": prepares the model on meta, before it is sharded.
+
+    Args:
+        job_config: torchtitan's configuration, with the section `lowbit`.
+        parallel_dims: torchtitan's.
+    """
 
     def __init__(self, job_config: TitanConfig, parallel_dims: Any) -> None:
         check(job_config, parallel_dims)
@@ -113,7 +123,7 @@ class LowbitConverter:
 
 
 def with_lowbit(spec: TrainSpec) -> TrainSpec:
-    """The same model with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
+    """The model of `spec` with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
 
     class Located(spec.model_cls):
         """Weights that are int8 take values only once they know where they lie."""

@@ -75,7 +75,11 @@ def _extended(config: Any, kind: Any, **more: Any) -> Any:
 
 
 class LowbitConverter(ModelConfigConverter):
-    """torchtitan's converter of model configurations, also for the list `converters` of a model's registry."""
+    """torchtitan's converter of model configurations, also for the list `converters` of a model's registry.
+
+    Args:
+        config: `LowbitConverter.Config`, which holds a `lowbit.torchtitan.Lowbit`.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):

@@ -23,22 +23,22 @@ torchtitan, and the router of a mixture of experts."""
 
 @dataclass
 class Lowbit:
-    """The section `lowbit` of a configuration."""
+    """The section `lowbit` of a configuration.
+
+    Args:
+        train: how weights train: int8, float8, int8_weights or bitnet, also with options: int8(grad_weight=False).
+        qat: the scheme of quantization-aware training: int4, int8, int8_int4, …, also with options:
+            int4(group_size=32).
+        filter_fqns: layers whose name contains one of these stay as they are, as for torchtitan's own float8.
+        experts: also the stacked weights of experts, which are parameters of three dimensions.
+        metrics_freq: how many logging steps lie between two measurements of lowbit's metrics. 0: none.
+    """
 
     train: str = ""
-    """How weights train: int8, float8, int8_weights or bitnet, also with options: int8(grad_weight=False)."""
-
     qat: str = ""
-    """The scheme of quantization-aware training: int4, int8, int8_int4, …, also with options: int4(group_size=32)."""
-
     filter_fqns: list[str] = field(default_factory=lambda: list(LEFT_OUT))
-    """Layers whose name contains one of these stay as they are, as for torchtitan's own float8."""
-
     experts: bool = False
-    """Also the stacked weights of experts, which are parameters of three dimensions."""
-
     metrics_freq: int = 0
-    """How many logging steps lie between two measurements of lowbit's metrics. 0: none."""
 
 
 def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme | None:

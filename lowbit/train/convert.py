@@ -20,8 +20,10 @@ def convert_(model: nn.Module) -> Report:
     weights become `AffineTensor` of `Int8WeightOnly()`. Their values are the same, and so are outputs, unless training
     multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of `Float8BlockMixedPrecision` become `Float8Tensor`
     with `PerBlock(128, 128)`, the codes that the output's product read. Other weights of mixed precision are left, and
-    reported. Where
-    `prepare_` left all weights alone, nothing is done, and the report says so.
+    reported. Where `prepare_` left all weights alone, nothing is done, and the report says so.
+
+    Args:
+        model: prepared by `lowbit.train.prepare_`.
 
     Raises:
         ValueError: there are none, the model is sharded, or a weight has NaN or infinite values. It is then as it was.

@@ -34,9 +34,9 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     """Make the weights of `model` train by `scheme`, in place. The report lists the weights that do, and those that
     were left alone.
 
-    Arguments and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced (those
-    of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and shard
-    afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in high
+    `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. The parameters are
+    replaced (those of mixed precision share the old ones' memory; all keep their gradients): make the optimizer
+    afterwards, and shard afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in high
     precision have the same entries in the state dict as those of the plain model.
 
     Low-bit products run on GPUs with units for them (int8: compute capability 8.0, float8: 8.9), where measurements
@@ -61,7 +61,7 @@ def _prepared(target: Target) -> Tensor:
 
 
 def restore_(model: nn.Module) -> Report:
-    """Give a prepared model plain weights again, in place: the trained ones, in their dtype, still trainable.
+    """Give a prepared `model` plain weights again, in place: the trained ones, in their dtype, still trainable.
 
     The parameters are replaced (those of mixed precision share the old ones' memory).
 
