@@ -5,16 +5,18 @@ The committed notebooks hold no outputs, so a page always shows what the code of
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_client import AsyncKernelManager
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 
 SECONDS = 300
+"""How long a cell may run."""
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,10 +34,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def rendered(path: Path) -> str:
     """Run a notebook and return it as Markdown."""
     notebook = nbformat.read(path, as_version=4)
-    manager = AsyncKernelManager(
-        kernel_name="python3", transport="ipc"
-    )  # no port that others can read
-    NotebookClient(notebook, km=manager, timeout=SECONDS).execute()
+    client = NotebookClient(notebook, kernel_name="python3", timeout=SECONDS)
+    client.create_kernel_manager().transport = "ipc"  # no port that others can read
+    client.execute()
     return "\n\n".join(part for cell in notebook.cells for part in cell_as_markdown(cell))
 
 
@@ -43,13 +44,10 @@ def cell_as_markdown(cell: Any) -> list[str]:
     """The source of a cell, and behind it what it printed."""
     if cell.cell_type == "markdown":
         return [cell.source]
-    return [f"```python\n{cell.source}\n```", *(output_as_markdown(o) for o in cell.outputs)]
-
-
-def output_as_markdown(output: Any) -> str:
-    """A picture, or text in a block."""
-    data = output.get("data", {})
-    if "image/png" in data:
-        return f"![output](data:image/png;base64,{data['image/png'].strip()})"
-    text = output.text if output.output_type == "stream" else data["text/plain"]
-    return f"```text\n{text.rstrip()}\n```"
+    printed = "".join(o.text for o in cell.outputs if o.output_type == "stream")
+    shown = [o.data for o in cell.outputs if o.output_type in ("display_data", "execute_result")]
+    pictures = [data["image/png"].strip() for data in shown if "image/png" in data]
+    texts = [data["text/plain"] for data in shown if "image/png" not in data]
+    text = COLORS.sub("", "\n".join([printed, *texts])).strip("\n")
+    parts = [f"```python\n{cell.source}\n```", f"```text\n{text}\n```" if text else ""]
+    return [*filter(None, parts), *(f"![output](data:image/png;base64,{p})" for p in pictures)]
