@@ -242,6 +242,38 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+def test_the_navigation_of_the_site_has_every_page() -> None:
+    """Pages of docs/ and its folders; `mkdocs build --strict` says the same where mkdocs is installed."""
+    folder = ROOT / "docs"
+    named = set(re.findall(r": ([\w./-]+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE))
+    pages = {str(p.relative_to(folder)) for p in folder.rglob("*.md")}
+    notebooks = {str(p.relative_to(folder).with_suffix(".md")) for p in folder.rglob("*.ipynb")}
+    unnamed = (pages | notebooks) - named
+    assert not unnamed, "name them in the navigation, in mkdocs.yml"
+
+
+def test_the_api_reference_has_every_op_of_the_kernels() -> None:
+    import lowbit_kernels
+
+    shown = re.findall(r"^::: lowbit_kernels\.(\w+)$", text_of(ROOT / "docs/api/kernels.md"), re.M)
+    assert shown == lowbit_kernels.__all__
+
+
+def test_figures_of_choosing_stand_on_the_linked_pages() -> None:
+    """A number in bold stands on a page of benchmarks/results that its row or paragraph links."""
+    page, found = ROOT / "docs/choosing.md", 0
+    for part in re.split(r"\n\n|\n(?=[|-])", text_of(page)):
+        figures = re.findall(r"\*\*([-+]?[\d.,]+)%?\*\*", part)
+        links = re.findall(r"\]\(([^)#]+results/[^)#]+\.md)\)", part)
+        sources = "\n".join(text_of((page.parent / link).resolve()) for link in links)
+        absent = [
+            f for f in figures if not re.search(rf"(?<![\d.]){re.escape(f)}(?![\d])", sources)
+        ]
+        assert not absent, f"{absent} in {part!r}"
+        found += len(figures)
+    assert found > 30
+
+
 @each_page
 def test_public_names_exist(page: Path) -> None:
     """Names in backticks such as `lowbit.optim.AdamW4bit`."""

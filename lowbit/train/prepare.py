@@ -34,10 +34,10 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     """Make the weights of `model` train by `scheme`, in place. The report lists the weights that do, and those that
     were left alone.
 
-    `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. The parameters are
-    replaced (those of mixed precision share the old ones' memory; all keep their gradients): make the optimizer
-    afterwards, and shard afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in high
-    precision have the same entries in the state dict as those of the plain model.
+    `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced
+    (those of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and
+    shard afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in
+    high precision have the same entries in the state dict as those of the plain model.
 
     Low-bit products run on GPUs with units for them (int8: compute capability 8.0, float8: 8.9), where measurements
     show a gain: `prepare_` leaves too small weights alone, and products with too few rows run in high precision. The

@@ -1,4 +1,4 @@
-"""The examples of the help texts and of the page, as lines of a shell."""
+"""The examples of the help texts and of the pages, as lines of a shell."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ def of_help() -> list[str]:
     return found
 
 
-def of_page() -> list[str]:
+def of_page(name: str = "command-line") -> list[str]:
     """In order; a later one works on what an earlier one wrote."""
-    text = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+    text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("lowbit ")]
+
+
+PAGES = [p.stem for p in sorted((ROOT / "docs").glob("*.md")) if of_page(p.stem)]
+"""The pages that show commands of lowbit in blocks of bash."""
 
 
 def command_of(line: str) -> str:

@@ -1,4 +1,4 @@
-"""Every example of the help texts and of docs/command-line.md runs. tests/integrations runs those of transformers."""
+"""Every example of the help texts and of the pages runs. tests/integrations runs those of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowbit.cli import main
-from tests.cli.examples import NEED_TRANSFORMERS, command_of, of_help, of_page
+from tests.cli.examples import NEED_TRANSFORMERS, PAGES, command_of, of_help, of_page
 
 HELP = of_help()
 ALONE = [line for line in HELP if command_of(line) not in NEED_TRANSFORMERS]
@@ -34,9 +34,12 @@ def test_every_command_shows_its_examples(home: Path, capsys: pytest.CaptureFixt
         assert own == [line.strip() for line in shown if line.startswith("    lowbit ")]
 
 
-def test_the_page_runs(home: Path) -> None:
-    lines = of_page()
-    assert {command_of(line) for line in lines} == {command_of(line) for line in HELP}
-    for line in lines:
+def test_the_page_shows_every_command() -> None:
+    assert {command_of(line) for line in of_page()} == {command_of(line) for line in HELP}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_runs(page: str, home: Path) -> None:
+    for line in of_page(page):
         if command_of(line) not in NEED_TRANSFORMERS:
             assert main(shlex.split(line)[1:]) == 0, line

@@ -16,7 +16,7 @@ import lowbit
 from lowbit.cli import main
 from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
 from tests.cli.command import lowbit as command
-from tests.cli.examples import NEED_TRANSFORMERS, command_of, of_help, of_page
+from tests.cli.examples import NEED_TRANSFORMERS, PAGES, command_of, of_help, of_page
 
 pytest.importorskip("transformers")
 
@@ -187,11 +187,12 @@ def test_examples_of_the_help_run(line: str, home: Path) -> None:
     assert main(shlex.split(line)[1:]) == 0
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_tokenizer(make_model(tmp_path / "model"))
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    for line in of_page():
+    for line in of_page(page):
         assert main(shlex.split(line)[1:]) == 0, line
 
 
