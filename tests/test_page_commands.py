@@ -1,13 +1,15 @@
 """The commands of the README and of docs/: programs parse their options, and what a command names exists.
 
-tests/cli runs the commands of `lowbit`, tests/test_readme.py installs nothing but checks the README's two commands and
-runs the tests of the tutorial, tests/recipes and tests/integrations run the recipes with smaller settings.
+They stop there, because the commands install packages, or train for minutes or on several GPUs. tests/cli runs the
+commands of `lowbit`. tests/test_readme.py checks the README's two commands and runs the tests of the tutorial.
+tests/recipes and tests/integrations run the recipes with smaller settings.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import runpy
 import shlex
@@ -23,7 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_ELSEWHERE = {"lowbit": "tests/cli/test_examples.py", ".ci/run": ".github/workflows/ci.yml"}
 """Programs whose commands are run as they stand, and the file that does so."""
-SHELLS = ("bash", "console", "sh", "shell")
+SHELLS = ("bash", "console")
+BLOCKS = {
+    "bash": "tests/test_page_commands.py",
+    "console": "tests/test_page_commands.py",
+    "python": "tests/test_readme.py",
+    "text": "tests/test_readme.py",
+    "toml": "tests/integrations/test_torchtitan_settings.py",
+}
+"""The languages of blocks, and the file that runs them. It compares those of `text` with what the Python prints."""
+DIAGRAMS = {"docs/design.md"}
+"""Pages whose blocks without a language are drawings."""
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -41,6 +53,34 @@ def commands(page: Path) -> Iterator[str]:
 EACH = sorted({(command, page.stem) for page in PAGES for command in commands(page)})
 
 
+def texts() -> dict[str, str]:
+    """Every page of the site that a person wrote, and the texts between the cells of notebooks."""
+    paths = [ROOT / "README.md", ROOT / "kernels/README.md", *(ROOT / "docs").rglob("*.md")]
+    found = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in paths}
+    for path in (ROOT / "docs").rglob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        shown = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        found[str(path.relative_to(ROOT))] = "\n".join(shown)
+    return found
+
+
+@pytest.mark.parametrize(("name", "text"), texts().items(), ids=texts().keys())
+def test_a_test_runs_every_block(name: str, text: str) -> None:
+    """A fence is a line of three backticks and a language. The tests do not find any other, such as an indented one."""
+    fences = re.findall(r"^[ \t>]*(?:```|~~~).*$", text, re.MULTILINE)
+    opened = fences[::2]
+    assert set(fences[1::2]) <= {"```"}
+    allowed = {f"```{kind}" for kind in BLOCKS} | ({"```"} if name in DIAGRAMS else set())
+    assert set(opened) <= allowed
+    run = name == "README.md" or re.fullmatch(r"docs/[\w-]+\.md", name)
+    assert run or not opened, "the tests run the blocks of the README and of the pages in docs/"
+
+
+@pytest.mark.parametrize(("kind", "path"), BLOCKS.items())
+def test_the_file_that_runs_blocks_names_their_language(kind: str, path: str) -> None:
+    assert f'"{kind}"' in (ROOT / path).read_text(encoding="utf-8")
+
+
 class Parsed(Exception):
     """The program took its options."""
 
@@ -50,6 +90,7 @@ def test_commands_are_found() -> None:
     assert {"lowbit", "python", "torchrun", "pip", ".ci/run"} <= programs
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 @pytest.mark.parametrize(("command", "page"), EACH)
 def test_a_command_is_right(command: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = shlex.split(command, comments=True)
@@ -81,8 +122,13 @@ def check_module(module: str, options: list[str], monkeypatch: pytest.MonkeyPatc
     """Let the program parse its options, and stop it then."""
     if module == "pytest":
         return check_pytest(options)
-    if not options or module == "mkdocs":  # a program that a text names, or one of another package
-        assert importlib.util.find_spec(module) is not None or module == "mkdocs"
+    if module == "mkdocs":
+        name, *rest = options
+        program = pytest.importorskip("mkdocs.__main__").cli
+        program.commands[name].make_context(name, rest)  # parses the options
+        return None
+    if not options:  # a program that a text names
+        assert importlib.util.find_spec(module) is not None
         return None
     files = [options[i + 1] for i, option in enumerate(options) if option.endswith("config_file")]
     assert all((ROOT / name).exists() for name in files if "/" in name)

@@ -5,7 +5,9 @@ The committed notebooks hold no outputs, so a page always shows what the code of
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 
-SECONDS = 300
-"""How long a cell may run."""
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120
+"""How long a cell may run. A whole notebook takes a part of it on one core."""
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -33,11 +36,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def rendered(path: Path) -> str:
     """Run a notebook and return it as Markdown."""
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, kernel_name="python3", timeout=SECONDS)
-    client.create_kernel_manager().transport = "ipc"  # no port that others can read
-    client.execute()
-    return "\n\n".join(part for cell in notebook.cells for part in cell_as_markdown(cell))
+    return "\n\n".join(part for cell in executed(path).cells for part in cell_as_markdown(cell))
+
+
+def executed(path: Path) -> Any:
+    """Run a notebook in a new folder, with the lowbit of this tree. An error of a cell is raised.
+
+    The kernel talks through sockets in that folder, so that it opens no port that other users can read.
+    """
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            nbformat.read(path, as_version=4),
+            kernel_name="python3",
+            timeout=SECONDS,
+            resources={"metadata": {"path": folder}},
+        )
+        manager = client.create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{folder}/kernel"
+        return client.execute(env=environment)
 
 
 def cell_as_markdown(cell: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from torch import nn
 import lowbit
 from lowbit import names, optim
 from tests.integrations.titan import ROOT, environment
+from tests.test_readme import blocks
 
 RECIPES = sorted((ROOT / "recipes/torchtitan").glob("*.toml"))
 
@@ -183,6 +185,21 @@ def test_recipes_are_read_and_their_models_prepared(path, monkeypatch):
     assert not any("output" in name or "gate" in name for name in low)
     assert any("experts" in name for name in low) == config.lowbit.experts
     assert ("lowbit" in tomllib.loads(path.read_text())) == (config.lowbit != Lowbit())
+
+
+def test_the_lines_of_the_page_are_read(tmp_path):
+    """The TOML of docs/torchtitan.md, and the same options in its command."""
+    (block,) = blocks(ROOT / "docs/torchtitan.md", "toml")
+    path = tmp_path / "page.toml"
+    path.write_text(block, encoding="utf-8")
+    lines = ConfigManager().parse_args(["--job.config_file", str(path)])
+    assert lines.optimizer.name == "AdamW8bit"
+    assert (lines.lowbit.train, lines.lowbit.metrics_freq) == ("int8", 10)
+
+    command = blocks(ROOT / "docs/torchtitan.md", "bash")[0].replace("\\\n", " ")
+    words = shlex.split(command.replace("llama3_8b.toml", str(path)))
+    given = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
+    assert (given.optimizer.name, given.lowbit.train) == ("AdamW4bit", "float8")
 
 
 def parsed(*options: str):
