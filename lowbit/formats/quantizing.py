@@ -7,7 +7,6 @@ other pattern means what it says: {"lm_head": Int8WeightOnly(), "*": Int4WeightO
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from lowbit.convert import matches
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder, is_embedding, is_head, is_router
+from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -133,17 +133,3 @@ def quantized(
     except ValueError as error:
         raise FormatError(f"{name}: {error}") from error
     return weight if device.type == "cpu" else weight._map(lambda t: t.cpu())
-
-
-def snr(values: Tensor, weight: LowbitTensor) -> float:
-    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
-    signal = noise = 0.0
-    rounded = weight.dequantize()
-    step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
-    for own, got in zip(values.split(step), rounded.split(step), strict=True):
-        own = own.to(torch.float32, copy=True)
-        signal += float(torch.linalg.vector_norm(own)) ** 2
-        noise += float(torch.linalg.vector_norm(own.sub_(got))) ** 2
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf

@@ -1,0 +1,85 @@
+"""lowbit's ops as ops of PyTorch, so that a program runs where lowbit is not.
+
+    program = torch.export.export(model, inputs)
+    program = program.run_decompositions(lowbit.formats.decompositions())
+
+`torch.export` keeps an op of lowbit as one node, `torch.ops.lowbit.weight_linear`, which any process that loads the
+program must define: `import lowbit` does. These decompositions write the same formulas in aten: the weight stays packed
+in the program, and each call unpacks and multiplies it. A compiler fuses the unpacking into one loop.
+
+Weights are rounded to the dtype of x before the product, as PyTorch's own path in lowbit rounds them, and as the CPU
+kernel for few tokens does not: in 16 bits the two differ by that rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lowbit.lookup_table  # noqa: F401  (defines the ops)
+import lowbit_kernels.library  # noqa: F401  (defines the ops)
+from lowbit.packing import unpack
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """A table for `torch.export.ExportedProgram.run_decompositions`: by the op of lowbit, a function of aten ops.
+
+    It has the ops of weights on a CPU. A program that was traced on a GPU has others, which only lowbit computes.
+    """
+    ops = torch.ops.lowbit
+    return {
+        ops.weight_linear.default: _weight_linear,
+        ops.dequantize.default: _dequantize,
+        ops.table_values.default: _table_values,
+        ops.cast.default: _cast,
+    }
+
+
+def _dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    n, groups = scale.shape
+    padded = groups * min(group_size, size) if groups == 1 else groups * group_size
+    if codes.dtype is torch.uint8:
+        codes = unpack(codes, 4, padded).to(torch.int8) - 8
+    values = codes[:, :padded].view(n, groups, -1).float()
+    if zero_point is not None:
+        values = values - zero_point.float().unsqueeze(-1)
+    values = values * scale.float().unsqueeze(-1)
+    return values.view(n, padded)[:, :size].to(dtype)
+
+
+def _weight_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    weight = _dequantize(codes, scale, zero_point, group_size, x.shape[-1], x.dtype)
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+def _table_values(packed: Tensor, values: Sequence[float], size: int) -> Tensor:
+    bits = len(values).bit_length() - 1
+    table = torch.cat(
+        [packed.new_full((1,), value, dtype=torch.float32) for value in values]
+    )  # no constant, which a decomposition cannot add to a program
+    codes = unpack(packed, bits, size)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._to_copy.default(x, dtype=dtype)

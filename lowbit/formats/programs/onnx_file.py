@@ -1,0 +1,284 @@
+"""An ONNX file, "onnx": weight-only models with their weights packed, for onnxruntime.
+
+    use of the weight          4 bits                                  8 bits
+    linear                     MatMulNBits (com.microsoft)             MatMulNBits (com.microsoft)
+    embedding                  GatherBlockQuantized (com.microsoft)    Gather of codes and scales, Cast, Mul
+    any other, a convolution   refused                                 DequantizeLinear
+
+The codes of lowbit, code + 2^(b−1), two of 4 bits in a byte with the even one in the low half, are those of the two ops
+of com.microsoft. onnxruntime has these ops on CPUs and GPUs; they are no part of standard ONNX.
+
+A weight with a scale for each row is stored in blocks of equal scales, because MatMulNBits has blocks only. The size of
+the blocks is the power of two from 16 to 256 that takes the fewest bytes.
+
+onnxruntime multiplies in the dtype of the inputs, float32 or float16, and sums in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.integers import Layout, exact_scales, integers_of, layout_of, unsigned
+from lowbit.formats.programs.base import Call, ProgramFormat, package
+from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
+from lowbit.formats.sources import Item
+from lowbit.packing import pack
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.conv_tensor import ConvTensor
+
+OPSET = 21
+"""The first one whose DequantizeLinear takes blocks."""
+BLOCKS = (16, 32, 64, 128, 256)
+"""Sizes of blocks that MatMulNBits takes."""
+_ACCEPTED = (
+    "int4 and int8 weights, symmetric or asymmetric, in rows or groups of 16, 32, 64, 128 or 256"
+)
+_MOST_IN_ONE_FILE = 2**30
+"""Bytes of tensors. protobuf holds less than 2 GiB; above, they lie in a file of their own beside the program."""
+
+
+class Onnx(ProgramFormat):
+    """See the module."""
+
+    name = "onnx"
+    suffix = ".onnx"
+
+    def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:
+        for needed in ("onnx", "onnxscript"):
+            package(needed, "onnx")
+        notes: dict[str, str] = {}
+
+        def replace(name: str, weight: LowbitTensor, use: Use) -> nn.Module:
+            module, note = _module_of(weight, use)
+            notes[name] = note
+            return module
+
+        program = traced_with(call, replace)
+        try:
+            with torch.no_grad(), quiet():
+                made = torch.onnx.export(
+                    program,
+                    dynamo=True,
+                    opset_version=OPSET,
+                    verbose=False,
+                    dynamic_shapes=call.dynamic_shapes,
+                )
+        except Exception as error:  # the exporter raises errors of many kinds
+            raise FormatError(
+                f"torch.onnx cannot translate the program: {first_line(error)}"
+            ) from error
+        assert made is not None
+        packed = {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")}
+        size = sum(t.nbytes for t in program.state_dict.values())
+        made.save(str(path), external_data=size > _MOST_IN_ONE_FILE)
+        _check(path, packed)
+        return [
+            Item(name, call.weights[name], "other", f"{notes[name]}, {_stored(call, name)}")
+            for name in notes
+        ]
+
+
+def _stored(call: Call, name: str) -> str:
+    return call.weights[name].stored_format()
+
+
+def _check(path: Path, packed: dict[str, Tensor]) -> None:
+    """Raise FormatError unless the file has the bytes of the codes. The exporter may give them other names."""
+    onnx = package("onnx", "onnx")
+    stored = {
+        hashlib.sha256(onnx.numpy_helper.to_array(t).tobytes()).digest()
+        for t in onnx.load(str(path)).graph.initializer
+    }
+    for name, t in packed.items():
+        is_there = hashlib.sha256(t.numpy().tobytes()).digest() in stored
+        if name.endswith(".codes") and not is_there:
+            raise FormatError(f"the codes of {name} are not in the file; please report it")
+
+
+# ---- the modules ---------------------------------------------------------------------------------------------------
+
+
+def _module_of(weight: LowbitTensor, use: Use) -> tuple[nn.Module, str]:
+    """What takes the place of a use of the weight, and the name of its op."""
+    matrix, layout = _integers(weight)
+    if use == "linear":
+        return _Linear(matrix, layout), "MatMulNBits"
+    if layout.bits == 8:
+        if use == "embedding":
+            return _Rows(matrix, layout), "Gather"
+        return _Values(matrix, layout, tuple(weight.shape)), "DequantizeLinear"
+    if use == "embedding":
+        return _PackedRows(matrix, layout), "GatherBlockQuantized"
+    raise FormatError(
+        "onnxruntime unpacks int4 in linears and embeddings only; int8 also elsewhere"
+    )
+
+
+def _integers(weight: LowbitTensor) -> tuple[AffineTensor, Layout]:
+    """The matrix [N, K] of the weight. Raises FormatError for one that onnxruntime has no op for."""
+    matrix = weight.matrix if isinstance(weight, ConvTensor) else weight
+    spec = getattr(matrix, "spec", None)
+    if type(matrix) is not AffineTensor or spec is None:
+        raise FormatError(f"onnx holds {_ACCEPTED}, got {weight.stored_format()}")
+    if spec.zero_point_is_value or spec.format.bits not in (4, 8):
+        raise FormatError(f"onnx holds {_ACCEPTED}, got {weight.stored_format()}")
+    if matrix.activation is not None:
+        raise FormatError(f"onnx holds {_ACCEPTED} with inputs in high precision; got {spec}")
+    if matrix.dtype not in (torch.float32, torch.float16):
+        raise FormatError(
+            f"onnxruntime multiplies in float32 or float16, got {matrix.dtype}: call model.float(), which keeps codes"
+        )
+    layout = layout_of(matrix, "onnx")
+    if layout.group_size is not None and layout.group_size not in BLOCKS:
+        raise FormatError(f"onnx holds {_ACCEPTED}, got groups of {layout.group_size}")
+    return matrix, layout
+
+
+def block_size(columns: int, bits: int) -> int:
+    """The blocks of a row with one scale that take the fewest bytes, padding and float32 scales included."""
+    return min(BLOCKS, key=lambda size: -(-columns // size) * (size * bits // 8 + 4))
+
+
+class _Linear(nn.Module):
+    """x [..., K] times a weight [N, K]: B uint8 [N, blocks, bytes], scales [N, blocks], zero points [N, bytes]."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+        super().__init__()
+        codes, scale, zero_point = integers_of(weight, layout)
+        n, k = codes.shape
+        size = layout.group_size or block_size(k, layout.bits)
+        blocks = -(-k // size)
+        padded = F.pad(unsigned(codes, layout.bits), (0, blocks * size - k))
+        self.register_buffer("codes", pack(padded, layout.bits).view(n, blocks, -1))
+        scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
+        self.register_buffer("scale", scale.expand(n, blocks).contiguous())
+        if zero_point is not None:
+            zero_point = unsigned(zero_point.expand(n, blocks), layout.bits).contiguous()
+            zero_point = (
+                pack(F.pad(zero_point, (0, blocks % 2)), 4) if layout.bits == 4 else zero_point
+            )
+        self.register_buffer("zero_point", zero_point)
+        self._attrs = {"K": k, "N": n, "bits": layout.bits, "block_size": size}
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        inputs = [x, self.codes, self.scale]
+        inputs += [] if self.zero_point is None else [self.zero_point]
+        y: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::MatMulNBits",
+            inputs,
+            self._attrs,
+            dtype=x.dtype,
+            shape=(*x.shape[:-1], self._attrs["N"]),
+            version=1,
+        )
+        return y if bias is None else y + bias
+
+
+class _PackedRows(nn.Module):
+    """Rows of an embedding of 4 bits: codes uint8 [N, K/2], scales [N, blocks], zero points [N, bytes]."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+        super().__init__()
+        codes, scale, zero_point = integers_of(weight, layout)
+        n, k = codes.shape
+        fitting = [size for size in BLOCKS if k % size == 0]
+        if not fitting:
+            raise FormatError(f"onnx holds int4 embeddings of a multiple of 16 columns, got {k}")
+        size = layout.group_size or fitting[-1]
+        self.register_buffer("codes", pack(unsigned(codes, 4), 4))
+        scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
+        self.register_buffer("scale", scale.expand(n, k // size).contiguous())
+        if zero_point is not None:
+            zero_point = unsigned(zero_point.expand(n, k // size), 4)
+            zero_point = pack(F.pad(zero_point, (0, zero_point.shape[1] % 2)), 4)
+        self.register_buffer("zero_point", zero_point)
+        self._columns, self._block_size = k, size
+
+    def forward(self, indices: Tensor) -> Tensor:
+        inputs = [self.codes, indices, self.scale]
+        inputs += [] if self.zero_point is None else [self.zero_point]
+        attrs = {"bits": 4, "block_size": self._block_size, "gather_axis": 0, "quantize_axis": 1}
+        rows: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            inputs,
+            attrs,
+            dtype=self.scale.dtype,
+            shape=(*indices.shape, self._columns),
+            version=1,
+        )
+        return rows
+
+
+class _Rows(nn.Module):
+    """Rows of an embedding of 8 bits, by standard ops: codes int8 [N, K], scales and zero points [N, groups]."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+        super().__init__()
+        codes, scale, zero_point = integers_of(weight, layout)
+        self.dtype = weight.dtype
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale.contiguous())
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        scale = F.embedding(indices, self.scale).float().unsqueeze(-1)
+        codes = F.embedding(indices, self.codes).float().unflatten(-1, (scale.shape[-2], -1))
+        if self.zero_point is not None:
+            codes = codes - F.embedding(indices, self.zero_point).float().unsqueeze(-1)
+        return (codes * scale).flatten(-2).to(self.dtype)
+
+
+class _Values(nn.Module):
+    """The values of an 8-bit weight of any shape: codes int8 [N, K], scales and zero points [N] or [N, groups]."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, weight: AffineTensor, layout: Layout, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        codes, scale, zero_point = integers_of(weight, layout)
+        self._attrs: dict[str, Any] = {"axis": 0}
+        if layout.group_size is not None:
+            self._attrs = {"axis": 1, "block_size": layout.group_size}
+        else:
+            scale = scale[:, 0]
+            zero_point = None if zero_point is None else zero_point[:, 0]
+        scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale.contiguous())
+        self.register_buffer("zero_point", None if zero_point is None else zero_point.contiguous())
+        self._shape = shape
+
+    def forward(self) -> Tensor:
+        inputs = [self.codes, self.scale]
+        inputs += [] if self.zero_point is None else [self.zero_point]
+        values: Tensor = torch.onnx.ops.symbolic(
+            "DequantizeLinear",
+            inputs,
+            self._attrs,
+            dtype=self.scale.dtype,
+            shape=self.codes.shape,
+            version=OPSET,
+        )
+        return values.reshape(self._shape)
