@@ -84,4 +84,5 @@ def batch_of(names: int = 3) -> tuple[dict[int, object], ...]:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """‖found − expected‖ / ‖expected‖."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())

@@ -47,15 +47,14 @@ def _dequantize(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    n, groups = scale.shape
-    padded = groups * min(group_size, size) if groups == 1 else groups * group_size
+    groups = scale.shape[1]
     if codes.dtype is torch.uint8:
-        codes = unpack(codes, 4, padded).to(torch.int8) - 8
-    values = codes[:, :padded].view(n, groups, -1).float()
+        codes = unpack(codes, 4, groups * group_size).to(torch.int8) - 8
+    values = codes.unflatten(1, (groups, group_size)).float()
     if zero_point is not None:
         values = values - zero_point.float().unsqueeze(-1)
     values = values * scale.float().unsqueeze(-1)
-    return values.view(n, padded)[:, :size].to(dtype)
+    return values.flatten(1)[:, :size].to(dtype)
 
 
 def _weight_linear(

@@ -56,6 +56,7 @@ class ExecuTorch(ProgramFormat):
     suffix = ".pte"
 
     def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:
+        exir, xnnpack = _packages()
         define_ops()
         items: dict[str, Item] = {}
 
@@ -64,7 +65,6 @@ class ExecuTorch(ProgramFormat):
             return module
 
         program = traced_with(call, replace)
-        exir, xnnpack = _packages()
         try:
             with torch.no_grad(), quiet():
                 # The second partitioner takes the products in float32 of weights that are dequantized at each call.
@@ -149,10 +149,7 @@ def _with_short_scales(weight: AffineTensor, lossy: bool) -> tuple[AffineTensor,
         return weight, None
     except FormatError as error:
         if not lossy:
-            raise FormatError(
-                f"{error}. Quantize the model in bfloat16 and call model.float() after, or lossy=True rounds such "
-                "weights, and states the loss"
-            ) from error
+            raise FormatError(f"{error}; lossy=True rounds them, and states the loss") from error
     values = weight.dequantize()
     rounded = with_scales_of(torch.bfloat16, values, Scheme(weight.spec, weight.activation))
     return rounded, snr(values, rounded)

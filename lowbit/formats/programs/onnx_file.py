@@ -2,11 +2,12 @@
 
     use of the weight          4 bits                                  8 bits
     linear                     MatMulNBits (com.microsoft)             MatMulNBits (com.microsoft)
-    embedding                  GatherBlockQuantized (com.microsoft)    Gather of codes and scales, Cast, Mul
+    embedding                  GatherBlockQuantized (com.microsoft)    GatherBlockQuantized (com.microsoft)
     any other, a convolution   refused                                 DequantizeLinear
 
-The codes of lowbit, code + 2^(b−1), two of 4 bits in a byte with the even one in the low half, are those of the two ops
-of com.microsoft. onnxruntime has these ops on CPUs and GPUs; they are no part of standard ONNX.
+The two ops of com.microsoft take codes as lowbit packs them: code + 2^(b−1), two of 4 bits in a byte, the even one in
+the low half. A head that is tied to an embedding shares its codes in the file. onnxruntime has these ops on CPUs and
+GPUs; they are no part of standard ONNX.
 
 A weight with a scale for each row is stored in blocks of equal scales, because MatMulNBits has blocks only. The size of
 the blocks is the power of two from 16 to 256 that takes the fewest bytes.
@@ -54,11 +55,11 @@ class Onnx(ProgramFormat):
     def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:
         for needed in ("onnx", "onnxscript"):
             package(needed, "onnx")
-        notes: dict[str, str] = {}
+        ops: dict[str, list[str]] = {}
 
         def replace(name: str, weight: LowbitTensor, use: Use) -> nn.Module:
-            module, note = _module_of(weight, use)
-            notes[name] = note
+            module, op = _module_of(weight, use)
+            ops.setdefault(name, []).append(op)
             return module
 
         program = traced_with(call, replace)
@@ -76,18 +77,21 @@ class Onnx(ProgramFormat):
                 f"torch.onnx cannot translate the program: {first_line(error)}"
             ) from error
         assert made is not None
-        packed = {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")}
+        _share(made.model)
         size = sum(t.nbytes for t in program.state_dict.values())
         made.save(str(path), external_data=size > _MOST_IN_ONE_FILE)
-        _check(path, packed)
+        _check(path, {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")})
         return [
-            Item(name, call.weights[name], "other", f"{notes[name]}, {_stored(call, name)}")
-            for name in notes
+            Item(name, weight, "other", f"{weight.stored_format()} in {' and '.join(ops[name])}")
+            for name, weight in call.weights.items()
+            if name in ops
         ]
 
 
-def _stored(call: Call, name: str) -> str:
-    return call.weights[name].stored_format()
+def _share(model: Any) -> None:
+    """Store equal tensors once."""
+    passes = package("onnx_ir.passes.common", "onnx")
+    passes.DeduplicateHashedInitializersPass(size_limit=2**62)(model)
 
 
 def _check(path: Path, packed: dict[str, Tensor]) -> None:
@@ -111,15 +115,13 @@ def _module_of(weight: LowbitTensor, use: Use) -> tuple[nn.Module, str]:
     matrix, layout = _integers(weight)
     if use == "linear":
         return _Linear(matrix, layout), "MatMulNBits"
-    if layout.bits == 8:
-        if use == "embedding":
-            return _Rows(matrix, layout), "Gather"
-        return _Values(matrix, layout, tuple(weight.shape)), "DequantizeLinear"
     if use == "embedding":
-        return _PackedRows(matrix, layout), "GatherBlockQuantized"
-    raise FormatError(
-        "onnxruntime unpacks int4 in linears and embeddings only; int8 also elsewhere"
-    )
+        return _Rows(matrix, layout), "GatherBlockQuantized"
+    if layout.bits == 4:
+        raise FormatError(
+            "onnxruntime unpacks int4 in linears and embeddings only, int8 also elsewhere"
+        )
+    return _Values(matrix, layout, tuple(weight.shape)), "DequantizeLinear"
 
 
 def _integers(weight: LowbitTensor) -> tuple[AffineTensor, Layout]:
@@ -147,105 +149,76 @@ def block_size(columns: int, bits: int) -> int:
     return min(BLOCKS, key=lambda size: -(-columns // size) * (size * bits // 8 + 4))
 
 
-class _Linear(nn.Module):
-    """x [..., K] times a weight [N, K]: B uint8 [N, blocks, bytes], scales [N, blocks], zero points [N, bytes]."""
+class _Packed(nn.Module):
+    """codes uint8 [N, blocks, bytes] of code + 2^(b−1), scales [N, blocks], zero points int8 [N, blocks] or None."""
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
 
-    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+    def __init__(self, weight: AffineTensor, layout: Layout, size: int) -> None:
         super().__init__()
         codes, scale, zero_point = integers_of(weight, layout)
-        n, k = codes.shape
-        size = layout.group_size or block_size(k, layout.bits)
-        blocks = -(-k // size)
-        padded = F.pad(unsigned(codes, layout.bits), (0, blocks * size - k))
-        self.register_buffer("codes", pack(padded, layout.bits).view(n, blocks, -1))
+        self._bits, self._size, (rows, self._columns) = layout.bits, size, codes.shape
+        blocks = -(-self._columns // size)
+        padded = F.pad(unsigned(codes, layout.bits), (0, blocks * size - self._columns))
+        self.register_buffer("codes", pack(padded, layout.bits).view(rows, blocks, -1))
         scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
-        self.register_buffer("scale", scale.expand(n, blocks).contiguous())
+        self.register_buffer("scale", scale.expand(rows, blocks).contiguous())
         if zero_point is not None:
-            zero_point = unsigned(zero_point.expand(n, blocks), layout.bits).contiguous()
-            zero_point = (
-                pack(F.pad(zero_point, (0, blocks % 2)), 4) if layout.bits == 4 else zero_point
-            )
+            zero_point = unsigned(zero_point.expand(rows, blocks), layout.bits).contiguous()
         self.register_buffer("zero_point", zero_point)
-        self._attrs = {"K": k, "N": n, "bits": layout.bits, "block_size": size}
+
+
+class _Linear(_Packed):
+    """x [..., K] times a weight [N, K]."""
+
+    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+        size = layout.group_size or block_size(weight.shape[1], layout.bits)
+        super().__init__(weight, layout, size)
+        if self.zero_point is not None and layout.bits == 4:
+            self.zero_point = pack(F.pad(self.zero_point, (0, self.zero_point.shape[1] % 2)), 4)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        inputs = [x, self.codes, self.scale]
-        inputs += [] if self.zero_point is None else [self.zero_point]
+        rows = self.codes.shape[0]
+        attrs = {"K": self._columns, "N": rows, "bits": self._bits, "block_size": self._size}
         y: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits",
-            inputs,
-            self._attrs,
+            [t for t in (x, self.codes, self.scale, self.zero_point) if t is not None],
+            attrs,
             dtype=x.dtype,
-            shape=(*x.shape[:-1], self._attrs["N"]),
+            shape=(*x.shape[:-1], rows),
             version=1,
         )
         return y if bias is None else y + bias
 
 
-class _PackedRows(nn.Module):
-    """Rows of an embedding of 4 bits: codes uint8 [N, K/2], scales [N, blocks], zero points [N, bytes]."""
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
+class _Rows(_Packed):
+    """Rows of an embedding [N, K]. Its codes are those of `_Linear`, so that a tied head shares them."""
 
     def __init__(self, weight: AffineTensor, layout: Layout) -> None:
-        super().__init__()
-        codes, scale, zero_point = integers_of(weight, layout)
-        n, k = codes.shape
-        fitting = [size for size in BLOCKS if k % size == 0]
-        if not fitting:
-            raise FormatError(f"onnx holds int4 embeddings of a multiple of 16 columns, got {k}")
-        size = layout.group_size or fitting[-1]
-        self.register_buffer("codes", pack(unsigned(codes, 4), 4))
-        scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
-        self.register_buffer("scale", scale.expand(n, k // size).contiguous())
-        if zero_point is not None:
-            zero_point = unsigned(zero_point.expand(n, k // size), 4)
-            zero_point = pack(F.pad(zero_point, (0, zero_point.shape[1] % 2)), 4)
-        self.register_buffer("zero_point", zero_point)
-        self._columns, self._block_size = k, size
+        columns = weight.shape[1]
+        if columns % BLOCKS[0]:
+            raise FormatError(f"onnx holds embeddings of a multiple of 16 columns, got {columns}")
+        size = layout.group_size or block_size(columns, layout.bits)
+        fitting = [b for b in BLOCKS if columns % b == 0]
+        super().__init__(weight, layout, size if size in fitting else fitting[-1])
 
     def forward(self, indices: Tensor) -> Tensor:
-        inputs = [self.codes, indices, self.scale]
-        inputs += [] if self.zero_point is None else [self.zero_point]
-        attrs = {"bits": 4, "block_size": self._block_size, "gather_axis": 0, "quantize_axis": 1}
-        rows: Tensor = torch.onnx.ops.symbolic(
+        _, blocks, _ = self.codes.shape
+        inputs = [self.codes, indices, self.scale.unsqueeze(-1)]
+        if self.zero_point is not None:
+            inputs.append(self.zero_point.unsqueeze(-1))
+        attrs = {"bits": self._bits, "block_size": self._size, "gather_axis": 0, "quantize_axis": 2}
+        found: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
             inputs,
             attrs,
             dtype=self.scale.dtype,
-            shape=(*indices.shape, self._columns),
+            shape=(*indices.shape, blocks, self._size),
             version=1,
         )
-        return rows
-
-
-class _Rows(nn.Module):
-    """Rows of an embedding of 8 bits, by standard ops: codes int8 [N, K], scales and zero points [N, groups]."""
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-
-    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
-        super().__init__()
-        codes, scale, zero_point = integers_of(weight, layout)
-        self.dtype = weight.dtype
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale.contiguous())
-        self.register_buffer("zero_point", zero_point)
-
-    def forward(self, indices: Tensor) -> Tensor:
-        scale = F.embedding(indices, self.scale).float().unsqueeze(-1)
-        codes = F.embedding(indices, self.codes).float().unflatten(-1, (scale.shape[-2], -1))
-        if self.zero_point is not None:
-            codes = codes - F.embedding(indices, self.zero_point).float().unsqueeze(-1)
-        return (codes * scale).flatten(-2).to(self.dtype)
+        return found.flatten(-2)
 
 
 class _Values(nn.Module):
