@@ -50,7 +50,7 @@ def register(format: Format | ProgramFormat) -> None:
 
 def names() -> list[str]:
     """The names that `lowbit.export(…, format=name)` takes."""
-    return [format.name for format in (*FORMATS, *PROGRAMS)]
+    return [format.name for format in _all()]
 
 
 def by_name(name: str) -> Format:
@@ -60,7 +60,11 @@ def by_name(name: str) -> Format:
 
 def target(name: str) -> Format | ProgramFormat:
     """What `lowbit.export` writes. Raises FormatError for a name that no format has."""
-    return _found(name, [*FORMATS, *PROGRAMS])
+    return _found(name, _all())
+
+
+def _all() -> list[Format | ProgramFormat]:
+    return [*FORMATS, *PROGRAMS]
 
 
 def _found(name: str, known: Sequence[Named]) -> Named:

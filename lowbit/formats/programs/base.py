@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,11 +76,3 @@ def package(name: str, extra: str) -> Any:
         raise FormatError(
             f'{extra} programs need {name.partition(".")[0]}: pip install "lowbit[{extra}]"{reason}'
         ) from error
-
-
-def refuse_together(format: str, refused: Iterable[str]) -> None:
-    """Raise FormatError with the first of the reasons, if there is one."""
-    reasons = list(refused)
-    if reasons:
-        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
-        raise FormatError(f"{format} cannot hold {'; '.join(reasons[:3])}{more}")

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import lowbit.lookup_table  # noqa: F401  (defines the ops)
-import lowbit_kernels.library  # noqa: F401  (defines the ops)
 from lowbit.packing import unpack
 
 

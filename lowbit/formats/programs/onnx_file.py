@@ -133,7 +133,9 @@ def _integers(weight: LowbitTensor) -> tuple[AffineTensor, Layout]:
     if spec.zero_point_is_value or spec.format.bits not in (4, 8):
         raise FormatError(f"onnx holds {_ACCEPTED}, got {weight.stored_format()}")
     if matrix.activation is not None:
-        raise FormatError(f"onnx holds {_ACCEPTED} with inputs in high precision; got {spec}")
+        raise FormatError(
+            f"onnx holds {_ACCEPTED} with inputs in high precision; got {weight.stored_format()}"
+        )
     if matrix.dtype not in (torch.float32, torch.float16):
         raise FormatError(
             f"onnxruntime multiplies in float32 or float16, got {matrix.dtype}: call model.float(), which keeps codes"
@@ -181,7 +183,12 @@ class _Linear(_Packed):
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         rows = self.codes.shape[0]
-        attrs = {"K": self._columns, "N": rows, "bits": self._bits, "block_size": self._size}
+        attrs: dict[str, Any] = {
+            "K": self._columns,
+            "N": rows,
+            "bits": self._bits,
+            "block_size": self._size,
+        }
         y: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits",
             [t for t in (x, self.codes, self.scale, self.zero_point) if t is not None],
@@ -209,7 +216,12 @@ class _Rows(_Packed):
         inputs = [self.codes, indices, self.scale.unsqueeze(-1)]
         if self.zero_point is not None:
             inputs.append(self.zero_point.unsqueeze(-1))
-        attrs = {"bits": self._bits, "block_size": self._size, "gather_axis": 0, "quantize_axis": 2}
+        attrs: dict[str, Any] = {
+            "bits": self._bits,
+            "block_size": self._size,
+            "gather_axis": 0,
+            "quantize_axis": 2,
+        }
         found: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
             inputs,
