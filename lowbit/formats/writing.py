@@ -52,6 +52,7 @@ def export(
         lowbit.export(model, "model-int4")                                           # after lowbit.quantize_(model, …)
         lowbit.export("model-int4", "model-lowbit", format="lowbit")                 # another format, the same values
         lowbit.export("model-bf16", "model-int4", scheme=lowbit.Int4WeightOnly())    # quantize while writing
+        lowbit.export(model, "model.onnx", "onnx", example_inputs=(tokens,))         # a program for another runtime
 
     Weights keep their values to the bit: each one is decoded again before it is written, and each shard is read back
     and compared. `out` appears whole, at the end, or not at all. Memory: a shard and a few tensors, beyond a model that

@@ -233,6 +233,19 @@ def test_calls_that_no_program_format_takes(format: str, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.gpu
+def test_programs_of_models_on_a_gpu(tmp_path: Path) -> None:
+    """torch.export keeps lowbit's kernels; the formats are made on a CPU."""
+    model = network(Int4WeightOnly(32)).bfloat16().cuda()
+    x = torch.randn(4, FEATURES, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        assert torch.equal(program.module()(x), model(x))
+    for format in PROGRAMS:
+        with pytest.raises(FormatError, match=r"0\.weight is on cuda:0: call model\.cpu\(\) first"):
+            lowbit.export(model, tmp_path / "model.bin", format, example_inputs=(x,))
+
+
 def test_a_model_in_qat_is_refused(tmp_path: Path) -> None:
     model = network()
     lowbit.qat.prepare_(model, Int4WeightOnly(32))

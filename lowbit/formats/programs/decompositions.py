@@ -45,6 +45,7 @@ def _dequantize(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    # As `lowbit_kernels.dequantize.reference`, but in views and broadcasts: compilers vectorise them, and not its gather.
     groups = scale.shape[1]
     if codes.dtype is torch.uint8:
         codes = unpack(codes, 4, groups * group_size).to(torch.int8) - 8

@@ -32,6 +32,11 @@ def export_program(
     low = {n: t for n, t in source.tensors.items() if isinstance(t, LowbitTensor)}
     if not low:
         raise FormatError("no weight is in low bits: call lowbit.quantize_ first")
+    if away := next((name for name, t in low.items() if t.device.type != "cpu"), None):
+        raise FormatError(
+            f"{target.name} programs are made on a CPU, and {away} is on {low[away].device}: call model.cpu() first. "
+            "torch.export.export traces a model on a GPU, for programs that run lowbit's kernels"
+        )
     # Those of the model itself: `Model` gives detached aliases.
     own = call.model.state_dict(keep_vars=True)
     call.weights = {name: own[name] for name in low}
