@@ -45,10 +45,10 @@ def _dequantize(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    # As `lowbit_kernels.dequantize.reference`, but in views and broadcasts: compilers vectorise them, and not its gather.
+    # As `lowbit_kernels.dequantize.reference`, in views and broadcasts, which compilers vectorise, and not its gather.
     groups = scale.shape[1]
     if codes.dtype is torch.uint8:
-        codes = unpack(codes, 4, groups * group_size).to(torch.int8) - 8
+        codes = unpack(codes, 4, groups * group_size).view(torch.int8) - 8
     values = codes.unflatten(1, (groups, group_size)).float()
     if zero_point is not None:
         values = values - zero_point.float().unsqueeze(-1)
@@ -65,9 +65,22 @@ def _weight_linear(
     residual: Tensor | None,
     group_size: int,
 ) -> Tensor:
-    weight = _dequantize(codes, scale, zero_point, group_size, x.shape[-1], x.dtype)
-    y = F.linear(x, weight, bias)
+    k = x.shape[-1]
+    if _is_plain_int8(x, codes, scale, zero_point):
+        rows = torch.ops.aten._weight_int8pack_mm.default(x.reshape(-1, k), codes, scale.view(-1))
+        y = rows.view(*x.shape[:-1], codes.shape[0])
+        y = y if bias is None else y + bias
+    else:
+        weight = _dequantize(codes, scale, zero_point, group_size, k, x.dtype)
+        y = F.linear(x, weight, bias)
     return y if residual is None else y + residual
+
+
+def _is_plain_int8(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Whether PyTorch has a product of such a weight: int8 with a scale for each row, on a CPU."""
+    by_row = codes.dtype is torch.int8 and zero_point is None and scale.shape[1] == 1
+    alike = scale.dtype is x.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return by_row and alike and x.is_cpu and codes.shape[1] == x.shape[-1]
 
 
 def _table_values(packed: Tensor, values: Sequence[float], size: int) -> Tensor:
