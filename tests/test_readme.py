@@ -26,6 +26,7 @@ NEEDS = {
     "docs/checkpoints.md": ("safetensors",),
     "docs/command-line.md": ("typer", "rich", "safetensors", "matplotlib"),
     "docs/formats.md": ("safetensors",),
+    "docs/runtimes.md": ("onnxscript", "onnxruntime", "executorch"),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
@@ -276,6 +277,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_", "TrainingArguments"}
     foreign |= {"TorchDispatchMode", "DTensor", "ColwiseParallel", "RowwiseParallel", "Product"}
     foreign |= {"add_", "CompressedTensorsConfig"}
+    foreign |= {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
     foreign |= {"LowbitConfig", "QATCallback"}  # of lowbit.hf, whose import needs transformers
     absent = []
     for page in PAGES:
