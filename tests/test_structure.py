@@ -58,9 +58,14 @@ OPTIONAL = [
     "tqdm",
     "torchtitan",
     "tensorboard",
+    "vllm",
     "pytest",
 ]
-INTEGRATIONS = {"torchtitan": {"torchtitan"}, "hf": {"transformers", "safetensors"}}
+INTEGRATIONS = {
+    "torchtitan": {"torchtitan"},
+    "hf": {"transformers", "safetensors"},
+    "vllm": {"vllm"},
+}
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
 
 
@@ -156,6 +161,7 @@ ALLOWED: dict[str, set[str]] = {
         *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize"),
         *FLOWS,
     },
+    "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
         "torchtitan",
         "names",
