@@ -161,6 +161,7 @@ ALLOWED: dict[str, set[str]] = {
         *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize"),
         *FLOWS,
     },
+    "accelerate": {"tensor", "convert"},
     "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
         "torchtitan",

@@ -42,7 +42,7 @@ class LowbitLinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -61,7 +61,7 @@ class LowbitLinearMethod(LinearMethodBase):
             if part.rows > 1:  # vLLM divides the outputs of merged layers by it
                 layer.weight_block_size = list(weight.block)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Make the weights from the parts, which are then filled."""
         weight: Any = layer.__dict__.pop("lowbit_weight", None)
         if weight is None:  # done already
@@ -75,20 +75,20 @@ class LowbitLinearMethod(LinearMethodBase):
             layer.register_parameter(name, nn.Parameter(own, requires_grad=False))
         layer.lowbit_names = names
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the weight [N, K], transposed, plus bias [N]."""
-        weights: list[Tensor] = [getattr(layer, name) for name in layer.lowbit_names]  # type: ignore[union-attr]
+        weights: list[Tensor] = [getattr(layer, name) for name in layer.lowbit_names]
         if len(weights) == 1:
             return F.linear(x, weights[0], bias)
         joined = torch.cat([F.linear(x, weight) for weight in weights], dim=-1)
         return joined if bias is None else joined + bias
 
-    def dequantize_weight(self, layer: nn.Module) -> Tensor:
+    def dequantize_weight(self, layer: Any) -> Tensor:
         """The values [N, K] of all merged weights."""
-        weights: list[Any] = [getattr(layer, name) for name in layer.lowbit_names]  # type: ignore[union-attr]
+        weights: list[Any] = [getattr(layer, name) for name in layer.lowbit_names]
         return torch.cat([weight.dequantize() for weight in weights])
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Raises ValueError: an output head in low bits is no longer the embedding."""
         raise ValueError(
             f"{self.name} is in low bits, and config.json ties it to the embedding, which vLLM then reads instead; "

@@ -174,7 +174,8 @@ class LayerWeight:
         """
         stored, given = self.stored, self._narrowed(tensors)
         separate = any(part.per_layer for part in self.parts)
-        made, start = [], 0
+        made: list[AffineTensor] = []
+        start = 0
         for i, rows in enumerate(self.outputs if separate else [sum(self.outputs)]):
             own: dict[str, Tensor | None] = dict.fromkeys(stored.kind.tensor_attrs)
             for part in self.parts:
@@ -184,7 +185,7 @@ class LayerWeight:
             shape = (rows, self.inputs)
             weight = stored.kind.from_inner(own, dict(stored.meta), shape, stored.dtype)
             weight.check_parts()
-            made.append(weight if weight.dtype == dtype else weight.to(dtype))
+            made.append(weight if weight.dtype == dtype else weight.to(dtype))  # type: ignore[arg-type]
             start += rows
         return made
 
