@@ -161,6 +161,48 @@ def test_weights_that_accelerate_moves_stay_apart() -> None:
     assert moved[2].weight is second
 
 
+SHARED = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+WAITING = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "quantized", [False, True], ids=["quantized while loading", "read in int4"]
+)
+@pytest.mark.parametrize("make", [llama, mixtral])
+@pytest.mark.parametrize(
+    "device",
+    [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)],
+    ids=["cpu", "cuda"],
+)
+def test_device_map_of_transformers(
+    make: Any, quantized: bool, device: Any, tmp_path: Path
+) -> None:
+    """accelerate offloads what the map places on "cpu", if another module has another device. For it,
+    `torch.device("cpu")` is another one."""
+    transformers = pytest.importorskip("transformers")
+    from lowbit.hf import LowbitConfig
+
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    make().save_pretrained(tmp_path / "plain", max_shard_size="40KB")
+    given: dict[str, Any] = {"quantization_config": LowbitConfig("int4", group_size=32)}
+    folder = tmp_path / "plain"
+    whole = read(folder, **given)
+    if quantized:
+        whole.save_pretrained(tmp_path / "low")
+        folder, given = tmp_path / "low", {}
+    found = read(
+        folder,
+        device_map={**SHARED, "model.embed_tokens": device, "model.rotary_emb": device},
+        **given,
+    )
+    assert found.get_parameter(WAITING).is_meta
+    assert [*whole.state_dict()] == [*found.state_dict()]
+    with torch.no_grad():
+        got = found(TOKENS.to(device)).logits.cpu()
+        assert torch.equal(got, whole.to(device)(TOKENS.to(device)).logits.cpu())
+    assert found.get_parameter(WAITING).is_meta
+
+
 @pytest.mark.gpu
 @both
 def test_layers_run_on_a_gpu(where: str, tmp_path: Path) -> None:
