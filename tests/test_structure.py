@@ -162,6 +162,7 @@ ALLOWED: dict[str, set[str]] = {
         *FLOWS,
     },
     "accelerate": {"tensor", "convert"},
+    "peft": {"formats", "tensor", "convert", *FLOWS},
     "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
         "torchtitan",

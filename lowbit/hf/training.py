@@ -27,14 +27,15 @@ def optimizer(
     without weight decay.
 
     Args:
-        name: a class of `lowbit.optim`, also with options: "AdamW8bit(bf16_stochastic_round=True)".
+        name: a class of `lowbit.optim`, also with options, "AdamW8bit(bf16_stochastic_round=True)", or in the manner of
+            transformers, "adamw_4bit_lowbit".
         args: of the Trainer.
         options: further ones of the class; they win over those of `name` and `args`.
 
     Raises ValueError: an unknown name; an optimizer whose groups the Trainer cannot form; an option that the class does
     not have.
     """
-    kind, own = names.optimizer(name)
+    kind, own = names.optimizer(_class_named(name))
     known = inspect.signature(kind).parameters
     if "adamw_lr" in known:
         raise ValueError(
@@ -52,6 +53,14 @@ def optimizer(
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error
     return kind, chosen
+
+
+def _class_named(line: str) -> str:
+    """The line with the name of a class in place of one such as "adamw_4bit_lowbit"."""
+    name, bracket, options = line.partition("(")
+    key = name.strip().removesuffix("_lowbit").replace("_", "").lower()
+    known = {n.lower(): n for n in names.OPTIMIZERS}
+    return known.get(key, name) + bracket + options
 
 
 class QATCallback(TrainerCallback):
