@@ -6,7 +6,7 @@
     model = model.merge_and_unload()        # or: the model without adapters, in low bits
 
 PEFT's own `merge_adapter` works too. It rounds once for each adapter, and `unmerge_adapter` once more, so W does not
-come back. Here the base is dequantized to float32, PEFT adds all adapters to it, by its own formula of LoRA, DoRA, LoHa,
+come back. Here the base is dequantized to float32, PEFT adds all adapters by its own formula of LoRA, DoRA, LoHa,
 IA3 and the others, and the sum is rounded once. Each block keeps its scale where that is nearer.
 
 `lowbit.dequantize_(model)` before merging loses nothing, and QAT of adapters (`lowbit.qat`) trains what is rounded.
