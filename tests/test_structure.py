@@ -64,6 +64,7 @@ OPTIONAL = [
 INTEGRATIONS = {
     "torchtitan": {"torchtitan"},
     "hf": {"transformers", "safetensors"},
+    "lightning": {"lightning"},
     "vllm": {"vllm"},
 }
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
@@ -162,6 +163,7 @@ ALLOWED: dict[str, set[str]] = {
         *FLOWS,
     },
     "accelerate": {"tensor", "convert"},
+    "lightning": {"convert", *FLOWS},
     "peft": {"formats", "tensor", "convert", *FLOWS},
     "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
