@@ -26,10 +26,15 @@ NEEDS = {
     "docs/checkpoints.md": ("safetensors",),
     "docs/formats.md": ("safetensors",),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
+    "docs/serving.md": ("transformers", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
 }
 """Packages that the snippets of a page import, beyond torch. Without them the test skips and names what is missing."""
+ALONE = {
+    f"lowbit.{name}" for name in ("accelerate", "hf", "lightning", "peft", "torchtitan", "vllm")
+}
+"""`import lowbit` does not import them, and some need other packages."""
 DISTRIBUTED = {"docs/distributed.md"}
 """Pages whose snippets run in a process group of one rank."""
 MAX_README_LINES = 150
@@ -250,7 +255,7 @@ def test_public_names_exist(page: Path) -> None:
     for name in set(re.findall(r"`(lowbit(?:\.\w+)+)", prose(page))):
         found = lowbit
         package = ".".join(name.split(".")[:2])
-        if package in ("lowbit.torchtitan", "lowbit.hf"):  # importing them needs other packages
+        if package in ALONE:
             assert importlib.util.find_spec(package)
             continue
         if name.startswith("lowbit.testing"):  # `import lowbit` does not import it
@@ -274,7 +279,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     ]
     foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_", "TrainingArguments"}
     foreign |= {"TorchDispatchMode", "DTensor", "ColwiseParallel", "RowwiseParallel", "Product"}
-    foreign |= {"add_", "CompressedTensorsConfig"}
+    foreign |= {"add_", "CompressedTensorsConfig", "Accelerator"}
     foreign |= {"LowbitConfig", "QATCallback"}  # of lowbit.hf, whose import needs transformers
     absent = []
     for page in PAGES:

@@ -163,7 +163,7 @@ ALLOWED: dict[str, set[str]] = {
         *FLOWS,
     },
     "accelerate": {"tensor", "convert"},
-    "lightning": {"convert", *FLOWS},
+    "lightning": {*FLOWS},
     "peft": {"formats", "tensor", "convert", *FLOWS},
     "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
