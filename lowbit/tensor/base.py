@@ -367,8 +367,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             for t in args[0].inner_tensors().values():
                 t.share_memory_()
             return args[0]
-        # That of the wrapper is 0 for all tensors, by which programs such as accelerate would take them for one.
-        if func is Tensor.data_ptr:
+        # accelerate takes parameters of one address for one parameter, and that of the wrapper is always 0. Tensors
+        # that are no parameters keep the 0, by which torch's asynchronous checkpoints know them.
+        if func is Tensor.data_ptr and isinstance(args[0], torch.nn.Parameter):
             return next(iter(args[0].inner_tensors().values())).data_ptr()
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
