@@ -369,7 +369,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             return args[0]
         # accelerate takes parameters of one address for one parameter, and that of the wrapper is always 0. Tensors
         # that are no parameters keep the 0, by which torch's asynchronous checkpoints know them.
-        if func is Tensor.data_ptr and isinstance(args[0], torch.nn.Parameter):
+        if func is Tensor.data_ptr and getattr(args[0], "_is_param", False):
             return next(iter(args[0].inner_tensors().values())).data_ptr()
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
