@@ -48,6 +48,9 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "int8_int4": presets.Int8DynamicActivationInt4Weight,
     "int8_int8": presets.Int8DynamicActivationInt8Weight,
     "float8_float8": presets.Float8DynamicActivationFloat8Weight,
+    "nf4": presets.NF4WeightOnly,
+    "mxfp4": presets.MXFP4WeightOnly,
+    "nvfp4": presets.NVFP4WeightOnly,
 }
 """Short names, in which the format of the activations comes first. The names of all presets are accepted too."""
 

@@ -22,22 +22,29 @@ from lowbit.optim import CommonOptions, LowbitOptimizer
 PACKAGES = [
     *("lowbit", "lowbit.optim", "lowbit.train", "lowbit.qat", "lowbit.inference", "lowbit.formats"),
     *("lowbit.testing", "lowbit.hf", "lowbit.torchtitan"),
+    *("lowbit.peft", "lowbit.accelerate", "lowbit.lightning", "lowbit.vllm"),
 ]
-NEEDS = {"lowbit.hf": "transformers", "lowbit.torchtitan": "torchtitan"}
+NEEDS = {
+    "lowbit.hf": "transformers",
+    "lowbit.torchtitan": "torchtitan",
+    "lowbit.lightning": "lightning",
+}
 ENTRY = re.compile(r"^ {4}((?:\*{0,2}\w+, )*\*{0,2}\w+):(?= |$)", re.MULTILINE)
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?: .*)?\n?)*)", re.MULTILINE)
 
 
 def public(package: str) -> Iterator[tuple[str, Any]]:
     module = importlib.import_module(package)
-    for name in module.__all__:
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == package]
+    for name in getattr(module, "__all__", [n for n in own if not n.startswith("_")]):
         if callable(found := getattr(module, name)):
             yield f"{package}.{name}", found
 
 
 def parameters(found: Callable[..., Any]) -> list[str]:
     try:
-        return [name for name in inspect.signature(found).parameters if name != "self"]
+        names = inspect.signature(found).parameters
+        return [name for name in names if name != "self" and not name.startswith("_")]
     except ValueError:  # exceptions and other classes that take their constructor from C
         return []
 

@@ -23,11 +23,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_ELSEWHERE = {"lowbit": "tests/cli/test_examples.py", ".ci/run": ".github/workflows/ci.yml"}
-"""Programs whose commands are run as they stand, and the file that does so."""
+RUN_ELSEWHERE = {
+    "lowbit": ("tests/cli/test_examples.py", "lowbit"),
+    ".ci/run": (".github/workflows/ci.yml", ".ci/run"),
+    "g++": ("tests/formats/test_programs.py", "-std=c++20"),
+    "./main": ("tests/formats/test_programs.py", "main.cpp"),
+}
+"""Programs whose commands are run as they stand, or with the compiler of the machine; the file that does so."""
+NOT_RUN = {"vllm": "tests/integrations/test_vllm.py"}
+"""Programs that need a GPU, and the file that tests as much as runs without one."""
 SHELLS = ("bash", "console")
 BLOCKS = {
     "bash": "tests/test_page_commands.py",
+    "cpp": "tests/formats/test_programs.py",
     "console": "tests/test_page_commands.py",
     "python": "tests/test_readme.py",
     "text": "tests/test_readme.py",
@@ -78,7 +86,7 @@ def test_a_test_runs_every_block(name: str, text: str) -> None:
 
 @pytest.mark.parametrize(("kind", "path"), BLOCKS.items())
 def test_the_file_that_runs_blocks_names_their_language(kind: str, path: str) -> None:
-    assert f'"{kind}"' in (ROOT / path).read_text(encoding="utf-8")
+    assert re.search(f'"(```)?{kind}\\b', (ROOT / path).read_text(encoding="utf-8"))
 
 
 class Parsed(Exception):
@@ -93,13 +101,19 @@ def test_commands_are_found() -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 @pytest.mark.parametrize(("command", "page"), EACH)
 def test_a_command_is_right(command: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, *words = shlex.split(command, comments=True)
+    set_by = re.fullmatch(r"\w+=\$\((.*)\)", command)  # a variable of the shell
+    program, *words = shlex.split(set_by[1] if set_by else command, comments=True)
     program = program.removeprefix(".venv/bin/")
     if program in RUN_ELSEWHERE:
-        assert program in (ROOT / RUN_ELSEWHERE[program]).read_text(encoding="utf-8")
-        assert program == "lowbit" or (ROOT / program).stat().st_mode & 0o100
+        path, word = RUN_ELSEWHERE[program]
+        assert word in (ROOT / path).read_text(encoding="utf-8")
+        assert program != ".ci/run" or (ROOT / program).stat().st_mode & 0o100
+    elif program in NOT_RUN:
+        assert (ROOT / NOT_RUN[program]).exists()
     elif program == "pip":
         installs(words)
+    elif program in ("python", "torchrun") and words[0] == "-c":
+        compile(words[1], "page", "exec")
     elif program in ("python", "torchrun"):
         at = words.index("-m")
         check_module(words[at + 1], words[at + 2 :], monkeypatch)

@@ -26,11 +26,17 @@ NEEDS = {
     "docs/checkpoints.md": ("safetensors",),
     "docs/command-line.md": ("typer", "rich", "safetensors", "matplotlib"),
     "docs/formats.md": ("safetensors",),
+    "docs/runtimes.md": ("onnxscript", "onnxruntime", "executorch"),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
+    "docs/serving.md": ("transformers", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
 }
 """Packages that the snippets of a page import, beyond torch. Without them the test skips and names what is missing."""
+ALONE = {
+    f"lowbit.{name}" for name in ("accelerate", "hf", "lightning", "peft", "torchtitan", "vllm")
+}
+"""`import lowbit` does not import them, and some need other packages."""
 DISTRIBUTED = {"docs/distributed.md"}
 """Pages whose snippets run in a process group of one rank."""
 MAX_README_LINES = 150
@@ -283,7 +289,7 @@ def test_public_names_exist(page: Path) -> None:
     for name in set(re.findall(r"`(lowbit(?:\.\w+)+)", prose(page))):
         found = lowbit
         package = ".".join(name.split(".")[:2])
-        if package in ("lowbit.torchtitan", "lowbit.hf"):  # importing them needs other packages
+        if package in ALONE:
             assert importlib.util.find_spec(package)
             continue
         if name.startswith("lowbit.testing"):  # `import lowbit` does not import it
@@ -308,6 +314,8 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_", "TrainingArguments"}
     foreign |= {"TorchDispatchMode", "DTensor", "ColwiseParallel", "RowwiseParallel", "Product"}
     foreign |= {"add_", "CompressedTensorsConfig"}
+    foreign |= {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
+    foreign |= {"Accelerator"}
     foreign |= {"LowbitConfig", "QATCallback"}  # of lowbit.hf, whose import needs transformers
     absent = []
     for page in PAGES:

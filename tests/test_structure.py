@@ -51,6 +51,11 @@ OPTIONAL = [
     "transformers",
     "compressed_tensors",
     "gguf",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "executorch",
     "peft",
     "accelerate",
     "lightning",
@@ -58,6 +63,7 @@ OPTIONAL = [
     "tqdm",
     "torchtitan",
     "tensorboard",
+    "vllm",
     "pytest",
     "typer",
     "rich",
@@ -66,6 +72,8 @@ INTEGRATIONS = {
     "torchtitan": {"torchtitan"},
     "hf": {"transformers", "safetensors"},
     "cli": {"typer", "rich"},
+    "lightning": {"lightning"},
+    "vllm": {"vllm"},
 }
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
 
@@ -163,6 +171,10 @@ ALLOWED: dict[str, set[str]] = {
         *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize"),
         *FLOWS,
     },
+    "accelerate": {"tensor", "convert"},
+    "lightning": {*FLOWS},
+    "peft": {"formats", "tensor", "convert", *FLOWS},
+    "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
         "torchtitan",
         "names",

@@ -131,11 +131,9 @@ def _check(w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence
             )
 
 
+register("add_low_rank", _add, _add_fake)
 register(
-    "add_low_rank(Tensor w, Tensor[] a, Tensor[] b, float[] scales) -> Tensor", _add, _add_fake
-)
-register(
-    "low_rank_gradients(Tensor grad, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)",
+    "low_rank_gradients",
     _gradients,
     _gradients_fake,
 )

@@ -312,8 +312,7 @@ def _check(
 
 
 register(
-    "batched_mm(Tensor a, Tensor b, Tensor? addend, bool symmetric, float alpha, float beta, "
-    "float gamma, ScalarType out_dtype) -> Tensor",
+    "batched_mm",
     _launch,
     _fake,
 )

@@ -220,8 +220,7 @@ def _check(
 
 
 register(
-    "block_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
-    "ScalarType out_dtype=bfloat16) -> Tensor",
+    "block_scaled_mm",
     _launch,
     _fake,
 )

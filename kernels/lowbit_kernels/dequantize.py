@@ -363,8 +363,7 @@ def _check(
 
 
 register(
-    "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int group_size, SymInt size, "
-    "ScalarType dtype) -> Tensor",
+    "dequantize",
     _launch,
     _fake,
 )

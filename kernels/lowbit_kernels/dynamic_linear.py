@@ -215,8 +215,7 @@ def check(
 
 
 _op = register(
-    "dynamic_linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? residual, bool tensorwise=False)"
-    " -> Tensor",
+    "dynamic_linear",
     _run,
     _fake,
 )

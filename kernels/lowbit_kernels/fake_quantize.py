@@ -463,15 +463,12 @@ def _checked(
 
 
 register(
-    "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, SymInt group_size, str mapping, str format, "
-    "float low, float high, ScalarType scale_dtype, ScalarType dtype, bool inside, Tensor? after=None) "
-    "-> (Tensor, Tensor)",
+    "fake_quantize",
     _launch,
     _fake,
 )
 register(
-    "fake_quantize_gradients(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, SymInt group_size, "
-    "str mapping, str format, float low, float high, bool constant_codes) -> (Tensor, Tensor, Tensor)",
+    "fake_quantize_gradients",
     _launch_gradients,
     _fake_gradients,
 )

@@ -282,8 +282,7 @@ def _of_one_expert(t: Any) -> Layout:
 
 
 _op = register(
-    "grouped_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor offsets, "
-    "int group_size) -> Tensor",
+    "grouped_linear",
     _run,
     _fake,
 )

@@ -194,8 +194,7 @@ def _check(
 
 
 register(
-    "grouped_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
-    "ScalarType out_dtype=bfloat16) -> Tensor",
+    "grouped_scaled_mm",
     _launch,
     _fake,
 )

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowbit_kernels.schemas import SCHEMAS
 
 LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of activations, scales and results."""
 
+_registered: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""What computes each op, and its fake, of the modules that are imported."""
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``torch.ops.lowbit.<name>``, which `run` computes on every device; returns its only overload."""
-    name = schema[: schema.index("(")]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{name}", fake, lib=LIBRARY)
+
+def register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Let `run` compute ``torch.ops.lowbit.<name>`` on every device; returns its only overload.
+
+    `lowbit_kernels.schemas` has its schema.
+    """
+    _registered[name] = run, fake
     return getattr(torch.ops.lowbit, name).default
+
+
+def _define(module: str, schema: str) -> None:
+    """Define an op whose module is imported at the first call."""
+    name = schema[: schema.index("(")]
+
+    def found() -> tuple[Callable[..., Any], Callable[..., Any]]:
+        if name not in _registered:
+            with _disable_current_modes():  # tensors that the module makes are real ones
+                importlib.import_module(f"lowbit_kernels.{module}")
+        return _registered[name]
+
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, lambda *args, **kw: found()[0](*args, **kw), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"lowbit::{name}", lambda *args, **kw: found()[1](*args, **kw), lib=LIBRARY
+    )
+
+
+for _module, _schemas in SCHEMAS.items():
+    for _schema in _schemas:
+        _define(_module, _schema)
 
 
 def check_one_device(**tensors: Tensor | None) -> None:

@@ -174,8 +174,7 @@ def _check(x: Tensor) -> None:
 
 
 register(
-    "quantize_blocks(Tensor x, bool tiles, bool rows=True, bool columns=True, bool power_of_two=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_blocks",
     _launch,
     _fake,
 )

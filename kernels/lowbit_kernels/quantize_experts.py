@@ -122,8 +122,7 @@ def _check(weight: Tensor, format: str, transposed: bool, scale: Tensor | None) 
 
 
 register(
-    "quantize_experts(Tensor weight, str format, bool transposed=False, Tensor? scale=None) "
-    "-> (Tensor, Tensor)",
+    "quantize_experts",
     _launch,
     _fake,
 )

@@ -173,8 +173,7 @@ def _check(
 
 
 register(
-    "quantize_grouped(Tensor x, Tensor offsets, str format, bool rows=True, bool columns=True, "
-    "Tensor? seed=None, Tensor? row_factor=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_grouped",
     _launch,
     _fake,
 )

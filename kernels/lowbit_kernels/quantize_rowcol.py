@@ -278,8 +278,7 @@ def _check(
 
 
 _op = planned_op(
-    "quantize_rowcol(Tensor x, str format, bool rows=True, bool columns=True, bool tensorwise=False, "
-    "Tensor? seed=None, Tensor? row_factor=None, bool row_scales=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_rowcol",
     _launch,
     _fake,
 )

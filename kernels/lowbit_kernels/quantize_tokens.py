@@ -273,7 +273,7 @@ def _check(x: Tensor, format: str, tensorwise: bool) -> None:
 
 
 register(
-    "quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)",
+    "quantize_tokens",
     _launch,
     _fake,
 )

@@ -195,8 +195,7 @@ def _check(
 
 
 register(
-    "round_rows(Tensor values, Tensor? old, Tensor? largest, Tensor? first, SymInt start) "
-    "-> (Tensor, Tensor)",
+    "round_rows",
     _launch,
     _fake,
 )

@@ -273,8 +273,7 @@ def check_result(n: int, bias: Tensor | None, out_dtype: torch.dtype) -> None:
 
 
 _op = planned_op(
-    "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor? b_scale, Tensor? bias=None, "
-    "ScalarType out_dtype=bfloat16) -> Tensor",
+    "scaled_mm",
     _launch,
     _fake,
 )

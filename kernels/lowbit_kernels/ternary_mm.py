@@ -228,8 +228,7 @@ def _check(
 
 
 register(
-    "ternary_mm(Tensor a, Tensor packed, Tensor a_scale, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype) -> Tensor",
+    "ternary_mm",
     _launch,
     _fake,
 )

@@ -275,8 +275,7 @@ def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
 
 
 _op = register(
-    "weight_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor? bias, Tensor? residual, "
-    "int group_size) -> Tensor",
+    "weight_linear",
     run,
     _fake,
 )

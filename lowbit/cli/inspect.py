@@ -26,8 +26,8 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufFile
-from lowbit.formats.quantizing import snr
 from lowbit.formats.reading import opened
+from lowbit.formats.report import snr
 from lowbit.progress import progress
 from lowbit.tensor.base import LowbitTensor
 

@@ -1,18 +1,24 @@
 """Checkpoints in the formats of other programs: folders with config.json and *.safetensors, in and out.
 
 `lowbit.export` and `lowbit.load_pretrained` are the whole of it for most users. `tensors(path)` reads a folder one
-tensor at a time. A format of your own is one file, a subclass of `Format`, and `register(MyFormat())`.
+tensor at a time. A format of your own is one file, a subclass of `Format`, and `register(MyFormat())`. `export` also
+writes programs, for AOTInductor, ExecuTorch and ONNX: `lowbit.formats.programs`.
 """
 
 from lowbit.formats.base import Format, FormatError
+from lowbit.formats.programs.base import ProgramFormat
+from lowbit.formats.programs.decompositions import decompositions
 from lowbit.formats.reading import load_pretrained, tensors
 from lowbit.formats.registry import names, register
-from lowbit.formats.writing import ExportReport, export
+from lowbit.formats.report import ExportReport
+from lowbit.formats.writing import export
 
 __all__ = [
     "ExportReport",
     "Format",
     "FormatError",
+    "ProgramFormat",
+    "decompositions",
     "export",
     "load_pretrained",
     "names",

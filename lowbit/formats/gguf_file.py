@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +47,6 @@ def package() -> Any:
     except ImportError as error:
         raise FormatError("gguf files need the gguf package: pip install gguf") from error
     return gguf
-
-
-@contextmanager
-def new_file(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary file beside `out` that takes its place at the end; after an error nothing is left of it.
-
-    Raises FormatError where `out` exists and may not be replaced, or cannot be written.
-    """
-    if not out.parent.is_dir():
-        raise FormatError(f"{out.parent} is no folder; make it first")
-    if out.is_dir():
-        raise FormatError(f"{out} is a folder; gguf is one file, such as model.gguf")
-    if out.exists() and not overwrite:
-        raise FormatError(f"{out} exists already; give another name, or overwrite=True")
-    temporary = out.parent / f".{out.name}.{secrets.token_hex(6)}"
-    try:
-        yield temporary
-        os.replace(temporary, out)
-    except OSError as error:
-        raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Own(Format):
 
     def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
-        for weight in _tensors(config):
+        for weight in stored_tensors(config):
             stored = {part: f"{weight}.{part}" for part in self.suffixes(config)}
             found[weight] = {part: name for part, name in stored.items() if name in names}
             if not found[weight]:
@@ -63,9 +63,7 @@ class Own(Format):
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
         try:
-            entry = _tensors(config)[weight]
-            described = {**config["kinds"][entry["kind"]], "shape": entry["shape"]}
-            kind, meta, shape, own_dtype = read_description(weight, described)
+            kind, meta, shape, own_dtype = stored_as(config, weight)
             if unknown := sorted(parts.keys() - {*kind.tensor_attrs}):
                 raise FormatError(f"{kind.__name__} has no {', '.join(unknown)}")
             if not parts:
@@ -74,7 +72,7 @@ class Own(Format):
                 {n: parts.get(n) for n in kind.tensor_attrs}, meta, shape, own_dtype
             )
             made.check_parts()
-            if entry.get("transposed", False):
+            if stored_tensors(config)[weight].get("transposed", False):
                 made = made._transposed()
         except FormatError:
             raise
@@ -108,7 +106,21 @@ class Own(Format):
         return None
 
 
-def _tensors(config: Mapping[str, Any]) -> dict[str, Any]:
+def stored_as(
+    config: Mapping[str, Any], weight: str
+) -> tuple[type[LowbitTensor], dict[str, Any], tuple[int, ...], torch.dtype]:
+    """Kind, metadata, shape and dtype of a weight that "quantization_config" describes.
+
+    Raises FormatError as `stored_tensors` does, and LookupError, TypeError or ValueError for a damaged description.
+    """
+    entry = stored_tensors(config)[weight]
+    described = {**config["kinds"][entry["kind"]], "shape": entry["shape"]}
+    return read_description(weight, described)
+
+
+def stored_tensors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of all weights that "quantization_config" describes, by name. Raises FormatError for a config of a
+    newer lowbit, or without descriptions."""
     version, tensors = config.get("format_version"), config.get("tensors")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise FormatError(

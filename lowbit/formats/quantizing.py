@@ -8,7 +8,6 @@ of gpt-oss are quantized too where the format to write holds stacks, in groups a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
 from lowbit.formats.layer_names import is_embedding, why_left_alone
+from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -148,17 +148,3 @@ def quantized(
     except ValueError as error:
         raise FormatError(f"{name}: {error}") from error
     return weight if device.type == "cpu" else weight._map(lambda t: t.cpu())
-
-
-def snr(values: Tensor, weight: Tensor) -> float:
-    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
-    signal = noise = 0.0
-    rounded = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
-    step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
-    for own, got in zip(values.split(step), rounded.split(step), strict=True):
-        own = own.to(torch.float32, copy=True)
-        signal += float(torch.linalg.vector_norm(own)) ** 2
-        noise += float(torch.linalg.vector_norm(own.sub_(got))) ** 2
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf

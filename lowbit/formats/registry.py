@@ -1,10 +1,10 @@
-"""The formats, each by a line. One of your own is a subclass of `lowbit.formats.base.Format` and
-`register(MyFormat())`."""
+"""The formats, each by a line. One of your own is a subclass of `lowbit.formats.Format` or
+`lowbit.formats.ProgramFormat`, and `register(MyFormat())`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from lowbit.formats.awq import Awq
 from lowbit.formats.base import Format, FormatError
@@ -16,7 +16,13 @@ from lowbit.formats.gguf import Gguf
 from lowbit.formats.gptq import Gptq, GptqV2
 from lowbit.formats.mxfp4 import Mxfp4
 from lowbit.formats.own import Own
+from lowbit.formats.programs.aoti import Aoti
+from lowbit.formats.programs.base import ProgramFormat
+from lowbit.formats.programs.executorch import ExecuTorch
+from lowbit.formats.programs.onnx_file import Onnx
 from lowbit.formats.torchao import TorchAo
+
+Named = TypeVar("Named", bound=Format | ProgramFormat)
 
 FORMATS: list[Format] = [
     Own(),
@@ -32,25 +38,44 @@ FORMATS: list[Format] = [
     Gguf(),
 ]
 """Reading asks them in this order."""
+PROGRAMS: list[ProgramFormat] = [Aoti(), ExecuTorch(), Onnx()]
+"""They are written only."""
 
 
-def register(format: Format) -> None:
+def register(format: Format | ProgramFormat) -> None:
     """Add `format` to those of `lowbit.export`. Raises ValueError for a name that another one has."""
     if format.name in names():
         raise ValueError(f"there is a format {format.name!r} already; give yours another name")
-    FORMATS.append(format)
+    if isinstance(format, ProgramFormat):
+        PROGRAMS.append(format)
+    else:
+        FORMATS.append(format)
 
 
 def names() -> list[str]:
     """The names that `lowbit.export(…, format=name)` takes."""
-    return [format.name for format in FORMATS]
+    return [format.name for format in _all()]
 
 
 def by_name(name: str) -> Format:
-    """Raises FormatError for a name that no format has."""
-    found = next((format for format in FORMATS if format.name == name), None)
+    """Raises FormatError for a name that no format of weights has."""
+    return _found(name, FORMATS)
+
+
+def target(name: str) -> Format | ProgramFormat:
+    """What `lowbit.export` writes. Raises FormatError for a name that no format has."""
+    return _found(name, _all())
+
+
+def _all() -> list[Format | ProgramFormat]:
+    return [*FORMATS, *PROGRAMS]
+
+
+def _found(name: str, known: Sequence[Named]) -> Named:
+    found = next((format for format in known if format.name == name), None)
     if found is None:
-        raise FormatError(f"unknown format {name!r}; accepted: {', '.join(names())}")
+        accepted = ", ".join(format.name for format in known)
+        raise FormatError(f"unknown format {name!r}; accepted: {accepted}")
     return found
 
 
@@ -60,6 +85,6 @@ def by_config(config: Mapping[str, Any]) -> Format:
     if found is None:
         raise FormatError(
             f"quant_method {config.get('quant_method')!r} in config.json is none that lowbit reads; accepted: "
-            f"{', '.join(names())}"
+            f"{', '.join(format.name for format in FORMATS)}"
         )
     return found

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowbit.convert import Entry, Report
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
-from lowbit.formats.gguf_file import GgufWriter, new_file
+from lowbit.formats.gguf_file import GgufWriter
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.module import Model
-from lowbit.formats.quantizing import Quantizing, snr
-from lowbit.formats.registry import by_name
+from lowbit.formats.new_file import new_file
+from lowbit.formats.programs.base import ProgramFormat
+from lowbit.formats.programs.exporting import export_program
+from lowbit.formats.quantizing import Quantizing
+from lowbit.formats.registry import target as target_of
+from lowbit.formats.report import ExportReport, snr
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
 from lowbit.formats.sources import Item, Source
 from lowbit.progress import progress
@@ -29,23 +31,6 @@ from lowbit.tensor.base import LowbitTensor
 
 _MOST_REFUSED = 3
 """The export ends after so many refused weights, and the message names them."""
-
-
-@dataclass
-class ExportReport(Report):
-    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the folder.
-
-    The other attributes are those of `lowbit.Report`.
-
-    Attributes:
-        snr: for each weight whose values were rounded on the way, the signal-to-noise ratio in dB.
-        format: the name of the format.
-        path: the folder.
-    """
-
-    snr: dict[str, float] = field(default_factory=dict)
-    format: str = ""
-    path: str = ""
 
 
 def export(
@@ -60,12 +45,15 @@ def export(
     max_shard_size: int | str = "500MB",
     tokenizer: Any = None,
     device: str | torch.device = "cpu",
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
 ) -> ExportReport:
     """Write a model with low-bit weights to the folder `out`, in a format that transformers and vLLM take as it is.
 
         lowbit.export(model, "model-int4")                                           # after lowbit.quantize_(model, …)
         lowbit.export("model-int4", "model-lowbit", format="lowbit")                 # another format, the same values
         lowbit.export("model-bf16", "model-int4", scheme=lowbit.Int4WeightOnly())    # quantize while writing
+        lowbit.export(model, "model.onnx", "onnx", example_inputs=(tokens,))         # a program for another runtime
 
     Weights keep their values to the bit: each one is decoded again before it is written, and each shard is read back
     and compared. `out` appears whole, at the end, or not at all. Memory: a shard and a few tensors, beyond a model that
@@ -86,6 +74,9 @@ def export(
         tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
             files (tokenizer, chat template, code) are copied always.
         device: where `scheme` quantizes.
+        example_inputs: for a program ("aoti", "executorch", "onnx"): the arguments of a call as a tuple, or its keyword
+            arguments as a dict. torch.export traces the module with them, in eval mode. `out` is a file.
+        dynamic_shapes: which sizes of them may change, as `torch.export.export` takes it. None: none may.
 
     Returns:
         What is stored in low bits and what is not, and the signal-to-noise ratio of each weight that was rounded.
@@ -94,7 +85,15 @@ def export(
         FormatError, a ValueError: a weight that the format cannot hold, with its name and the reason; a source that is
             no model, damaged or of another format than it says; an `out` that exists or cannot be written.
     """
-    target, out = by_name(format), Path(out)
+    target, out = target_of(format), Path(out)
+    if isinstance(target, ProgramFormat):
+        given = {"scheme": scheme is not None, "tokenizer": tokenizer is not None}
+        given |= {"scales": scales != "minmax"}
+        _refuse_options(given, f"{target.name} holds a program of a module")
+        return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
+    given = {"example_inputs": example_inputs is not None}
+    given |= {"dynamic_shapes": dynamic_shapes is not None}
+    _refuse_options(given, f"{target.name} holds weights, no program")
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, scheme, scales, tokenizer, device, target.holds_stacks)
     if target.holds_experts:
@@ -103,7 +102,7 @@ def export(
         source = gathered(source, source.names())
     report = ExportReport(format=target.name, path=str(out))
     if isinstance(target, Gguf):
-        with new_file(out, overwrite) as path:
+        with new_file(out, overwrite, target.name, ".gguf") as path:
             file = GgufWriter(path, source)
             _write_all(source, file, target, lossy, report)
             file.finish()
@@ -122,6 +121,11 @@ def export(
         source.copy_files(folder)
         _check_readable(folder, target, weights)
     return report
+
+
+def _refuse_options(given: Mapping[str, bool], reason: str) -> None:
+    if named := [f"{option}=" for option, is_given in given.items() if is_given]:
+        raise FormatError(f"{reason}, and takes no {', '.join(named)}")
 
 
 def _source_of(
@@ -175,7 +179,7 @@ def _write_all(
                 elif item.holder == "linear":
                     plain.add(layer_of(item.name))
                 shards.add(stored, item.name, meta)
-                _enter(report, item, sum(t.nbytes for t in stored.values()))
+                report.enter(item, sum(t.nbytes for t in stored.values()))
             advance(size)
             heap.advance(size)
     if refused:
@@ -254,26 +258,6 @@ def _same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
     else:
         equal = False
     return equal or equal_bits(a.dequantize(), b.dequantize())
-
-
-def _enter(report: ExportReport, item: Item, size: int) -> None:
-    """Count the item in the report."""
-    value: Tensor = item.value
-    is_low = isinstance(value, LowbitTensor)
-    report.parameters += value.numel()
-    if value.ndim < 2:
-        report.vectors += 1
-        report.vector_nbytes += size
-        return
-    note = item.note
-    if not note:
-        note = value.stored_format() if isinstance(value, LowbitTensor) else "plain in the source"
-    if item.snr is not None:
-        report.snr[item.name] = item.snr
-        note = f"SNR {item.snr:.1f} dB; {note}"
-    report.low_bits += value.numel() if is_low else 0
-    report.low_bit_nbytes += size if is_low else 0
-    report.entries.append(Entry(item.name, tuple(value.shape), is_low, note, size))
 
 
 def _check_readable(folder: Path, target: Format, weights: Mapping[str, LowbitTensor]) -> None:

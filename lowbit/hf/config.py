@@ -30,9 +30,9 @@ class LowbitConfig(QuantizationConfigMixin):
     Tied weights stay tied.
 
     Args:
-        scheme: a `Scheme`; a name: "int4", "int8", "float8", "int8_int8", "int8_int4", "float8_float8" or a preset's,
-            also with options, "int4(group_size=32)"; or a dict of patterns to one of these or None (leave alone), with
-            the patterns of `lowbit.quantize_`, the first match counts.
+        scheme: a `Scheme`; a name: "int4", "int8", "float8", "int8_int8", "int8_int4", "float8_float8", "nf4", "mxfp4",
+            "nvfp4" or a preset's, also with options, "int4(group_size=32)"; or a dict of patterns to one of these or
+            None (leave alone), with the patterns of `lowbit.quantize_`, the first match counts.
         scales: "minmax" or "searched", as in `lowbit.quantize_`.
         experts: whether a bare scheme and patterns take the stacked weights of experts.
         options: those of the preset that `scheme` names.

@@ -62,6 +62,8 @@ class LowbitQuantizer(HfQuantizer):
         """Bytes of each low-bit weight, by its name."""
         self._conversions: Any = None
         """Those by which the weights got the names of the model, which a plain model reverts when it is saved."""
+        self._whole: Any = None
+        """The handle of the hook `_whole`, until the weights are on their devices."""
 
     @property
     def own_format(self) -> Format:
@@ -87,15 +89,22 @@ class LowbitQuantizer(HfQuantizer):
         if isinstance(devices, dict) and "disk" in devices.values():
             raise ValueError(
                 'device_map places modules on "disk", from where lowbit\'s weights are not read back; accepted: '
-                "devices and the CPU"
+                'devices and "cpu", or load the model with device_map="cpu" and call '
+                "lowbit.accelerate.disk_offload(model, folder, device)"
             )
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self,
+        model: Any,
+        checkpoint_files: list[str] | None = None,
+        device_map: Any = None,
+        **kwargs: Any,
     ) -> None:
         config = self.quantization_config
+        if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
+            self._whole = model.register_state_dict_post_hook(_whole)
         if self.pre_quantized:
             if config.stored is None:
                 raise FormatError(
@@ -172,6 +181,9 @@ class LowbitQuantizer(HfQuantizer):
         ]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        if self._whole is not None:
+            self._whole.remove()
+            self._whole = None
         for name, error in self.errors.items():
             raise FormatError(f"{name}: {error}") from error
         self._conversions = None if self.pre_quantized else model._weight_conversions
@@ -179,7 +191,8 @@ class LowbitQuantizer(HfQuantizer):
         if self._plan is not None:
             self.report = self._plan.report
             self.report.entries += list(self._converted(model, self._plan))
-            self._describe(model, _state(model, self.own_format)[1])
+            weights = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
+            self._describe(model, self.own_format.config(weights, ()))
         else:
             self.report.entries = list(_entries(model))
         logger.info("%s", self.report.count(model))
@@ -248,6 +261,16 @@ def _state(model: Any, own: Format) -> tuple[dict[str, Tensor], dict[str, Any]]:
         else:
             state[item.name] = item.value
     return state, own.config(weights, ())
+
+
+def _whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook that puts low-bit weights into the state dict whole. accelerate takes those weights from there that wait
+    on the CPU, by the names of parameters."""
+    for name, param in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        if isinstance(param, LowbitTensor):
+            for part in param.tensor_attrs:
+                state.pop(f"{name}.{part}", None)
+            state[name] = param  # a parameter has an address, by which accelerate knows tied ones
 
 
 def _entries(model: nn.Module) -> Iterator[Entry]:

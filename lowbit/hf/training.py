@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from lowbit import names, qat
-from lowbit.convert import Filter, Report, Schemes
+from lowbit import names
+from lowbit.qat.run import QATRun
 
 
 def optimizer(
@@ -27,14 +26,15 @@ def optimizer(
     without weight decay.
 
     Args:
-        name: a class of `lowbit.optim`, also with options: "AdamW8bit(bf16_stochastic_round=True)".
+        name: a class of `lowbit.optim`, also with options, "AdamW8bit(bf16_stochastic_round=True)", or in the manner of
+            transformers, "adamw_4bit_lowbit".
         args: of the Trainer.
         options: further ones of the class; they win over those of `name` and `args`.
 
     Raises ValueError: an unknown name; an optimizer whose groups the Trainer cannot form; an option that the class does
     not have.
     """
-    kind, own = names.optimizer(name)
+    kind, own = names.optimizer(_class_named(name))
     known = inspect.signature(kind).parameters
     if "adamw_lr" in known:
         raise ValueError(
@@ -54,7 +54,15 @@ def optimizer(
     return kind, chosen
 
 
-class QATCallback(TrainerCallback):
+def _class_named(line: str) -> str:
+    """The line with the name of a class in place of one such as "adamw_4bit_lowbit"."""
+    name, bracket, options = line.partition("(")
+    key = name.strip().removesuffix("_lowbit").replace("_", "").lower()
+    known = {n.lower(): n for n in names.OPTIMIZERS}
+    return known.get(key, name) + bracket + options
+
+
+class QATCallback(QATRun, TrainerCallback):
     """Quantization-aware training by the Trainer: prepares the model, runs a schedule, converts at the end.
 
         callback = lowbit.hf.QATCallback(lowbit.Int4WeightOnly(32), start=100, bits={100: 8, 300: 4})
@@ -62,58 +70,30 @@ class QATCallback(TrainerCallback):
         lowbit.export(model, "model-int4", format="lowbit")
 
     The model is prepared when the Trainer is made, before it makes the optimizer. Checkpoints hold the plain weights
-    that are trained, and a resumed training continues the schedule.
-
-    Args:
-        scheme, filter_fn: as `lowbit.qat.prepare_` takes them.
-        convert: whether the model is converted when the training ends.
-        start, bits, freeze_scales: as `lowbit.qat.Schedule` takes them.
-        options: further ones of `lowbit.qat.prepare_`.
-
-    Attributes:
-        report: that of `prepare_`, and after the end that of `convert_`; None before.
+    that are trained, and a resumed training continues the schedule. The arguments are those of
+    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales` and further ones of
+    `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
 
     Raises RuntimeError when the training begins with another model than the prepared one, as `model_init=` makes it.
     """
 
-    def __init__(
-        self,
-        scheme: Schemes,
-        filter_fn: Filter | None = None,
-        *,
-        convert: bool = True,
-        start: int = 0,
-        bits: Mapping[int, int] | None = None,
-        freeze_scales: int | None = None,
-        **options: Any,
-    ) -> None:
-        self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
-        self._settings = {"start": start, "bits": bits, "freeze_scales": freeze_scales}
-        self._options = options
-        self.report: Report | None = None
-        self._schedule: qat.Schedule | None = None
-
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepare the model."""
-        model = kwargs["model"]
-        self.report = qat.prepare_(model, self.scheme, self.filter_fn, **self._options)
-        self._schedule = qat.Schedule(model, **self._settings)  # type: ignore[arg-type]
+        self.prepare(kwargs["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the schedule to the step that a resumed training begins with."""
-        if self._schedule is None or self._schedule.model is not kwargs["model"]:
+        if not self.prepared(kwargs["model"]):
             raise RuntimeError(
                 "QATCallback prepared another model than the one that trains: give it in Trainer(callbacks=[…]), and "
                 "the model by model= and not by model_init="
             )
-        self._schedule.load_state_dict({"steps": state.global_step})
+        self.follow(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Continue the schedule."""
-        assert self._schedule is not None
-        self._schedule.load_state_dict({"steps": state.global_step})
+        self.follow(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert the model."""
-        if self.convert:
-            self.report = qat.convert_(kwargs["model"])
+        self.finish(kwargs["model"])

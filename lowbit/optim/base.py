@@ -69,6 +69,8 @@ from lowbit.optim.options import (
     check_param,
     check_shared,
 )
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.dtensor import local
 
 if TYPE_CHECKING:
     from lowbit.optim.fused import FusedStep
@@ -304,7 +306,25 @@ class LowbitOptimizer(torch.optim.Optimizer):
             if bool(scale.skip):
                 return
             scale = scale._replace(skip=None)
+        kept = self._offsets_to_keep()
         self._update(jobs, scale)
+        for offsets, before in kept:
+            offsets.copy_(before)
+
+    def _offsets_to_keep(self) -> list[tuple[Tensor, Tensor]]:
+        """Random-number offsets of weights that the coming step must not advance, and copies of them.
+
+        torch's `get_optimizer_state_dict` calls `step` with a learning rate of 0 to create the states. A program that
+        loads a model first and then the optimizer would go on with other random numbers.
+        """
+        rates = [group["lr"] for group in self.param_groups]
+        if self.state or any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in rates):
+            return []
+        if any(float(lr) != 0 for lr in rates):
+            return []
+        params = (local(p) for group in self.param_groups for p in group["params"])
+        found = (p.random_offsets() for p in params if isinstance(p, LowbitTensor))
+        return [(offsets, offsets.clone()) for offsets in found if offsets is not None]
 
     def _check_options(self) -> None:
         """Check options that were set since the last step, as the constructor does."""

@@ -23,6 +23,7 @@ values that `dequantize()` gives, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, ClassVar, Self
 
 import torch
@@ -76,6 +77,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._ops = {}
+        if "__new__" in cls.__dict__:
+            cls.__new__ = _also_a_parameter(cls.__new__)  # type: ignore[method-assign]
         if cls.is_described and cls.tensor_attrs:
             class_names.enter(LowbitTensor.kinds, cls)
         torch.serialization.add_safe_globals([cls])
@@ -167,6 +170,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """Take the values that an optimizer computed from `master()`. A class that rounds them rounds
         stochastically."""
         self.copy_(values)
+
+    def random_offsets(self) -> Tensor | None:
+        """The random-number offsets that `update_` reads and advances; None where it needs none."""
+        return None
 
     def updated_in_place(self) -> Tensor | None:
         """`master()` where it is the tensor's own memory, which an optimizer may write to; else None."""
@@ -360,6 +367,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             for t in args[0].inner_tensors().values():
                 t.share_memory_()
             return args[0]
+        # accelerate takes parameters of one address for one parameter, and that of the wrapper is always 0. Tensors
+        # that are no parameters keep the 0, by which torch's asynchronous checkpoints know them.
+        if func is Tensor.data_ptr and getattr(args[0], "_is_param", False):
+            return next(iter(args[0].inner_tensors().values())).data_ptr()
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
         if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):
@@ -383,6 +394,20 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             if result is not NotImplemented:
                 return result
         raise NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
+
+
+def _also_a_parameter(make: Callable[..., Any]) -> Any:
+    """`make`, a `__new__`, which also takes a tensor of its class, as `nn.Parameter` does, and gives a parameter.
+
+    accelerate calls the class of a parameter so, when it moves the parameter to another device.
+    """
+
+    @wraps(make)
+    def new(cls: type[LowbitTensor], *args: Any, **kwargs: Any) -> Any:
+        is_own = len(args) == 1 and isinstance(args[0], cls) and kwargs.keys() <= {"requires_grad"}
+        return torch.nn.Parameter(args[0], **kwargs) if is_own else make(cls, *args, **kwargs)
+
+    return staticmethod(new)
 
 
 def check_not_flat(tensor: LowbitTensor, what: str) -> None:

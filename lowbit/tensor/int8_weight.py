@@ -171,6 +171,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             self.scale.mul_(factor)
         return exact
 
+    def random_offsets(self) -> Tensor | None:
+        return self.place
+
     def _offsets_for_update(self) -> Tensor:
         if self.transposed or self.flat_from is not None:
             raise self._unsupported("an update of a view that is transposed or flattened")

@@ -13,7 +13,7 @@ import torch
 
 import lowbit
 from lowbit.cli import main
-from lowbit.formats.quantizing import snr
+from lowbit.formats.report import snr
 from lowbit.tensor.base import LowbitTensor
 from tests.cli.command import MATRICES, ROOT, weights
 from tests.cli.command import lowbit as command

@@ -35,6 +35,8 @@ CONFIGS = {
     "asymmetric": LowbitConfig(lb.Int4WeightOnly(32, "asymmetric")),
     "float8": LowbitConfig("float8"),
     "int8_int8": LowbitConfig("int8_int8"),
+    "nf4": LowbitConfig("nf4", group_size=32, double_quantization=True),
+    "nvfp4": LowbitConfig("nvfp4"),
     "patterns": LowbitConfig({"lm_head": "int8", "re:.*[qk]_proj": None, "*": INT4}),
 }
 
@@ -128,7 +130,7 @@ def test_experts_in_low_bits_run_in_the_stock_paths(
     assert relative_error(expected, logits(found)) < 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "int8_int8", "float8"])
+@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "int8_int8", "float8", "mxfp4", "nvfp4"])
 def test_experts_that_are_stored_transposed(scheme: str, tmp_path: Path) -> None:
     """Groups run along the inputs, as in a linear, in memory and in the folder."""
     model = gpt_oss()
@@ -221,7 +223,7 @@ def test_one_config_serves_two_models(tmp_path: Path) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("config", ["int4", "int8_int8", "patterns"])
+@pytest.mark.parametrize("config", ["int4", "int8_int8", "patterns", "nf4"])
 def test_save_pretrained_and_back(name: str, config: str, tmp_path: Path) -> None:
     found = read(source(tmp_path / "plain", MODELS[name]()), CONFIGS[config])
     found.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
@@ -307,9 +309,11 @@ def test_dequantize_gives_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
 # ---- generation ----------------------------------------------------------------------------------------------------
 
 
-@every_model
-def test_generate_with_a_static_cache_under_compile(name: str, tmp_path: Path) -> None:
-    found = read(source(tmp_path / "plain", MODELS[name]()), LowbitConfig("int4", group_size=32))
+@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "nf4(group_size=32)"])
+@pytest.mark.parametrize("name", [*MODELS, "gpt-oss"])
+def test_generate_with_a_static_cache_under_compile(name: str, scheme: str, tmp_path: Path) -> None:
+    make = {**MODELS, "gpt-oss": gpt_oss}[name]
+    found = read(source(tmp_path / "plain", make()), LowbitConfig(scheme))
     if hasattr(found.model.layers[0].mlp, "experts"):
         found.set_experts_implementation("batched_mm")
     expected = found.generate(TOKENS, max_new_tokens=6, do_sample=False)

@@ -45,7 +45,9 @@ def trained(model: Any, args: Any, **options: Any) -> tuple[Any, list[float]]:
 
 
 @pytest.mark.parametrize("make", [llama, mixtral, qwen3_moe])
-@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "int8_int8", "float8"])
+@pytest.mark.parametrize(
+    "scheme", ["int4(group_size=32)", "int8_int8", "float8", "nf4(group_size=32)", "nvfp4"]
+)
 def test_gradients_reach_the_inputs_and_the_adapters(make, scheme: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = quantized(tmp_path, make(), scheme)
@@ -123,6 +125,18 @@ def test_optimizers_by_name(name: str, tmp_path: Path) -> None:
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert decay["betas"] == (0.9, 0.95) and decay["eps"] == 1e-7
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("adamw_4bit_lowbit", "AdamW4bit"),
+        ("adamw_8bit(bf16_stochastic_round=True)", "AdamW8bit"),
+        ("lion_8bit_lowbit", "Lion8bit"),
+    ],
+)
+def test_names_in_the_manner_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
+    assert optimizer(name, arguments(tmp_path))[0] is getattr(lb.optim, kind)
 
 
 def test_an_optimizer_gets_what_it_has(tmp_path: Path) -> None:

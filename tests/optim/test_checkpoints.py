@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import lowbit
 from lowbit import optim
 from lowbit.tensor import CodebookTensor
 from tests.optim.problems import DROP_IN, FORMATS, LOW, parameters, rand, relative, run, set_grads
@@ -311,6 +312,21 @@ def test_states_made_by_get_optimizer_state_dict_train_like_fresh_ones(cls):
         o.step()
     start = rand(64, 130)
     assert relative(model.weight - start, other_model.weight - start) < 1e-4
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "eager"])
+def test_states_made_after_the_model_is_loaded_leave_random_numbers(fused):
+    """accelerate loads the model first. Then the step that creates the states must not advance the numbers by which
+    int8 weights round."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    lowbit.train.prepare_(model, lowbit.Int8Weight())
+    before = model[0].weight.place.clone()
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, fused=fused)
+    get_optimizer_state_dict(model, optimizer)
+    assert torch.equal(model[0].weight.place, before)
+    set_grads([model[0].weight], 0)
+    optimizer.step()
+    assert not torch.equal(model[0].weight.place, before)
 
 
 def test_how_an_optimizer_works_is_not_taken_from_a_checkpoint():

@@ -1,0 +1,44 @@
+"""A new file that appears whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowbit.formats.base import FormatError
+
+
+@contextmanager
+def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[Path]:
+    """A path for a new file, in a temporary folder beside `out`. At the end the file takes the place of `out`.
+
+    Other files of that folder, such as the tensors of a large ONNX model, take their places beside it. After an error
+    nothing is left.
+
+    Args:
+        format, suffix: how messages name the file.
+
+    Raises FormatError where `out` exists and may not be replaced, or cannot be written.
+    """
+    if not out.parent.is_dir():
+        raise FormatError(f"{out.parent} is no folder; make it first")
+    if out.is_dir():
+        raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
+    if out.exists() and not overwrite:
+        raise FormatError(f"{out} exists already; give another name, or overwrite=True")
+    temporary = None
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        yield temporary / out.name
+        beside = [path for path in temporary.iterdir() if path.name != out.name]
+        for path in (*beside, temporary / out.name):
+            os.replace(path, out.parent / path.name)
+    except OSError as error:
+        raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""What a format of programs is: a file with the computation of a model beside its weights, for one runtime.
+
+`lowbit.export(model, out, format=…, example_inputs=…)` traces the model with torch.export and gives the program to the
+format. `lowbit.formats.registry` lists the formats.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.sources import Item
+from lowbit.tensor.base import LowbitTensor
+
+
+@dataclass
+class Call:
+    """A model and a call of it, which torch.export traces.
+
+    Attributes:
+        args, kwargs: the example inputs.
+        dynamic_shapes: as torch.export takes it; None: the shapes of the example.
+        weights: the low-bit weights by name, each once.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dynamic_shapes: Any
+    weights: dict[str, LowbitTensor] = field(default_factory=dict)
+
+
+class ProgramFormat(ABC):
+    """A format that holds a program. One of your own subclasses it, and `lowbit.formats.register` makes it known."""
+
+    name: ClassVar[str]
+    """What `lowbit.export(…, format=name)` takes."""
+    suffix: ClassVar[str]
+    """The end of the file's name, with the dot."""
+
+    @abstractmethod
+    def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:
+        """Write the program to `path`. Returns the low-bit weights that it holds, for the report.
+
+        Raises FormatError for weights that the runtime cannot hold, and for missing packages.
+        """
+
+
+def example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keyword arguments of the example call, of a tuple, a dict or one tensor."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    raise FormatError(
+        "example_inputs is a tuple of the model's arguments, a dict of its keyword arguments or one tensor, got "
+        f"{type(inputs).__name__}"
+    )
+
+
+def package(name: str, extra: str) -> Any:
+    """An optional package. Raises FormatError that names the extra where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        reason = "" if getattr(error, "name", None) == name else f" ({error})"
+        raise FormatError(
+            f'{extra} programs need {name.partition(".")[0]}: pip install "lowbit[{extra}]"{reason}'
+        ) from error

@@ -1,0 +1,96 @@
+"""lowbit's ops as ops of PyTorch, so that a program runs where lowbit is not.
+
+    program = torch.export.export(model, inputs)
+    program = program.run_decompositions(lowbit.formats.decompositions())
+
+`torch.export` keeps an op of lowbit as one node, `torch.ops.lowbit.weight_linear`, which any process that loads the
+program must define: `import lowbit` does. These decompositions write the same formulas in aten: the weight stays packed
+in the program, and each call unpacks and multiplies it. A compiler fuses the unpacking into one loop.
+
+Weights are rounded to the dtype of x before the product, as PyTorch's own path in lowbit rounds them, and as the CPU
+kernel for few tokens does not: in 16 bits the two differ by that rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.packing import unpack
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """A table for `torch.export.ExportedProgram.run_decompositions`: by the op of lowbit, a function of aten ops.
+
+    It has the ops of weights on a CPU. A program that was traced on a GPU has others, which only lowbit computes.
+    """
+    ops = torch.ops.lowbit
+    return {
+        ops.weight_linear.default: _weight_linear,
+        ops.dequantize.default: _dequantize,
+        ops.table_values.default: _table_values,
+        ops.cast.default: _cast,
+    }
+
+
+def _dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    # As `lowbit_kernels.dequantize.reference`, in views and broadcasts, which compilers vectorise, and not its gather.
+    groups = scale.shape[1]
+    if codes.dtype is torch.uint8:
+        codes = unpack(codes, 4, groups * group_size).view(torch.int8) - 8
+    values = codes.unflatten(1, (groups, group_size)).float()
+    if zero_point is not None:
+        values = values - zero_point.float().unsqueeze(-1)
+    values = values * scale.float().unsqueeze(-1)
+    return values.flatten(1)[:, :size].to(dtype)
+
+
+def _weight_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    k = x.shape[-1]
+    if _is_plain_int8(x, codes, scale, zero_point):
+        rows = torch.ops.aten._weight_int8pack_mm.default(x.reshape(-1, k), codes, scale.view(-1))
+        y = rows.view(*x.shape[:-1], codes.shape[0])
+        y = y if bias is None else y + bias
+    else:
+        weight = _dequantize(codes, scale, zero_point, group_size, k, x.dtype)
+        y = F.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+def _is_plain_int8(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Whether PyTorch has a product of such a weight: int8 with a scale for each row, on a CPU."""
+    by_row = codes.dtype is torch.int8 and zero_point is None and scale.shape[1] == 1
+    alike = scale.dtype is x.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return by_row and alike and x.is_cpu and codes.shape[1] == x.shape[-1]
+
+
+def _table_values(packed: Tensor, values: Sequence[float], size: int) -> Tensor:
+    bits = len(values).bit_length() - 1
+    table = torch.cat(
+        [packed.new_full((1,), value, dtype=torch.float32) for value in values]
+    )  # no constant, which a decomposition cannot add to a program
+    codes = unpack(packed, bits, size)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._to_copy.default(x, dtype=dtype)

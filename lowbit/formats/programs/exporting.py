@@ -1,0 +1,73 @@
+"""`lowbit.export` to a program: check the call, let the format write it, report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.module import Model
+from lowbit.formats.new_file import new_file
+from lowbit.formats.programs.base import Call, ProgramFormat, example
+from lowbit.formats.report import ExportReport
+from lowbit.formats.sources import Item
+from lowbit.tensor.base import LowbitTensor
+
+
+def export_program(
+    model: nn.Module | str | os.PathLike[str],
+    out: Path,
+    target: ProgramFormat,
+    example_inputs: Any,
+    dynamic_shapes: Any,
+    lossy: bool,
+    overwrite: bool,
+) -> ExportReport:
+    """See `lowbit.export`, for which this writes programs. Raises FormatError."""
+    call = _call(model, target, example_inputs, dynamic_shapes)
+    source = Model(call.model)
+    low = {n: t for n, t in source.tensors.items() if isinstance(t, LowbitTensor)}
+    if not low:
+        raise FormatError("no weight is in low bits: call lowbit.quantize_ first")
+    if away := next((name for name, t in low.items() if t.device.type != "cpu"), None):
+        raise FormatError(
+            f"{target.name} programs are made on a CPU, and {away} is on {low[away].device}: call model.cpu() first. "
+            "torch.export.export traces a model on a GPU, for programs that run lowbit's kernels"
+        )
+    # Those of the model itself: `Model` gives detached aliases.
+    own = call.model.state_dict(keep_vars=True)
+    call.weights = {name: own[name] for name in low}
+    report = ExportReport(format=target.name, path=str(out))
+    with new_file(out, overwrite, target.name, target.suffix) as path:
+        held = target.write(call, path, lossy)
+        report.nbytes = sum(p.stat().st_size for p in path.parent.iterdir())
+    by_name = {item.name: item for item in held}
+    for item in source.items():
+        item = by_name.get(item.name, item)
+        report.enter(item, _nbytes(item))
+    return report
+
+
+def _nbytes(item: Item) -> int:
+    value: Tensor = item.value
+    return value.nbytes_stored() if isinstance(value, LowbitTensor) else value.nbytes
+
+
+def _call(model: Any, target: ProgramFormat, example_inputs: Any, dynamic_shapes: Any) -> Call:
+    if not isinstance(model, nn.Module):
+        raise FormatError(
+            f"{target.name} holds a program: give the module, which lowbit.load_pretrained makes of a folder, not "
+            f"{model!r}"
+        )
+    if example_inputs is None:
+        raise FormatError(
+            f"{target.name} holds a program, which is traced: give example_inputs=(x, …), the arguments of a call"
+        )
+    model = getattr(model, "_orig_mod", model)
+    if model.training:
+        raise FormatError("the model is in training mode: call model.eval() first")
+    args, kwargs = example(example_inputs)
+    return Call(model, args, kwargs, dynamic_shapes)

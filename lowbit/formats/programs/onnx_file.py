@@ -1,0 +1,269 @@
+"""An ONNX file, "onnx": weight-only models with their weights packed, for onnxruntime.
+
+    use of the weight          4 bits                                  8 bits
+    linear                     MatMulNBits (com.microsoft)             MatMulNBits (com.microsoft)
+    embedding                  GatherBlockQuantized (com.microsoft)    GatherBlockQuantized (com.microsoft)
+    any other, a convolution   refused                                 DequantizeLinear
+
+The two ops of com.microsoft take codes as lowbit packs them: code + 2^(b−1), two of 4 bits in a byte, the even one in
+the low half. A head that is tied to an embedding shares its codes in the file. onnxruntime has these ops on CPUs and
+GPUs; they are no part of standard ONNX.
+
+A weight with a scale for each row is stored in blocks of equal scales, because MatMulNBits has blocks only. The size of
+the blocks is the power of two from 16 to 256 that takes the fewest bytes.
+
+onnxruntime multiplies in the dtype of the inputs, float32 or float16, and sums in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.integers import Layout, exact_scales, integers_of, layout_of, unsigned
+from lowbit.formats.programs.base import Call, ProgramFormat, package
+from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
+from lowbit.formats.sources import Item
+from lowbit.packing import pack
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.conv_tensor import ConvTensor
+
+OPSET = 21
+"""The first one whose DequantizeLinear takes blocks."""
+BLOCKS = (16, 32, 64, 128, 256)
+"""Sizes of blocks that MatMulNBits takes."""
+_ACCEPTED = (
+    "int4 and int8 weights, symmetric or asymmetric, in rows or groups of 16, 32, 64, 128 or 256"
+)
+_MOST_IN_ONE_FILE = 2**30
+"""Bytes of tensors. protobuf holds less than 2 GiB; above, they lie in a file of their own beside the program."""
+
+
+class Onnx(ProgramFormat):
+    """See the module."""
+
+    name = "onnx"
+    suffix = ".onnx"
+
+    def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:
+        for needed in ("onnx", "onnxscript"):
+            package(needed, "onnx")
+        ops: dict[str, list[str]] = {}
+
+        def replace(name: str, weight: LowbitTensor, use: Use) -> nn.Module:
+            module, op = _module_of(weight, use)
+            ops.setdefault(name, []).append(op)
+            return module
+
+        program = traced_with(call, replace)
+        try:
+            with torch.no_grad(), quiet():
+                made = torch.onnx.export(
+                    program,
+                    dynamo=True,
+                    opset_version=OPSET,
+                    verbose=False,
+                    dynamic_shapes=call.dynamic_shapes,
+                )
+        except Exception as error:  # the exporter raises errors of many kinds
+            raise FormatError(
+                f"torch.onnx cannot translate the program: {first_line(error)}"
+            ) from error
+        assert made is not None
+        _share(made.model)
+        size = sum(t.nbytes for t in program.state_dict.values())
+        made.save(str(path), external_data=size > _MOST_IN_ONE_FILE)
+        _check(path, {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")})
+        return [
+            Item(name, weight, "other", f"{weight.stored_format()} in {' and '.join(ops[name])}")
+            for name, weight in call.weights.items()
+            if name in ops
+        ]
+
+
+def _share(model: Any) -> None:
+    """Store equal tensors once."""
+    passes = package("onnx_ir.passes.common", "onnx")
+    passes.DeduplicateHashedInitializersPass(size_limit=2**62)(model)
+
+
+def _check(path: Path, packed: dict[str, Tensor]) -> None:
+    """Raise FormatError unless the file has the bytes of the codes. The exporter may give them other names."""
+    onnx = package("onnx", "onnx")
+    stored = {
+        hashlib.sha256(onnx.numpy_helper.to_array(t).tobytes()).digest()
+        for t in onnx.load(str(path)).graph.initializer
+    }
+    for name, t in packed.items():
+        is_there = hashlib.sha256(t.numpy().tobytes()).digest() in stored
+        if name.endswith(".codes") and not is_there:
+            raise FormatError(f"the codes of {name} are not in the file; please report it")
+
+
+# ---- the modules ---------------------------------------------------------------------------------------------------
+
+
+def _module_of(weight: LowbitTensor, use: Use) -> tuple[nn.Module, str]:
+    """What takes the place of a use of the weight, and the name of its op."""
+    matrix, layout = _integers(weight)
+    if use == "linear":
+        return _Linear(matrix, layout), "MatMulNBits"
+    if use == "embedding":
+        return _Rows(matrix, layout), "GatherBlockQuantized"
+    if layout.bits == 4:
+        raise FormatError(
+            "onnxruntime unpacks int4 in linears and embeddings only, int8 also elsewhere"
+        )
+    return _Values(matrix, layout, tuple(weight.shape)), "DequantizeLinear"
+
+
+def _integers(weight: LowbitTensor) -> tuple[AffineTensor, Layout]:
+    """The matrix [N, K] of the weight. Raises FormatError for one that onnxruntime has no op for."""
+    matrix = weight.matrix if isinstance(weight, ConvTensor) else weight
+    spec = getattr(matrix, "spec", None)
+    if type(matrix) is not AffineTensor or spec is None:
+        raise FormatError(f"onnx holds {_ACCEPTED}, got {weight.stored_format()}")
+    if spec.zero_point_is_value or spec.format.bits not in (4, 8):
+        raise FormatError(f"onnx holds {_ACCEPTED}, got {weight.stored_format()}")
+    if matrix.activation is not None:
+        raise FormatError(
+            f"onnx holds {_ACCEPTED} with inputs in high precision; got {weight.stored_format()}"
+        )
+    if matrix.dtype not in (torch.float32, torch.float16):
+        raise FormatError(
+            f"onnxruntime multiplies in float32 or float16, got {matrix.dtype}: call model.float(), which keeps codes"
+        )
+    layout = layout_of(matrix, "onnx")
+    if layout.group_size is not None and layout.group_size not in BLOCKS:
+        raise FormatError(f"onnx holds {_ACCEPTED}, got groups of {layout.group_size}")
+    return matrix, layout
+
+
+def block_size(columns: int, bits: int) -> int:
+    """The blocks of a row with one scale that take the fewest bytes, padding and float32 scales included."""
+    return min(BLOCKS, key=lambda size: -(-columns // size) * (size * bits // 8 + 4))
+
+
+class _Packed(nn.Module):
+    """codes uint8 [N, blocks, bytes] of code + 2^(b−1), scales [N, blocks], zero points int8 [N, blocks] or None."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, weight: AffineTensor, layout: Layout, size: int) -> None:
+        super().__init__()
+        codes, scale, zero_point = integers_of(weight, layout)
+        self._bits, self._size, (rows, self._columns) = layout.bits, size, codes.shape
+        blocks = -(-self._columns // size)
+        padded = F.pad(unsigned(codes, layout.bits), (0, blocks * size - self._columns))
+        self.register_buffer("codes", pack(padded, layout.bits).view(rows, blocks, -1))
+        scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
+        self.register_buffer("scale", scale.expand(rows, blocks).contiguous())
+        if zero_point is not None:
+            zero_point = unsigned(zero_point.expand(rows, blocks), layout.bits).contiguous()
+        self.register_buffer("zero_point", zero_point)
+
+
+class _Linear(_Packed):
+    """x [..., K] times a weight [N, K]."""
+
+    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+        size = layout.group_size or block_size(weight.shape[1], layout.bits)
+        super().__init__(weight, layout, size)
+        if self.zero_point is not None and layout.bits == 4:
+            self.zero_point = pack(F.pad(self.zero_point, (0, self.zero_point.shape[1] % 2)), 4)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = self.codes.shape[0]
+        attrs: dict[str, Any] = {
+            "K": self._columns,
+            "N": rows,
+            "bits": self._bits,
+            "block_size": self._size,
+        }
+        y: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::MatMulNBits",
+            [t for t in (x, self.codes, self.scale, self.zero_point) if t is not None],
+            attrs,
+            dtype=x.dtype,
+            shape=(*x.shape[:-1], rows),
+            version=1,
+        )
+        return y if bias is None else y + bias
+
+
+class _Rows(_Packed):
+    """Rows of an embedding [N, K]. Its codes are those of `_Linear`, so that a tied head shares them."""
+
+    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+        columns = weight.shape[1]
+        if columns % BLOCKS[0]:
+            raise FormatError(f"onnx holds embeddings of a multiple of 16 columns, got {columns}")
+        size = layout.group_size or block_size(columns, layout.bits)
+        fitting = [b for b in BLOCKS if columns % b == 0]
+        super().__init__(weight, layout, size if size in fitting else fitting[-1])
+
+    def forward(self, indices: Tensor) -> Tensor:
+        _, blocks, _ = self.codes.shape
+        inputs = [self.codes, indices, self.scale.unsqueeze(-1)]
+        if self.zero_point is not None:
+            inputs.append(self.zero_point.unsqueeze(-1))
+        attrs: dict[str, Any] = {
+            "bits": self._bits,
+            "block_size": self._size,
+            "gather_axis": 0,
+            "quantize_axis": 2,
+        }
+        found: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            inputs,
+            attrs,
+            dtype=self.scale.dtype,
+            shape=(*indices.shape, blocks, self._size),
+            version=1,
+        )
+        return found.flatten(-2)
+
+
+class _Values(nn.Module):
+    """The values of an 8-bit weight of any shape: codes int8 [N, K], scales and zero points [N] or [N, groups]."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, weight: AffineTensor, layout: Layout, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        codes, scale, zero_point = integers_of(weight, layout)
+        self._attrs: dict[str, Any] = {"axis": 0}
+        if layout.group_size is not None:
+            self._attrs = {"axis": 1, "block_size": layout.group_size}
+        else:
+            scale = scale[:, 0]
+            zero_point = None if zero_point is None else zero_point[:, 0]
+        scale = exact_scales(scale, weight.dtype, "an onnx weight of this dtype")
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale.contiguous())
+        self.register_buffer("zero_point", None if zero_point is None else zero_point.contiguous())
+        self._shape = shape
+
+    def forward(self) -> Tensor:
+        inputs = [self.codes, self.scale]
+        inputs += [] if self.zero_point is None else [self.zero_point]
+        values: Tensor = torch.onnx.ops.symbolic(
+            "DequantizeLinear",
+            inputs,
+            self._attrs,
+            dtype=self.scale.dtype,
+            shape=self.codes.shape,
+            version=OPSET,
+        )
+        return values.reshape(self._shape)

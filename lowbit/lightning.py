@@ -1,0 +1,46 @@
+"""Quantization-aware training under the Trainer of Lightning.
+
+    callback = lowbit.lightning.QATCallback(lowbit.Int4WeightOnly(32), start=100, bits={100: 8, 300: 4})
+    lightning.Trainer(callbacks=[callback]).fit(module, data)               # module is in int4 afterwards
+
+lowbit's optimizers, `lowbit.train.prepare_` and models of `lowbit.quantize_` need nothing of this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise ImportError(
+        "lowbit.lightning needs lightning, which is not installed: pip install lightning"
+    ) from error
+
+from lowbit.qat.run import QATRun
+
+
+class QATCallback(QATRun, Callback):
+    """Prepares the module before it makes its optimizers, runs a schedule, and converts when `fit` ends.
+
+    Checkpoints hold the plain weights that are trained. A run that Lightning resumes continues the schedule. The
+    arguments are those of `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales`
+    and further ones of `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Prepare the module."""
+        if stage == "fit" and not self.prepared(pl_module):
+            self.prepare(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Set the schedule to the step that a resumed run begins with."""
+        self.follow(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Continue the schedule."""
+        self.follow(trainer.global_step)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Convert the module. Lightning has written its last checkpoint."""
+        self.finish(pl_module)

@@ -1,0 +1,62 @@
+"""QAT of one training run, as the callbacks of trainers do it: prepare, follow a schedule, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lowbit.convert import Filter, Report, Schemes
+from lowbit.qat.qat import convert_, prepare_
+from lowbit.qat.schedule import Schedule
+
+
+class QATRun:
+    """The part that all callbacks share.
+
+    Args:
+        scheme, filter_fn: as `lowbit.qat.prepare_` takes them.
+        convert: whether the model is converted when the training ends.
+        start, bits, freeze_scales: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
+        options: further ones of `lowbit.qat.prepare_`.
+
+    Attributes:
+        report: that of `prepare_`, and after the end that of `convert_`; None before.
+    """
+
+    def __init__(
+        self,
+        scheme: Schemes,
+        filter_fn: Filter | None = None,
+        *,
+        convert: bool = True,
+        start: int = 0,
+        bits: Mapping[int, int] | None = None,
+        freeze_scales: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
+        self._settings = {"start": start, "bits": bits, "freeze_scales": freeze_scales}
+        self._options = options
+        self.report: Report | None = None
+        self._schedule: Schedule | None = None
+
+    def prepared(self, model: nn.Module) -> bool:
+        """Whether this run prepared `model`, and has not converted it."""
+        return self._schedule is not None and self._schedule.model is model
+
+    def prepare(self, model: nn.Module) -> None:
+        self.report = prepare_(model, self.scheme, self.filter_fn, **self._options)
+        self._schedule = Schedule(model, **self._settings)  # type: ignore[arg-type]
+
+    def follow(self, steps: int) -> None:
+        """Set the schedule to this many optimizer steps."""
+        assert self._schedule is not None
+        self._schedule.load_state_dict({"steps": steps})
+
+    def finish(self, model: nn.Module) -> None:
+        """Convert the model, if the run does so."""
+        if self.convert:
+            self.report = convert_(model)
+            self._schedule = None

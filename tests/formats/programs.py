@@ -1,0 +1,88 @@
+"""A model with a layer of every preset, for the tests of exported programs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import lowbit
+from lowbit import Scheme, Spec
+from lowbit.granularity import PerBlock, PerToken
+from lowbit.scheme import Int
+
+FEATURES = 128
+LINEARS: dict[str, Scheme] = {
+    "int4": lowbit.Int4WeightOnly(group_size=32),
+    "int4_row": lowbit.IntxWeightOnly(4),
+    "int4_asymmetric": lowbit.Int4WeightOnly(group_size=64, mapping="asymmetric"),
+    "int8": lowbit.Int8WeightOnly(),
+    "int8_groups": lowbit.Int8WeightOnly(group_size=32),
+    "int3": lowbit.IntxWeightOnly(3, 32),
+    "int2": lowbit.Int2WeightOnly(),
+    "int1": lowbit.Int1WeightOnly(),
+    "float8": lowbit.Float8WeightOnly(),
+    "int8xint4": lowbit.Int8DynamicActivationInt4Weight(),
+    "int8xint8": lowbit.Int8DynamicActivationInt8Weight(),
+    "int8xint8_static": lowbit.Int8StaticActivationInt8Weight(),
+    "float8xfloat8": lowbit.Float8DynamicActivationFloat8Weight(),
+    "float8xfloat8_blocks": lowbit.Float8DynamicActivationFloat8Weight(PerBlock(128, 128)),
+    "float8xfloat8_static": lowbit.Float8StaticActivationFloat8Weight(),
+    "nf4": lowbit.NF4WeightOnly(),
+    "nf4_double": lowbit.NF4WeightOnly(double_quantization=True),
+    "mxfp4": lowbit.MXFP4WeightOnly(),
+    "nvfp4": lowbit.NVFP4WeightOnly(),
+}
+"""Every preset of linears, by a name without dots."""
+ASYMMETRIC_INPUT = Spec(Int(8), PerToken(), "asymmetric")
+"""How XNNPACK rounds the input of a product."""
+
+
+class EveryPreset(nn.Module):
+    """A linear of each preset, and an embedding and convolutions in several. Each gives an output of its own."""
+
+    def __init__(self, linears: list[str]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleDict({name: nn.Linear(FEATURES, 48) for name in linears})
+        self.embeddings = nn.ModuleDict({n: nn.Embedding(40, 64) for n in ("int4", "int8", "nf4")})
+        self.convolutions = nn.ModuleDict({n: nn.Conv2d(3, 8, 3) for n in ("int8", "float8")})
+
+    def forward(self, x: Tensor, tokens: Tensor, image: Tensor) -> dict[str, Tensor]:
+        found = {name: layer(x) for name, layer in self.linears.items()}
+        found |= {f"embedding_{name}": e(tokens) for name, e in self.embeddings.items()}
+        return found | {f"conv_{name}": c(image) for name, c in self.convolutions.items()}
+
+
+def inputs(dtype: torch.dtype, batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeded inputs of `EveryPreset`; all have the same batch."""
+    generator = torch.Generator().manual_seed(batch)
+    x = torch.randn(batch, FEATURES, generator=generator).to(dtype)
+    tokens = torch.randint(0, 40, (batch, 5), generator=generator)
+    return x, tokens, torch.randn(batch, 3, 9, 9, generator=generator).to(dtype)
+
+
+def every_preset(dtype: torch.dtype, linears: list[str] | None = None) -> EveryPreset:
+    """The model, quantized."""
+    torch.manual_seed(0)
+    linears = list(LINEARS) if linears is None else linears
+    model = EveryPreset(linears).to(dtype).eval()
+    schemes = {f"linears.{name}": LINEARS[name] for name in linears}
+    if static := {key: s for key, s in schemes.items() if key.endswith("_static")}:
+        with lowbit.calibrate(model, static):
+            model(*inputs(dtype))
+    schemes |= {f"embeddings.{n}": LINEARS[n] for n in model.embeddings}
+    schemes |= {f"convolutions.{n}": LINEARS[n] for n in model.convolutions}
+    report = lowbit.quantize_(model, schemes, filter_fn=lambda module, name: True)
+    assert not report.left
+    return model
+
+
+def batch_of(names: int = 3) -> tuple[dict[int, object], ...]:
+    """dynamic_shapes with one batch for all inputs."""
+    batch = torch.export.Dim("batch", min=1, max=512)
+    return tuple({0: batch} for _ in range(names))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())

@@ -1,0 +1,366 @@
+"""Exported programs that need no other package: torch.export, AOTInductor, and the refusals of all program formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit
+import lowbit_kernels as kernels
+from lowbit import Int4WeightOnly, formats
+from lowbit.formats import FormatError
+from lowbit.formats.programs.aoti import foreign_ops
+from lowbit_kernels import host_compiler
+from tests.formats.programs import FEATURES, LINEARS, batch_of, every_preset, inputs, relative
+from tests.optim.conftest import needs_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAMS = ("aoti", "executorch", "onnx")
+X = torch.linspace(-1, 1, 3 * FEATURES).view(3, FEATURES)
+
+
+def network(scheme: Any = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.GELU(), nn.Linear(256, 64)).eval()
+    if scheme is not None:
+        lowbit.quantize_(model, scheme)
+    return model
+
+
+def in_fresh_process(code: str, *arguments: object, with_lowbit: bool = True) -> Any:
+    """What `code` prints as JSON."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if with_lowbit:
+        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- torch.export --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_preset_exports_with_a_dynamic_batch_and_equals_eager(dtype: torch.dtype) -> None:
+    model = every_preset(dtype)
+    with torch.no_grad():
+        program = torch.export.export(model, inputs(dtype), dynamic_shapes=batch_of())
+        for batch in (1, 7):
+            expected = model(*inputs(dtype, batch))
+            found = program.module()(*inputs(dtype, batch))
+            assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+
+
+def test_decompositions_leave_ops_of_torch_only() -> None:
+    dtype = torch.float16  # the packages below are of the others
+    model = every_preset(dtype)
+    with torch.no_grad():
+        program = torch.export.export(model, inputs(dtype), dynamic_shapes=batch_of())
+    assert any("lowbit" in op for op in foreign_ops(program))
+    plain = program.run_decompositions(formats.decompositions())
+    assert foreign_ops(plain) == []
+    found, expected = plain.module()(*inputs(dtype, 7)), model(*inputs(dtype, 7))
+    worst = {name: relative(found[name], expected[name]) for name in expected}
+    # In 16 bits the kernel does not round the weight, and PyTorch's product does.
+    assert max(worst.values()) < 1e-3, worst
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("k", "group"), [(64, 16), (70, 32), (33, 33), (33, 64), (17, 5)])
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_decomposed_products_match_the_op(bits: int, k: int, group: int, zero_point: bool) -> None:
+    torch.manual_seed(0)
+    groups, n = -(-k // group), 11
+    kind = torch.uint8 if bits == 4 else torch.int8
+    width = -(-groups * group // 2) if bits == 4 else groups * group
+    low, high = (0, 256) if bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, (n, width)).to(kind)
+    scale = torch.rand(n, groups) * 0.02
+    zeros = torch.randint(-8, 8, (n, groups)).to(torch.int8) if zero_point else None
+    x, bias, residual = torch.randn(2, 3, k), torch.randn(n), torch.randn(2, 3, n)
+    arguments = (x, codes, scale, zeros, bias, residual, group)
+    table = formats.decompositions()
+    expected = kernels.weight_linear.reference(*arguments)
+    found = table[torch.ops.lowbit.weight_linear.default](*arguments)
+    assert relative(found, expected) < 1e-6
+    parts = (codes, scale, zeros, group, k, torch.float32)
+    values = table[torch.ops.lowbit.dequantize.default](*parts)
+    assert torch.equal(values, torch.ops.lowbit.dequantize(*parts))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_decomposed_tables_match_the_op(bits: int) -> None:
+    values = [float(v) for v in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]
+    packed = torch.randint(0, 256, (5, 9), dtype=torch.uint8)
+    arguments = (packed, values, 9 * 8 // bits)
+    op = torch.ops.lowbit.table_values.default
+    assert torch.equal(formats.decompositions()[op](*arguments), op(*arguments))
+
+
+# ---- the ops of a saved program ------------------------------------------------------------------------------------
+
+_LOAD = """
+import json, sys, torch
+import lowbit
+before = [name for name in sys.modules if name.startswith("lowbit_kernels.weight_linear")]
+program = torch.export.load(sys.argv[1])
+print(json.dumps([before, program.module()(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist()]))
+"""
+
+
+def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path) -> None:
+    model = network(Int4WeightOnly(32)).bfloat16()
+    x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,)).run_decompositions({})
+    assert "lowbit.weight_linear.default" in foreign_ops(program)
+    torch.export.save(program, tmp_path / "model.pt2")
+    before, found = in_fresh_process(_LOAD, tmp_path / "model.pt2")
+    assert before == []  # the op is defined, and its module waits for the first call
+    assert torch.equal(torch.tensor(found), model(x).float())
+
+
+_PACKAGE = """
+import json, sys, torch
+import lowbit
+assert "lowbit_kernels.weight_linear" not in sys.modules
+model = torch._inductor.aoti_load_package(sys.argv[1])
+print(json.dumps(model(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist()))
+"""
+
+
+@needs_compiler
+def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path) -> None:
+    """It calls lowbit's kernel, so its values are those of eager mode."""
+    model = network(Int4WeightOnly(32)).bfloat16()
+    x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        path = str(tmp_path / "model.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    assert torch.equal(torch.tensor(in_fresh_process(_PACKAGE, path)), model(x).float())
+
+
+# ---- AOTInductor ---------------------------------------------------------------------------------------------------
+
+_WITHOUT_LOWBIT = """
+import json, sys, torch
+model = torch._inductor.aoti_load_package(sys.argv[1])
+torch.save(model(*torch.load(sys.argv[2])), sys.argv[3])
+print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("lowbit", "lowbit_kernels")]))
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_package_of_every_preset_runs_without_lowbit(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, path = every_preset(dtype), tmp_path / "model.pt2"
+    report = lowbit.export(
+        model, path, "aoti", example_inputs=inputs(dtype), dynamic_shapes=batch_of()
+    )
+    assert len(report.converted) == len(LINEARS) + 5 and report.nbytes == path.stat().st_size
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+    torch.save(inputs(dtype, 7), tmp_path / "inputs.pt")
+    files = (path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
+    assert in_fresh_process(_WITHOUT_LOWBIT, *files, with_lowbit=False) == []
+    found, expected = torch.load(tmp_path / "outputs.pt"), model(*inputs(dtype, 7))
+    worst = {name: relative(found[name], expected[name]) for name in expected}
+    assert max(worst.values()) < (1e-5 if dtype is torch.float32 else 5e-3), worst
+
+
+@needs_compiler
+def test_a_package_keeps_weights_packed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048)).eval()
+    lowbit.quantize_(model, Int4WeightOnly(128))
+    lowbit.export(model, tmp_path / "model.pt2", "aoti", example_inputs=torch.randn(2, 2048))
+    assert (tmp_path / "model.pt2").stat().st_size < 2**22 + 2**20  # float32: 2**24
+
+
+def test_a_package_with_ops_of_others_is_refused(tmp_path: Path) -> None:
+    @torch.library.custom_op("lowbit_tests::own_double", mutates_args=())
+    def own_double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    own_double.register_fake(torch.empty_like)
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(Int4WeightOnly(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return own_double(self.inner(x))
+
+    with pytest.raises(FormatError, match=r"would need lowbit_tests\.own_double\.default in the"):
+        lowbit.export(Doubled().eval(), tmp_path / "m.pt2", "aoti", example_inputs=(X,))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", PROGRAMS)
+def test_calls_that_no_program_format_takes(format: str, tmp_path: Path) -> None:
+    model, out = network(Int4WeightOnly(32)), tmp_path / "model.bin"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (model, {}, r"give example_inputs=\(x, …\)"),
+        (tmp_path, {"example_inputs": (X,)}, "give the module, which lowbit.load_pretrained makes"),
+        (
+            model,
+            {"example_inputs": 3},
+            "example_inputs is a tuple of the model's arguments.*got int",
+        ),
+        (network(), {"example_inputs": (X,)}, "no weight is in low bits: call lowbit.quantize_"),
+        (model, {"example_inputs": (X,), "tokenizer": "x"}, r"takes no tokenizer="),
+        (model, {"example_inputs": (X,), "scheme": Int4WeightOnly()}, r"takes no scheme="),
+    ]
+    for subject, options, message in cases:
+        with pytest.raises(FormatError, match=message) as caught:
+            lowbit.export(subject, out, format, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(FormatError, match=r"training mode: call model\.eval"):
+        lowbit.export(network(Int4WeightOnly(32)).train(), out, format, example_inputs=(X,))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_programs_of_models_on_a_gpu(tmp_path: Path) -> None:
+    """torch.export keeps lowbit's kernels; the formats are made on a CPU."""
+    model = network(Int4WeightOnly(32)).bfloat16().cuda()
+    x = torch.randn(4, FEATURES, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        assert torch.equal(program.module()(x), model(x))
+    for format in PROGRAMS:
+        with pytest.raises(FormatError, match=r"0\.weight is on cuda:0: call model\.cpu\(\) first"):
+            lowbit.export(model, tmp_path / "model.bin", format, example_inputs=(x,))
+
+
+def test_a_model_in_qat_is_refused(tmp_path: Path) -> None:
+    model = network()
+    lowbit.qat.prepare_(model, Int4WeightOnly(32))
+    with pytest.raises(FormatError, match=r"still in training; lowbit.qat.convert_\(model\)"):
+        lowbit.export(model.eval(), tmp_path / "m.pt2", "aoti", example_inputs=(X,))
+
+
+def test_a_model_that_torch_export_cannot_trace(tmp_path: Path) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(Int4WeightOnly(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if x.sum() > 0 else x
+
+    with pytest.raises(
+        FormatError, match=r"torch\.export cannot trace the model with these"
+    ) as caught:
+        lowbit.export(Branching().eval(), tmp_path / "m.pt2", "aoti", example_inputs=(X,))
+    assert "\n" not in str(caught.value)
+
+
+def test_outputs_that_exist_or_cannot_be_written(tmp_path: Path) -> None:
+    model, out = network(Int4WeightOnly(32)), tmp_path / "model.onnx"
+    options = {"format": "onnx", "example_inputs": (X,)}
+    out.write_text("mine")
+    with pytest.raises(FormatError, match="exists already; give another name, or overwrite=True"):
+        lowbit.export(model, out, **options)
+    assert out.read_text() == "mine"
+    with pytest.raises(FormatError, match=r"is a folder; onnx is one file, such as model\.onnx"):
+        lowbit.export(model, tmp_path, **options)
+    with pytest.raises(FormatError, match="is no folder; make it first"):
+        lowbit.export(model, tmp_path / "none" / "model.onnx", **options)
+
+
+def test_weight_formats_take_no_inputs(tmp_path: Path) -> None:
+    with pytest.raises(
+        FormatError, match="lowbit holds weights, no program, and takes no example_"
+    ):
+        lowbit.export(network(Int4WeightOnly(32)), tmp_path / "m", "lowbit", example_inputs=(X,))
+
+
+_WITHOUT_PACKAGES = """
+import json, sys, torch
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("onnx", "onnxscript", "executorch"):
+            raise ModuleNotFoundError("No module named " + name, name=name)
+sys.meta_path.insert(0, Refuse())
+import lowbit
+model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()
+lowbit.quantize_(model, lowbit.Int8DynamicActivationInt4Weight())
+model.float()
+found = []
+for format in ("onnx", "executorch"):
+    try:
+        lowbit.export(model, sys.argv[1], format, example_inputs=(torch.randn(2, 64),))
+    except lowbit.formats.FormatError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_missing_packages_are_named_with_their_extra(tmp_path: Path) -> None:
+    found = in_fresh_process(_WITHOUT_PACKAGES, tmp_path / "model.bin")
+    assert found[0].startswith('onnx programs need onnx: pip install "lowbit[onnx]"')
+    assert found[1].startswith(
+        'executorch programs need executorch: pip install "lowbit[executorch]"'
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_program_formats_register(tmp_path: Path) -> None:
+    class Counted(formats.ProgramFormat):
+        name, suffix = "counted", ".txt"
+
+        def write(self, call: Any, path: Path, lossy: bool) -> list[Any]:
+            path.write_text(" ".join(call.weights))
+            return []
+
+    known = formats.registry.PROGRAMS
+    formats.register(Counted())
+    try:
+        with pytest.raises(ValueError, match="there is a format 'counted' already"):
+            formats.register(Counted())
+        assert "counted" in formats.names()
+        model = network(Int4WeightOnly(32))
+        lowbit.export(model, tmp_path / "m.txt", "counted", example_inputs=(X,))
+        assert (tmp_path / "m.txt").read_text() == "0.weight 2.weight"
+    finally:
+        known.pop()
+
+
+# ---- C++ -----------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_the_program_of_the_page_loads_a_package(tmp_path: Path) -> None:
+    """docs/runtimes.md has the C++; it is compiled with torch's headers and run without Python."""
+    page = (ROOT / "docs/runtimes.md").read_text(encoding="utf-8")
+    code = page.partition("```cpp\n")[2].partition("```")[0]
+    (tmp_path / "main.cpp").write_text(code)
+    model = network(Int4WeightOnly(32))
+    lowbit.export(model, tmp_path / "model.pt2", "aoti", example_inputs=(torch.ones(3, FEATURES),))
+    torch_folder = Path(torch.__file__).parent
+    libraries = torch_folder / "lib"
+    command = [*host_compiler.compiler(), "-std=c++20", "main.cpp", "-o", "main"]
+    command += [f"-I{torch_folder / 'include'}", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
+    built = subprocess.run(command, **options)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([str(tmp_path / "main"), "model.pt2"], **options)
+    assert done.returncode == 0, done.stderr
+    found = torch.tensor([float(line) for line in done.stdout.split()])
+    expected = model(torch.ones(3, FEATURES)).flatten()
+    assert relative(found, expected) < 1e-5

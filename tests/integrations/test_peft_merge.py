@@ -1,0 +1,182 @@
+"""`lowbit.peft.merge_`: adapters merged into low-bit weights with one rounding, its loss, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+import lowbit.peft
+from tests.integrations.models import is_inner_linear, llama, logits, train
+from tests.integrations.test_peft import ADAPTERS, SCHEMES, TARGETS, base, trained, values
+from tests.schemes import relative_error
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+every_adapter = pytest.mark.parametrize("adapter", ADAPTERS)
+
+
+def layers(model: nn.Module) -> dict[str, Any]:
+    return {n: m for n, m in model.named_modules() if hasattr(m, "base_layer")}
+
+
+def exactly(model: Any) -> Any:
+    """The same adapters merged into plain weights, in float32."""
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    return plain.merge_and_unload()
+
+
+def db(signal: torch.Tensor, noise: torch.Tensor) -> float:
+    return 10 * math.log10(signal.square().sum().item() / noise.square().sum().item())
+
+
+@every_scheme
+@every_adapter
+def test_one_rounding_and_its_loss(scheme: str, adapter: str) -> None:
+    model = trained(scheme, adapter)
+    target = dict(exactly(model).named_parameters())
+    before = {n: values(m.base_layer.weight).float() for n, m in layers(model).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = lowbit.peft.merge_(model)
+    assert [layer.name for layer in report.layers] == [*before] and not report.plain
+    for layer in report.layers:
+        held = model.get_submodule(layer.name).base_layer.weight
+        assert isinstance(held, lb.LowbitTensor) and held.spec == SCHEMES[scheme].weight
+        wanted = target[layer.name.removeprefix("base_model.model.") + ".weight"]
+        lost = wanted - held.dequantize()
+        assert layer.snr == pytest.approx(db(wanted, lost), abs=0.05)
+        assert layer.update_snr == pytest.approx(db(wanted - before[layer.name], lost), abs=0.05)
+        assert layer.update_snr < layer.snr
+
+
+@every_scheme
+def test_unmerge_gives_the_base_to_the_bit(scheme: str) -> None:
+    model = trained(scheme, "lora")
+    expected = logits(model)
+    parts = {
+        n: p.dequantize() for n, p in model.named_parameters() if isinstance(p, lb.LowbitTensor)
+    }
+    report = lowbit.peft.merge_(model)
+    assert not torch.equal(logits(model), expected)
+    report.unmerge_()
+    assert torch.equal(logits(model), expected)
+    for name, before in parts.items():
+        assert torch.equal(model.get_parameter(name).dequantize(), before), name
+    assert not any(m.merged for m in layers(model).values())
+    with pytest.raises(ValueError, match="no base weights are kept"):
+        report.unmerge_()
+    losses = train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), 2)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@every_scheme
+def test_merged_and_unloaded(scheme: str, tmp_path: Any) -> None:
+    """The model without adapters is in low bits, and is saved and read as any other."""
+    model = trained(scheme, "lora")
+    lowbit.peft.merge_(model, keep_base=False)
+    expected = logits(model)
+    plain = model.merge_and_unload()
+    assert type(plain).__name__ == "LlamaForCausalLM" and not layers(plain)
+    assert torch.equal(logits(plain), expected)
+    lb.export(plain, tmp_path / "merged", format="lowbit")
+    assert torch.equal(logits(lb.load_pretrained(tmp_path / "merged")), expected)
+
+
+def several() -> Any:
+    model = trained("int4", "lora")
+    for name, seed in (("second", 1), ("third", 2)):
+        model.add_adapter(name, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                if "lora_B" in n and name in n:
+                    p.normal_(std=0.05)
+    return model
+
+
+def test_several_adapters_are_rounded_once() -> None:
+    model = several()
+    model.base_model.set_adapter(["default", "second", "third"])
+    wanted = logits(exactly(model))
+    theirs = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.merge_adapter()
+    lowbit.peft.merge_(model)
+    assert relative_error(logits(model), wanted) <= relative_error(logits(theirs), wanted)
+
+
+def test_chosen_adapters() -> None:
+    model = several()
+    report = lowbit.peft.merge_(model, ["second"])
+    assert [layer.name.rpartition(".")[2] for layer in report.layers] == ["q_proj"]
+    assert model.get_submodule(report.layers[0].name).merged_adapters == ["second"]
+    assert not model.get_submodule(report.layers[0].name.replace("q_proj", "v_proj")).merged
+
+
+def test_layers_that_are_not_in_low_bits_are_merged_without_rounding() -> None:
+    model = llama()
+    lb.quantize_(
+        model, lb.Int4WeightOnly(32), lambda m, n: is_inner_linear(m, n) and "down" not in n
+    )
+    model = peft.get_peft_model(model, ADAPTERS["lora"]())
+    report = lowbit.peft.merge_(model)
+    assert len(report.layers) == 2 and [n.rpartition(".")[2] for n in report.plain] == ["down_proj"]
+    text = str(report)
+    assert "2 low-bit weights were rounded once more, 1 others were not" in text
+    assert "q_proj  merged weight" in text
+
+
+def test_in_bfloat16() -> None:
+    model = trained("int8", "lora", dtype=torch.bfloat16)
+    expected = logits(model)
+    report = lowbit.peft.merge_(model)
+    assert all(m.base_layer.weight.dtype is torch.bfloat16 for m in layers(model).values())
+    assert relative_error(logits(model), expected) < 0.05 and min(x.snr for x in report.layers) > 35
+
+
+def test_refusals_leave_the_model_as_it_was() -> None:
+    with pytest.raises(ValueError, match="has no layers of PEFT"):
+        lowbit.peft.merge_(base("int4"))
+    model = trained("int4", "lora")
+    last = [p for n, p in model.named_parameters() if "lora_B" in n][-1]
+    kept = last.detach().clone()
+    expected = logits(model)
+    with torch.no_grad():
+        last[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"lora_B\.default\.weight has NaN or infinite values"):
+        lowbit.peft.merge_(model)
+    with torch.no_grad():
+        last.copy_(kept)
+    assert torch.equal(logits(model), expected)
+    lowbit.peft.merge_(model)
+    with pytest.raises(ValueError, match="are merged already"):
+        lowbit.peft.merge_(model)
+
+
+def test_modules_to_save_are_left_alone() -> None:
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"])
+    model = peft.get_peft_model(base("int4"), config)
+    head = model.base_model.model.lm_head.modules_to_save["default"].weight
+    before = head.detach().clone()
+    lowbit.peft.merge_(model)
+    assert torch.equal(head, before)
+
+
+def test_the_bytes_of_double_quantization() -> None:
+    """QLoRA publishes 4.127 bits a parameter. A row here has copies of what 256 scales share, which add 32 bits a row
+    unless it has a multiple of 256 scales."""
+    for columns, bits in ((16384, 4.127), (4096, 4.133)):
+        weight = torch.randn(64, columns)
+        made = lb.AffineTensor.from_float(weight, lb.NF4WeightOnly(64, double_quantization=True))
+        assert 8 * made.nbytes_stored() / weight.numel() == pytest.approx(bits, abs=1e-3)
