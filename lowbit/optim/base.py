@@ -446,6 +446,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._fused, self.stepped_by = None, SteppedBy()
         for group in self.param_groups:
             self.fix_group(group)
+        for own in self.state.values():  # of an optimizer that was pickled as a whole
+            own.update(states.on_todays_grid(own))
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""

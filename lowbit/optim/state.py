@@ -81,6 +81,19 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     return made
 
 
+def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The states of a parameter that an earlier version stored on the linear grid, with their values rounded to
+    today's."""
+    made = {}
+    for name, value in state.items():
+        part = local(value)
+        if isinstance(part, CodebookTensor) and part.grid == "linear":
+            options = {"signed": part.signed, "block_size": part.block_size}
+            today = CodebookTensor.from_float(part.dequantize(), part.format, **options)
+            made[name] = like_param(value, today)
+    return made
+
+
 def rounds_itself(param: Tensor) -> bool:
     """Whether a parameter rounds float32 values that it is given (`LowbitTensor.update_`), as int8 weights do."""
     part = local(param)
