@@ -1,9 +1,9 @@
 """Lookup tables of 4 and 8 bits, and blockwise quantization of optimizer states with them.
 
-A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an
-index into it. All but those of 4 bits without a sign are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their
-codes evenly over decades. With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned),
-``k = floor(log2 q)`` its decade and n the last decade (bits - 2 signed, bits - 1 unsigned)::
+A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an index into it. All
+but those of 4 bits without a sign are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes
+evenly over decades. With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned), ``k = floor(log2 q)``
+its decade and n the last decade (bits - 2 signed, bits - 1 unsigned)::
 
     value(q) = 10**(k - n) * (0.1 + 0.9 * (q - 2**k + 0.5) / 2**k)
 
@@ -25,11 +25,11 @@ the moment divided by its block's scale, and 16 random bits ``r``, all in float3
     level = i + ((z - i**2) * 65536 > (r + 0.5) * (2 i + 1))
     code = clamp(level, 1, 16) - 1
 
-``2 i + 1`` is the distance of the next square. With ``r + 0.5 = 32768`` this rounds to nearest. No operation but the
-root rounds, and an error of the root does no harm. A root just below or above a whole number k, where the right one is
-on the other side, makes i one too low or too high. Then the last comparison has a left side next to ``65536 (2 i + 1)``
-or a negative one. So it yields k whatever the bits are, and so it does with the right i. That is why a GPU may take an
-approximate root.
+``2 i + 1`` is the distance to the next square. With ``r + 0.5 = 32768`` this rounds to nearest. Only the root is
+inexact, and the comparison repairs it, so that GPUs may take an approximate root. The root is off by some units in the
+last place, so i is wrong only if z lies next to a square ``k**2``: it is then k - 1 in place of k, or k in place of
+k - 1. With ``i = k - 1`` the left side is almost ``65536 (2 i + 1)``, above the right side for all r. With ``i = k`` it
+is almost 0 or negative, below the right side for all r. The level is k in both cases.
 
 A book of ``i / 16`` decodes what earlier versions saved (``linear=True``).
 
@@ -137,7 +137,8 @@ class Codebook:
         if self != SQUARES:
             raise ValueError(f"{self} is not rounded stochastically; accepted: {SQUARES}")
         z = (x * 256).nan_to_num_(nan=256.0).clamp_(0, 256)
-        return _square_above_or_below(z, z.sqrt().floor_(), random)  # trunc_ is many times slower on a CPU
+        root = z.sqrt().floor_()  # trunc_ is many times slower on a CPU
+        return _square_above_or_below(z, root, random)
 
     def decode(self, codes: Tensor) -> Tensor:
         """float32 values of uint8 ``codes`` (each below ``2**bits``), any shape."""

@@ -72,7 +72,10 @@ def test_a_root_that_is_off_changes_no_code() -> None:
     for draw in (0, 1, 2, 777, 32768, 65533, 65534, 65535):
         random = torch.full(z.shape, draw, dtype=torch.int32)
         right = _square_above_or_below(z.clone(), root.floor().float(), random)
-        for i in (nearest - 1, nearest):  # one of them is `root.floor()`, the other is one too low or too high
+        for i in (
+            nearest - 1,
+            nearest,
+        ):  # one of them is `root.floor()`, the other is one too low or too high
             keeps = i.clamp(min=0)
             assert torch.equal(_square_above_or_below(z.clone(), keeps, random), right), draw
 
