@@ -1,15 +1,37 @@
 """Lookup tables of 4 and 8 bits, and blockwise quantization of optimizer states with them.
 
-A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an
-index into it. Three of the four are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their
-codes evenly over decades. With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned),
-``k = floor(log2 q)`` its decade and n the last decade (bits - 2 signed, bits - 1 unsigned)::
+A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an index into it. All
+but those of 4 bits without a sign are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes
+evenly over decades. With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned), ``k = floor(log2 q)``
+its decade and n the last decade (bits - 2 signed, bits - 1 unsigned)::
 
     value(q) = 10**(k - n) * (0.1 + 0.9 * (q - 2**k + 0.5) / 2**k)
 
-plus 0 and 1, and mirrored (without -1) where signed. The unsigned 4-bit book, for second moments, is linear
-without a zero, ``i / 16, i = 1..16``: a second moment rounded to zero blows the update up (4-bit
-optimizers, arXiv 2309.01507).
+plus 0 and 1, and mirrored (without -1) where signed.
+
+Second moments in 4 bits
+------------------------
+The unsigned 4-bit book holds squares, ``(i / 16)**2, i = 1..16``. It has no zero, because a second moment rounded to
+zero blows the update up (4-bit optimizers, arXiv 2309.01507). That paper takes ``i / 16``. But the update divides by
+the *root* of a second moment, and the smallest root of ``i / 16`` is a quarter of the block's largest: the steps of
+weights with small gradients are too short. Roots of the squares are ``i / 16``, down to a sixteenth.
+
+An optimizer's step rounds to them stochastically, so that the mean of what is stored is the second moment itself. With
+beta2 = 0.999 a moment changes by a thousandth in a step. To nearest it would never leave its value on the grid. With y
+the moment divided by its block's scale, and 16 random bits ``r``, all in float32::
+
+    z = min(256 y, 256)                 256 for NaN
+    i = trunc(sqrt(z))
+    level = i + ((z - i**2) * 65536 > (r + 0.5) * (2 i + 1))
+    code = clamp(level, 1, 16) - 1
+
+``2 i + 1`` is the distance to the next square. With ``r + 0.5 = 32768`` this rounds to nearest. Only the root is
+inexact, and the comparison repairs it, so that GPUs may take an approximate root. The root is off by some units in the
+last place, so i is wrong only if z lies next to a square ``k**2``: it is then k - 1 in place of k, or k in place of
+k - 1. With ``i = k - 1`` the left side is almost ``65536 (2 i + 1)``, above the right side for all r. With ``i = k`` it
+is almost 0 or negative, below the right side for all r. The level is k in both cases.
+
+A book of ``i / 16`` decodes what earlier versions saved (``linear=True``).
 
 Nearest in constant time
 ------------------------
@@ -55,16 +77,24 @@ class Codebook:
     Args:
         bits: 4 or 8.
         signed: values in [-1, 1] (first moments) or in [0, 1] (second moments).
+        linear: the values ``i / 16``, in which earlier versions stored second moments; 4 bits without a sign only.
     """
 
     bits: int
     signed: bool
+    linear: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):
             raise ValueError(f"a codebook has 4 or 8 bits, got bits={self.bits!r}")
         if not isinstance(self.signed, bool):
             raise ValueError(f"signed must be True or False, got {self.signed!r}")
+        has_linear = self.bits == 4 and not self.signed
+        if not isinstance(self.linear, bool) or (self.linear and not has_linear):
+            raise ValueError(
+                f"linear must be False, or True with 4 bits and signed=False, got {self.linear!r} with {self.bits} "
+                f"bits and signed={self.signed}"
+            )
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
         """float32 ``[2**bits]``, ascending. One tensor per device, shared: do not write to it.
@@ -88,30 +118,63 @@ class Codebook:
         """
         if x.dtype != torch.float32:
             raise TypeError(f"encode takes float32, got {x.dtype}; convert with x.float()")
-        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed)
+        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed, self.linear)
+
+    def encode_stochastically(self, x: Tensor, random: Tensor) -> Tensor:
+        """The codes of the squares above and below, in proportion to the distances: see the module.
+
+        Args:
+            x: float32, any shape. Values beyond the ends of the table are clamped.
+            random: int32 of the shape of ``x``, values 0..65535 (:func:`lowbit.rounding.bits_at`).
+
+        Returns:
+            uint8 of the shape of ``x``. The mean over all random bits is ``x``, up to ``2**-17`` of the distance
+            between the two values.
+
+        Raises:
+            ValueError: this is not the book of squares.
+        """
+        if self != SQUARES:
+            raise ValueError(f"{self} is not rounded stochastically; accepted: {SQUARES}")
+        z = (x * 256).nan_to_num_(nan=256.0).clamp_(0, 256)
+        root = z.sqrt().floor_()  # trunc_ is many times slower on a CPU
+        return _square_above_or_below(z, root, random)
 
     def decode(self, codes: Tensor) -> Tensor:
         """float32 values of uint8 ``codes`` (each below ``2**bits``), any shape."""
         if codes.dtype != torch.uint8:
             raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
-        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed)
+        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed, self.linear)
 
     def decode_packed(self, packed: Tensor, size: int) -> Tensor:
         """float32 values ``[..., size]`` of codes packed by ``lowbit.packing.pack(codes, 4)``; 4-bit books only."""
-        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed)
+        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed, self.linear)
         return values if values.shape[-1] == size else values[..., :size].contiguous()
 
     def cells(self) -> Cells:
         """The table for the lookup in a kernel, see :class:`Cells`.
 
         Raises:
-            ValueError: this is the linear book (4 bits, unsigned), whose codes are computed.
+            ValueError: this is a book of 4 bits without a sign, whose codes are computed.
         """
         return _cells(self.bits, self.signed)
 
 
+SQUARES = Codebook(4, signed=False)
+"""The book of second moments in 4 bits."""
+
+
+def _square_above_or_below(z: Tensor, root: Tensor, random: Tensor) -> Tensor:
+    """`code` of the module, uint8. `z`: 0 .. 256; `root`: its root, truncated, or one more or less next to a whole
+    number. `z` is overwritten."""
+    rest = z.addcmul_(root, root, value=-1).mul_(65536)
+    threshold = random.float().add_(0.5).mul_(root * 2 + 1)
+    level = root.to(torch.uint8).add_((rest > threshold).view(torch.uint8))
+    return level.clamp_(1, 16).sub_(1)
+
+
 def quantize_blockwise(
-    x: Tensor, book: Codebook | torch.dtype, block: int
+    x: Tensor, book: Codebook | torch.dtype, block: int, random: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Scale each block of the last dimension by its largest magnitude, and encode it.
 
@@ -119,6 +182,8 @@ def quantize_blockwise(
         x: any floating dtype, ``[..., C]``; computed in float32.
         book: a :class:`Codebook`, or ``torch.float8_e4m3fn``.
         block: elements that share a scale; the last block of a row may be shorter.
+        random: None rounds to nearest. Random bits as `Codebook.encode_stochastically` takes them, of the shape of
+            ``x``, round stochastically to the book of squares.
 
     Returns:
         codes ``[..., C]``, uint8 (one code a byte whatever its bits; see :mod:`lowbit.packing`) or
@@ -128,7 +193,7 @@ def quantize_blockwise(
 
     Raises:
         TypeError: ``x`` is not floating point, or ``book`` is neither of the two.
-        ValueError: ``block`` is not a positive integer, or ``x`` has no dimension.
+        ValueError: ``block`` is not a positive integer, ``x`` has no dimension, or ``book`` has no stochastic rounding.
     """
     _check_block(book, block)
     if not x.is_floating_point():
@@ -145,6 +210,10 @@ def quantize_blockwise(
     each = zip(_blocks(y, block), _scales(y, scale, block), strict=True)
     parts = [(part / part_scale).flatten(-2) for part, part_scale in each]
     scaled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    if random is not None:
+        if not isinstance(book, Codebook):
+            raise ValueError(f"{book} is not rounded stochastically; accepted: {SQUARES}")
+        return book.encode_stochastically(scaled, random), scale
     return (book.encode(scaled) if isinstance(book, Codebook) else scaled.to(book)), scale
 
 
@@ -205,10 +274,11 @@ def _check_block(book: Codebook | torch.dtype, block: int) -> None:
 
 
 @functools.cache
-def _values(bits: int, signed: bool) -> np.ndarray:
+def _values(bits: int, signed: bool, linear: bool = False) -> np.ndarray:
     """The table, computed in float64 and rounded once: float32 ``[2**bits]``, ascending."""
     if bits == 4 and not signed:
-        return (np.arange(1, 17) / 16).astype(np.float32)
+        roots = np.arange(1, 17) / 16
+        return (roots if linear else roots**2).astype(np.float32)
     first, last = (1, bits - 2) if signed else (2, bits - 1)
     rank = np.arange(first, 2 ** (last + 1), dtype=np.float64)
     decade = np.floor(np.log2(rank))
@@ -247,7 +317,7 @@ class Cells(NamedTuple):
 @functools.cache
 def _cells(bits: int, signed: bool) -> Cells:
     if bits == 4 and not signed:
-        raise ValueError("the linear 4-bit book has no cells: code = ceil(16 y - 0.5) - 1")
+        raise ValueError("the books of 4 bits without a sign have no cells: see the module")
     values = _values(bits, signed)
     values = values[values >= 0]
     midpoints, below = boundaries(values)
@@ -274,7 +344,7 @@ class _Tables(NamedTuple):
 def _on_device(book: Codebook, device: torch.device) -> _Tables:
     if device.type != "cpu":
         return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
-    values = _values(book.bits, book.signed)
+    values = _values(book.bits, book.signed, book.linear)
     return _Tables(
         torch.from_numpy(values.copy()),
         torch.from_numpy(steps(boundaries(values)[1])),
@@ -328,14 +398,14 @@ def _from_float8(codes: Tensor) -> Tensor:
 
 # Operators hide the cached tables from tracing (torch.compile, fake tensors, a tensor subclass under either).
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed) -> Tensor")
-_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor")
-_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed) -> Tensor")
+_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed, bool linear) -> Tensor")
+_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed, bool linear) -> Tensor")
+_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed, bool linear) -> Tensor")
 _LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
-def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
-    step = _on_device(Codebook(bits, signed), x.device).step
+def _encode(x: Tensor, bits: int, signed: bool, linear: bool) -> Tensor:
+    step = _on_device(Codebook(bits, signed, linear), x.device).step
     return ranks(x, step).to(torch.uint8)
 
 
@@ -346,13 +416,13 @@ def ranks(x: Tensor, step: Tensor) -> Tensor:
     return code.add_(raw).bitwise_right_shift_(16).abs_().view(x.shape)
 
 
-def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    values = _on_device(Codebook(bits, signed), codes.device).values
+def _decode(codes: Tensor, bits: int, signed: bool, linear: bool) -> Tensor:
+    values = _on_device(Codebook(bits, signed, linear), codes.device).values
     return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
-def _decode_packed(packed: Tensor, signed: bool) -> Tensor:
-    pairs = _on_device(Codebook(4, signed), packed.device).pairs
+def _decode_packed(packed: Tensor, signed: bool, linear: bool) -> Tensor:
+    pairs = _on_device(Codebook(4, signed, linear), packed.device).pairs
     values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
@@ -362,7 +432,7 @@ def _float8_decode(codes: Tensor) -> Tensor:
     return _float8_values(codes.device).index_select(0, index).view(codes.shape)
 
 
-def _encode_fake(x: Tensor, bits: int, signed: bool) -> Tensor:
+def _encode_fake(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.uint8)
 
 
@@ -370,7 +440,7 @@ def _decode_fake(codes: Tensor, *_: object) -> Tensor:
     return codes.new_empty(codes.shape, dtype=torch.float32)
 
 
-def _decode_packed_fake(packed: Tensor, signed: bool) -> Tensor:
+def _decode_packed_fake(packed: Tensor, *_: object) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.float32)
 
 

@@ -90,18 +90,36 @@ def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
 
     Returns int32 of the shape of ``index``, values 0..65535. See the module docstring for the exact stream.
     """
-    octet = index >> 3
+    h = _hash(index >> 3, k0, k1)
+    h.mul_(_multipliers(index)[index & 7])
+    return (h >> 16).bitwise_and_(0xFFFF)
+
+
+def bits_of_octets(octet: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """:func:`bits_at` of the eight elements of every octet, with an eighth of the hashes.
+
+    Args:
+        octet: ``index >> 3``, int64 or int32 [..., n].
+        k0, k1: as for :func:`bits_at`.
+
+    Returns:
+        int32 [..., 8 n], values 0..65535.
+    """
+    h = _hash(octet, k0, k1).unsqueeze(-1) * _multipliers(octet)
+    return h.bitwise_right_shift_(16).bitwise_and_(0xFFFF).flatten(-2)
+
+
+def _hash(octet: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """`h` of the module docstring, int32 of the shape of `octet`."""
     # int32 wraps as the formula needs, and is twice as fast
     k0, k1 = k0.to(torch.int32), k1.to(torch.int32)
     key = k1
-    if index.dtype == torch.int64:
+    if octet.dtype == torch.int64:
         key = (octet >> 32).to(torch.int32).mul_(-0x61C88647).add_(k1)  # 0x9e3779b9 - 2**32
     h = octet.to(torch.int32) ^ k0
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)  # `>>` would keep the sign
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(key).mul_(-0x7B935975)
-    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
-    h.mul_(_multipliers(index)[index & 7])
-    return (h >> 16).bitwise_and_(0xFFFF)
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def _multipliers(index: Tensor) -> Tensor:

@@ -12,15 +12,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.codebook import ABSMAX_FLOOR, Codebook, dequantize_blockwise, quantize_blockwise
+from lowbit.codebook import (
+    ABSMAX_FLOOR,
+    SQUARES,
+    Codebook,
+    dequantize_blockwise,
+    quantize_blockwise,
+)
 
+LINEAR = Codebook(4, False, linear=True)
 BOOKS = [Codebook(bits, signed) for bits, signed in itertools.product((4, 8), (True, False))]
+BOOKS.append(LINEAR)
 FORMATS = [*BOOKS, torch.float8_e4m3fn]
-IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "float8"]
+IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "linear4", "float8"]
 
 
 def name(book: Codebook) -> str:
-    return f"{'signed' if book.signed else 'unsigned'}{book.bits}"
+    kind = "linear" if book.linear else "signed" if book.signed else "unsigned"
+    return f"{kind}{book.bits}"
 
 
 def encode_by_search(book: Codebook, x: torch.Tensor) -> torch.Tensor:
@@ -45,8 +54,10 @@ def test_signed_4_bit_table() -> None:
     assert torch.equal(Codebook(4, True).table(), torch.tensor(expected))
 
 
-def test_unsigned_4_bit_table_is_linear_without_a_zero() -> None:
-    assert torch.equal(Codebook(4, False).table(), torch.arange(1, 17) / 16)
+def test_unsigned_4_bit_tables_have_no_zero() -> None:
+    roots = torch.arange(1, 17) / 16
+    assert torch.equal(Codebook(4, False).table(), roots**2) and Codebook(4, False) == SQUARES
+    assert torch.equal(LINEAR.table(), roots)
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["signed8", "unsigned8"])
@@ -67,11 +78,12 @@ def test_8_bit_tables_are_the_dynamic_map(signed: bool) -> None:
     ("book", "digest"),
     [
         (Codebook(4, True), "6190892bf956c63b"),
-        (Codebook(4, False), "0aeb670b8c9b6b0f"),
+        (Codebook(4, False), "a11aeba959b4a1fd"),
         (Codebook(8, True), "035c4114538df2a0"),
         (Codebook(8, False), "02a9b523750e2134"),
+        (LINEAR, "0aeb670b8c9b6b0f"),
     ],
-    ids=IDS[:4],
+    ids=IDS[:5],
 )
 def test_the_tables_never_change(book: Codebook, digest: str) -> None:
     table = book.table()
@@ -119,7 +131,7 @@ def test_an_exact_tie_takes_the_lower_code(book: Codebook) -> None:
     values = book.table().double()
     midpoints = (values[1:] + values[:-1]) / 2
     exact = midpoints.float().double() == midpoints
-    assert exact.sum() >= (15 if book == Codebook(4, False) else 1)
+    assert exact.sum() >= (15 if book in (SQUARES, LINEAR) else 1)
     assert torch.equal(book.encode(midpoints[exact].float()).long(), exact.nonzero().flatten())
 
 
@@ -172,9 +184,9 @@ def test_strides_and_empty_tensors(book: Codebook) -> None:
 @pytest.mark.parametrize("book", BOOKS, ids=name)
 def test_operators_are_registered_well(book: Codebook) -> None:
     x = torch.rand(3, 5)
-    arguments = (x, book.bits, book.signed)
+    arguments = (x, book.bits, book.signed, book.linear)
     torch.library.opcheck(torch.ops.lowbit.codebook_encode.default, arguments)
-    arguments = (book.encode(x), book.bits, book.signed)
+    arguments = (book.encode(x), book.bits, book.signed, book.linear)
     torch.library.opcheck(torch.ops.lowbit.codebook_decode.default, arguments)
 
 
@@ -300,6 +312,9 @@ def test_wrong_arguments() -> None:
         Codebook(5, True)
     with pytest.raises(ValueError, match="signed must be"):
         Codebook(8, 1)  # type: ignore[arg-type]
+    for bits, signed, linear in ((4, True, True), (8, False, True), (4, False, 1)):
+        with pytest.raises(ValueError, match=r"linear must be False, or True with 4 bits"):
+            Codebook(bits, signed, linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"encode takes float32, got torch\.float64"):
         book.encode(x.double())
     with pytest.raises(TypeError, match=r"decode takes uint8 codes, got torch\.int64"):

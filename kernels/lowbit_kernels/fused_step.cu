@@ -87,8 +87,6 @@ DEVICE Offsets far_of(const Tensor &t, const Offsets &at) {
 
 // ---- stochastic rounding ---------------------------------------------------------------------------------------------
 
-// The global index of the first of eight neighbouring elements. The others follow, because the length of a run is a
-// multiple of eight.
 DEVICE uint64 global_index(const Tensor &t, uint64 element) {
     if (t.run == 0) return t.first_index + element;
     return t.first_index + element / t.run * t.stride + element % t.run;
@@ -96,14 +94,16 @@ DEVICE uint64 global_index(const Tensor &t, uint64 element) {
 
 // Random bits of eight neighbouring elements.
 DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 random[8]) {
-    const uint64 first = global_index(t, element);
-    if ((first & 7) == 0) {
+    uint64 first = t.first_index + element, left = 8;  // elements of the run from here on
+    if (t.run != 0) first = global_index(t, element), left = t.run - element % t.run;
+    if ((first & 7) == 0 && left >= 8) {
         const uint32 h = hash(keys, first >> 3);
 #pragma unroll
         for (int i = 0; i < 8; ++i) random[i] = h * multiplier(i) >> 16;
     } else {
 #pragma unroll 1
-        for (uint64 index = first; index < first + 8; ++index) {  // rare: one after another, for less code
+        for (uint64 j = 0; j < 8; ++j) {  // rare: one after another, for less code
+            const uint64 index = j < left ? first + j : global_index(t, element + j);
 #pragma unroll
             for (int i = 0; i < 7; ++i) random[i] = random[i + 1];
             random[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
@@ -276,18 +276,30 @@ DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
     return word + shift_in(float_bits(y), float_bits(x), 25 - SHIFT);  // the rank is the highest byte
 }
 
-// Codes 0..15 or 0..255 of four elements, in four bytes.
+// The bits of 2**23 + level, for the level of the square that `x` is rounded to, from its 16 random bits.
 template <int SLOT>
-DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
-    if constexpr (FORMATS[SLOT] == STATE_4BIT && !is_signed(SLOT)) {
-        // The table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1. The sum 2**23 + i is rounded up.
-        uint32 up[4];
+DEVICE uint32 square_level(float x, float inverse, uint32 random) {
+    constexpr float SHIFT = 8388608.0f;  // 2**23
+    const float z = fminf(x * (256.0f * inverse), 256.0f);  // 256 for NaN
+    // The root is approximate. So `i` may be one too low or too high, if the root lies next to a whole number k. With
+    // i = k - 1 the rest is almost the distance, above every threshold; with i = k it is almost 0, below every one. The
+    // level is k in both cases.
+    const float shifted = add_down(approximate_root(z), SHIFT), i = shifted - SHIFT;
+    const float rest = fmaf(-i, i, z), distance = fmaf(2.0f, i, 1.0f);
+    // 1 + (random + 0.5) / 65536; or 1.5, which rounds to nearest. The threshold is exact.
+    const float draw = is_stochastic(SLOT) ? bits_float(0x3f800040u + (random << 7)) : 1.5f;
+    const float threshold = fmaf(draw, distance, -distance);
+    return float_bits(fmaxf(shifted + (rest > threshold ? 1.0f : 0.0f), SHIFT + 1.0f));
+}
+
+// Codes 0..15 or 0..255 of four elements, in four bytes. `random`: their bits, if the state is rounded stochastically.
+template <int SLOT>
+DEVICE uint32 four_codes(const float x[4], const uint32 random[4], const uint32 *table, float inverse) {
+    if constexpr (has_squares(SLOT)) {
+        uint32 level[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            up[i] = float_bits(fma_up(x[i], 16.0f * inverse, 8388607.5f));
-            up[i] = up[i] < 0x4b000001 ? 0x4b000001 : up[i];
-        }
-        return permute(permute(up[0], up[1], 0x0040), permute(up[2], up[3], 0x0040), 0x5410) - 0x01010101;
+        for (int i = 0; i < 4; ++i) level[i] = square_level<SLOT>(x[i], inverse, random[i]);
+        return permute(permute(level[0], level[1], 0x0040), permute(level[2], level[3], 0x0040), 0x5410) - 0x01010101;
     } else {
         uint32 rank[4];
 #pragma unroll
@@ -313,7 +325,7 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale
             x[2 * i + 1] = from_half(halves >> 16) * scale;
         }
     } else {
-        const float sixteenth = scale * 0.0625f;
+        const float smallest = scale * 0.00390625f;  // 1 / 256
         const uint32 *values = table + values_before(SLOT);
         if constexpr (FORMATS[SLOT] == STATE_8BIT) {
 #pragma unroll
@@ -322,17 +334,22 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale
             const uint32 even = raw.word[0] & 0x0f0f0f0f, odd = raw.word[0] >> 4 & 0x0f0f0f0f;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const uint32 code = byte_of(i & 1 ? odd : even, i / 2);
-                if constexpr (is_signed(SLOT)) x[i] = bits_float(values[code]) * scale;
-                else x[i] = fmaf((float)code, sixteenth, sixteenth);
+                const uint32 codes = i & 1 ? odd : even;
+                if constexpr (is_signed(SLOT)) {
+                    x[i] = bits_float(values[byte_of(codes, i / 2)]) * scale;
+                } else {  // the upper bytes make the code the float 2**23 + code
+                    const float level = bits_float(permute(codes, 0x4b000000, 0x7440 | i / 2)) - 8388607.0f;
+                    x[i] = level * level * smallest;
+                }
             }
         }
     }
 }
 
 // Returns the scale of the lane's block. A block that holds a NaN, or a magnitude of 2**126 or more, gets a NaN.
+// `random`: the elements' bits, if the state is rounded stochastically.
 template <int SLOT, int WORDS>
-DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<WORDS> &raw) {
+DEVICE float encode_codes(const float x[8], const uint32 random[8], int lane, const uint32 *table, Raw<WORDS> &raw) {
     float magnitude = larger_magnitude(x[0], x[1]);
 #pragma unroll
     for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, x[i]);
@@ -361,7 +378,8 @@ DEVICE float encode_codes(const float x[8], int lane, const uint32 *table, Raw<W
             raw.word[i] = word;
         }
     } else {
-        const uint32 first = four_codes<SLOT>(x, table, inverse), second = four_codes<SLOT>(x + 4, table, inverse);
+        const uint32 first = four_codes<SLOT>(x, random, table, inverse);
+        const uint32 second = four_codes<SLOT>(x + 4, random + 4, table, inverse);
         if constexpr (FORMATS[SLOT] == STATE_8BIT) {
             raw.word[0] = first, raw.word[1] = second;
         } else {
@@ -425,9 +443,11 @@ struct State {
                 for (int i = 0; i < 8; ++i)
                     if (!(at.mask >> i & 1)) x[i] = 0.0f;  // must not count in the absmax
             }
-            scale = encode_codes<SLOT>(x, lane, table, codes);
+            uint32 random[8] = {};
+            if constexpr (is_stochastic(SLOT)) draw(t, k.keys[SLOT + 1], at.element, random);
+            scale = encode_codes<SLOT>(x, random, lane, table, codes);
         } else {
-            if constexpr (is_stochastic_bf16(SLOT)) {
+            if constexpr (is_stochastic(SLOT)) {
                 round_stochastically(t, k.keys[SLOT + 1], at, x);
                 values.truncate(x);
             } else {

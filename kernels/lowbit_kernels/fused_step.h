@@ -4,7 +4,7 @@
 //   PARAM, GRAD        dtypes: FP32, BF16, FP16
 //   STATES             number of states of an element, 0..3
 //   SIGNED             bit n is set if the values of state n have a sign
-//   STOCHASTIC_BF16    bit n is set if state n, stored in bf16, is rounded stochastically
+//   STOCHASTIC_STATES  bit n is set if state n is rounded stochastically where it is stored in bf16, or as squares
 //   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
 //   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED, with a byte below the bf16 (24-bit weights)
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
@@ -18,8 +18,10 @@ static constexpr int TILE = 256;
 static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
 
 DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
-DEVICE constexpr bool is_stochastic_bf16(int slot) {
-    return FORMATS[slot] == STATE_BF16 && (STOCHASTIC_BF16 >> slot & 1) != 0;
+// Codes of 4 bits without a sign stand for ((code + 1) / 16)**2: lowbit/codebook.py defines their rounding.
+DEVICE constexpr bool has_squares(int slot) { return FORMATS[slot] == STATE_4BIT && !is_signed(slot); }
+DEVICE constexpr bool is_stochastic(int slot) {
+    return slot < STATES && (FORMATS[slot] == STATE_BF16 || has_squares(slot)) && (STOCHASTIC_STATES >> slot & 1) != 0;
 }
 DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
 DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }
@@ -27,12 +29,9 @@ DEVICE constexpr int block_of(int slot) { return FORMATS[slot] == STATE_4BIT ? 1
 DEVICE constexpr bool any_codes() {
     return (STATES > 0 && has_codes(0)) || (STATES > 1 && has_codes(1)) || (STATES > 2 && has_codes(2));
 }
-DEVICE constexpr bool any_bf16() {
-    return (STATES > 0 && FORMAT_0 == STATE_BF16) || (STATES > 1 && FORMAT_1 == STATE_BF16) ||
-           (STATES > 2 && FORMAT_2 == STATE_BF16);
-}
 static constexpr bool CODES = any_codes();
-static constexpr bool RANDOM = ROUNDING == STOCHASTIC || any_bf16();  // whether anything needs random bits
+static constexpr bool RANDOM =  // whether anything needs random bits
+    ROUNDING == STOCHASTIC || is_stochastic(0) || is_stochastic(1) || is_stochastic(2);
 
 // A row of the table that the host fills in. All fields are 64 bits.
 struct alignas(16) Tensor {

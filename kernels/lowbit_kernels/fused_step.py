@@ -85,7 +85,8 @@ class Variant:
         param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
         formats: the format of each state, a key of `STATES`.
         signed: for each state, whether its values have a sign.
-        stochastic_bf16: for each state, whether it is rounded stochastically where it is stored in bf16.
+        stochastic: for each state, whether it is rounded stochastically where it is stored in bf16, or in 4 bits
+            without a sign.
         rounding: the rounding of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each weight in an
             array of bytes.
         scaled: whether gradients are multiplied by the first number of `control`.
@@ -97,7 +98,7 @@ class Variant:
     grad: torch.dtype
     formats: tuple[str, ...]
     signed: tuple[bool, ...]
-    stochastic_bf16: tuple[bool, ...]
+    stochastic: tuple[bool, ...]
     rounding: str = "nearest"
     scaled: bool = False
     tables: tuple[Table | None, ...] = ()
@@ -126,6 +127,15 @@ class Variant:
         return any(format in ("8bit", "4bit") for format in self.formats)
 
     @property
+    def is_random(self) -> bool:
+        """Whether anything is rounded stochastically: the weights, or a state."""
+        each = zip(self.formats, self.signed, self.stochastic, strict=True)
+        return self.rounding == "stochastic" or any(
+            stochastic and (format == "bf16" or (format == "4bit" and not signed))
+            for format, signed, stochastic in each
+        )
+
+    @property
     def is_scaled(self) -> bool:
         """Whether some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
         return any(format in ("float8", "8bit", "4bit") for format in self.formats)
@@ -146,7 +156,7 @@ class Variant:
                 values.append(table.values)
                 cells.append(_kernel_cells(table, signed))
             elif format == "4bit":
-                values.append(np.arange(1, 17, dtype=np.float32) / 16)
+                values.append((np.arange(1, 17, dtype=np.float32) / 16) ** 2)
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
     def source(self, primitives: str = "ptx.cuh", kernel: str = "fused_step.cu") -> str:
@@ -157,7 +167,7 @@ class Variant:
             "GRAD": FLOAT_MACROS[self.grad],
             "STATES": len(self.signed),
             "SIGNED": _bits(self.signed),
-            "STOCHASTIC_BF16": _bits(self.stochastic_bf16),
+            "STOCHASTIC_STATES": _bits(self.stochastic),
             "ROUNDING": self.rounding.upper(),
             "SCALED": self.scaled,
             "THREADS": self.threads,

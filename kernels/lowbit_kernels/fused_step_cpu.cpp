@@ -92,11 +92,12 @@ DEVICE void store(void *to, int n, const float *__restrict__ x) {
 // The random bits of `n` elements that begin at global index `first`.
 DEVICE void random_run(const uint32 *keys, uint64 first, int n, uint32 *out) {
     ALIGNED uint32 all[STRIP + 8];
-    const int octets = (int)((first + n + 7 >> 3) - (first >> 3));
-    for (int i = 0; i < octets; ++i) {
-        const uint32 h = hash(keys, (first >> 3) + i);
-        for (int j = 0; j < 8; ++j) all[8 * i + j] = h * multiplier(j) >> 16;
-    }
+    ALIGNED uint32 hashes[STRIP / 8 + 1];
+    const uint64 octet = first >> 3;
+    const int octets = (int)((first + n + 7 >> 3) - octet);
+    for (int i = 0; i < octets; ++i) hashes[i] = hash(keys, octet + i);
+    for (int i = 0; i < octets; ++i)
+        for (int j = 0; j < 8; ++j) all[8 * i + j] = hashes[i] * multiplier(j) >> 16;
     memcpy(out, all + (first & 7), n * sizeof(uint32));
 }
 
@@ -310,9 +311,25 @@ DEVICE float scale_down(const float *x, int n, float *__restrict__ y) {
     return scale;
 }
 
-// `n` elements that are divided by their scales already.
+// Codes of squares, two in a byte. `random` is null for the nearest.
+DEVICE void encode_squares(const float *y, const uint32 *random, int n, unsigned char *__restrict__ codes) {
+    ALIGNED uint32 each[STRIP];
+    for (int i = 0; i < n; ++i) {
+        float z = 256.0f * y[i];
+        z = z < 256.0f ? z : 256.0f;  // also for NaN
+        z = z > 0.0f ? z : 0.0f;
+        const int whole = (int)sqrtf(z);
+        const float root = (float)whole, draw = random ? (float)(int)random[i] + 0.5f : 32768.0f;
+        const int level = whole + ((z - root * root) * 65536.0f > draw * (2.0f * root + 1.0f));
+        each[i] = (uint32)(level > 1 ? level - 1 : 0);
+    }
+    for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(each[2 * i] | each[2 * i + 1] << 4);
+}
+
+// `n` elements that are divided by their scales already. `random`: their bits, if the state is rounded stochastically.
 template <int SLOT>
-DEVICE void encode(const float *y, int n, const uint32 *table, unsigned char *__restrict__ codes) {
+DEVICE void encode(const float *y, const uint32 *random, int n, const uint32 *table,
+                   unsigned char *__restrict__ codes) {
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
         for (int i = 0; i < n; ++i) {
             uint32 code = to_e4m3(y[i]);
@@ -321,17 +338,14 @@ DEVICE void encode(const float *y, int n, const uint32 *table, unsigned char *__
         }
     } else if constexpr (FORMATS[SLOT] == STATE_8BIT) {
         encode_bytes<SLOT>(y, n, table, codes);
+    } else if constexpr (has_squares(SLOT)) {
+        encode_squares(y, is_stochastic(SLOT) ? random : nullptr, n, codes);
     } else {
         ALIGNED uint32 each[STRIP];
         for (int i = 0; i < n; ++i) {
-            if constexpr (is_signed(SLOT)) {
-                uint32 rank = 0;
-                for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= pieces_of(table, SLOT).boundary[j];
-                each[i] = code_of<SLOT>(y[i], rank);
-            } else {  // the table is i / 16, i from 1, so i = ceil(16 y - 0.5), at least 1, and 1 for NaN
-                const float up = ceilf(16.0f * y[i] - 0.5f) - 1.0f;
-                each[i] = up > 0.0f ? (uint32)(int)up : 0;
-            }
+            uint32 rank = 0;
+            for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= pieces_of(table, SLOT).boundary[j];
+            each[i] = code_of<SLOT>(y[i], rank);
         }
         for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(each[2 * i] | each[2 * i + 1] << 4);
     }
@@ -381,9 +395,11 @@ DEVICE void encode_state(const Tensor &t, const Scalars &k, const Strip &s, int 
             const int some = n - start < block ? n - start : block;
             s.scale[SLOT][start / block] = scale_down<SLOT>(x + start, some, y + start);
         }
-        encode<SLOT>(y, n, table, (unsigned char *)s.state[SLOT]);
+        ALIGNED uint32 random[STRIP];
+        if constexpr (is_stochastic(SLOT)) random_bits(t, k.keys[SLOT + 1], s.element, n, random);
+        encode<SLOT>(y, random, n, table, (unsigned char *)s.state[SLOT]);
     } else if constexpr (FORMATS[SLOT] == STATE_BF16) {
-        if constexpr (is_stochastic_bf16(SLOT)) round_stochastically(t, k.keys[SLOT + 1], s.element, n, x);
+        if constexpr (is_stochastic(SLOT)) round_stochastically(t, k.keys[SLOT + 1], s.element, n, x);
         store<BF16>(s.state[SLOT], n, x);
     }
 }

@@ -130,8 +130,8 @@ DEVICE float divide_exactly(float a, float b) {
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
 
-// a * b + c, rounded up.
-DEVICE float fma_up(float a, float b, float c) { return __fmaf_ru(a, b, c); }
+// a + b, rounded down.
+DEVICE float add_down(float a, float b) { return __fadd_rd(a, b); }
 
 // 1 / x and a / b with an error of up to two units in the last place, for |x| and |b| in 2**-126 .. 2**126.
 DEVICE float reciprocal(float x) {
@@ -140,6 +140,13 @@ DEVICE float reciprocal(float x) {
     return result;
 }
 DEVICE float quotient(float a, float b) { return a * reciprocal(b); }
+
+// The root of x, with an error of up to two units in the last place; NaN for negative x.
+DEVICE float approximate_root(float x) {
+    float result;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
 
 // `high` shifted left; the highest bits of `low` fill its lowest bits.
 DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return __funnelshift_l(low, high, bits); }

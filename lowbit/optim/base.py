@@ -96,7 +96,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
     slow_moments: ClassVar[frozenset[str]] = frozenset()
-    """Moments with a sign that change too little in a step to be rounded to nearest, see `stochastic_bf16`."""
+    """Moments with a sign that change too little in a step to be rounded to nearest, see `stochastic`."""
     default_state: ClassVar[str] = "8bit"
     """The default format of states."""
     reference: ClassVar[Callable[..., None]]
@@ -147,8 +147,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The moments that parameters of this group have."""
         return self.moments
 
-    def stochastic_bf16(self, group: dict[str, Any]) -> dict[str, bool]:
-        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16.
+    def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
+        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16
+        or, if it has no sign, in 4 bits (`lowbit.codebook`). Other formats round to nearest.
 
         True for slow moments and for those without a sign. A second moment with beta2 = 0.999 shrinks by less than half
         a unit in the last place in a step, so rounded to nearest it would never shrink.
@@ -475,6 +476,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._fused, self.stepped_by = None, SteppedBy()
         for group in self.param_groups:
             self.fix_group(group)
+        for own in self.state.values():  # of an optimizer that was pickled as a whole
+            own.update(states.on_todays_grid(own))
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lowbit.optim import state as states
 from lowbit.optim.job import GradScale, Job, piece_of, rows_of
-from lowbit.rounding import bits_at, join_bf16, keys, round_bf16, split_bf16
+from lowbit.rounding import bits_at, bits_of_octets, join_bf16, keys, round_bf16, split_bf16
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.dtensor import local
@@ -32,7 +33,7 @@ class EagerStep:
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
         for job in jobs:
             count_step(optimizer, job)
-            names = optimizer.stochastic_bf16(job.group)
+            names = optimizer.stochastic(job.group)
             formula = bound(optimizer.reference, job.group)
             Update(optimizer.state, job, names, formula, scale.coefficient).run()
         return []
@@ -100,7 +101,8 @@ class Update:
     Args:
         state: the optimizer's.
         job: the parameters.
-        stochastic_bf16: the names of their states, and whether those in bfloat16 are rounded stochastically.
+        stochastic: the names of their states, and whether those in bfloat16, and those without a sign in 4 bits, are
+            rounded stochastically.
         formula: called as `formula(weight, grad, step=step, **states)`. It updates the weight (float32 or float64) and
             the states (float32) in place, [rows, cols] each. `step` is float64 without dimensions.
         coefficient: a factor of the gradients, or None.
@@ -110,12 +112,12 @@ class Update:
         self,
         state: Mapping[Tensor, Any],
         job: Job,
-        stochastic_bf16: dict[str, bool],
+        stochastic: dict[str, bool],
         formula: Callable[..., None],
         coefficient: Tensor | None,
     ) -> None:
         self.state, self.job, self.group = state, job, job.group
-        self.stochastic_bf16, self.formula = stochastic_bf16, formula
+        self.stochastic, self.formula = stochastic, formula
         self.device = job.grads[0].device
         self.coefficient = None if coefficient is None else coefficient.to(self.device)
         self.on_cpu = self.device.type == "cpu"
@@ -148,7 +150,7 @@ class Update:
         if weight.numel() == 0:
             return None
         state = self.state[param]
-        stored: list[Any] = [local(state[name]) for name in self.stochastic_bf16]
+        stored: list[Any] = [local(state[name]) for name in self.stochastic]
         formats = tuple(t.format if isinstance(t, CodebookTensor) else t.dtype for t in stored)
         key, kind = self._kind(param, weight, formats, stored, rounds)
         rows = weight.numel() // kind.cols
@@ -185,9 +187,7 @@ class Update:
             coded = [t if isinstance(t, CodebookTensor) else None for t in stored]
             widths = [t.cols_of(weight.shape) if t is not None else 0 for t in coded]
             cols = max(widths, default=0) or (weight.shape[-1] if rounds else 1)
-            each = zip(
-                self.stochastic_bf16, coded, (cols // (w or cols) for w in widths), strict=True
-            )
+            each = zip(self.stochastic, coded, (cols // (w or cols) for w in widths), strict=True)
             corrected = states.has_correction(self.group, param)
             widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
             # A model may hold bf16 weights beside float32 ones behind low-bit products.
@@ -218,7 +218,10 @@ class Update:
             if coded is None:
                 new.append(self._plain(kind, piece, slot, values[name], old[1 + len(new)].dtype))
             else:
-                new += coded.encode_rows(_shorter(values[name], within))
+                random = None
+                if coded.rounds_stochastically and self.stochastic[name]:
+                    random = _shorter(self._random_bits(kind, piece, slot), within)
+                new += coded.encode_rows(_shorter(values[name], within), random)
         for i, result in enumerate(new, 1):
             _scatter(result, [p.tensors[i] for p in piece])
 
@@ -235,7 +238,7 @@ class Update:
         self, kind: Kind, piece: list[Part], slot: int, values: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """A state without codes, in its dtype."""
-        if dtype == torch.bfloat16 and self.stochastic_bf16[kind.states[slot - 1][0]]:
+        if dtype == torch.bfloat16 and self.stochastic[kind.states[slot - 1][0]]:
             return round_bf16(values, self._random_bits(kind, piece, slot))
         return values if values.dtype == dtype else values.to(dtype)
 
@@ -258,17 +261,20 @@ class Update:
         k0, k1 = (self._by_row(k, piece) for k in self.keys[slot])
         params = [self.job.params[p.index] for p in piece]
         dtype = torch.int32 if max(p.numel() for p in params) < 2**31 else torch.int64
+        places = [states.global_index(param) for param in params]
+        starts = (n for base, runs in places for n in (base, *itertools.chain(*runs)))
+        by_octets = all(n % 8 == 0 for n in (kind.cols, *starts))
+        step = 8 if by_octets else 1
         offsets = []
-        for p, param in zip(piece, params, strict=True):
-            base, run, stride = states.global_index(param)
+        for p, (base, runs) in zip(piece, places, strict=True):
             first, last = p.start * kind.cols, (p.start + p.rows) * kind.cols
-            if run == stride:
-                i = torch.arange(base + first, base + last, dtype=dtype, device=self.device)
-            else:
-                i = torch.arange(first, last, dtype=dtype, device=self.device)
-                i = base + i // run * stride + i % run
-            offsets.append(i)
-        return bits_at(_gather(offsets).view(-1, kind.cols), k0, k1)
+            i = torch.arange(first, last, step, dtype=dtype, device=self.device)
+            before: Any = base
+            for run, stride in runs:
+                before, i = before + i // run * stride, i % run
+            offsets.append(i + before)
+        index = _gather(offsets).view(-1, kind.cols // step)
+        return bits_of_octets(index >> 3, k0, k1) if by_octets else bits_at(index, k0, k1)
 
 
 def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part]]:

@@ -198,16 +198,23 @@ def variant_of(
     reason = obstacle(optimizer, group, param, grad)
     if reason is None:
         own, state = states.memory(param), optimizer.state[param]
-        signs, stochastic = optimizer.state_names(group), optimizer.stochastic_bf16(group)
+        signs, stochastic = optimizer.state_names(group), optimizer.stochastic(group)
         formats = tuple(str(kernel_format(local(state[name]))) for name in signs)
         dtype = _dtype(param)
         rule, rounding = optimizer.rule(group), rounding_of(group, dtype)
         of_states = formats, tuple(signs.values()), tuple(stochastic.values())
         found = variant(rule, dtype, grad.dtype, *of_states, rounding)
-        reason = not_compiled(group, own.device, found)
+        reason = scattered(found, param) or not_compiled(group, own.device, found)
         if reason is None:
             return found
     check_kernel_optional(group, param, reason)
+    return None
+
+
+def scattered(found: Variant, param: Tensor) -> str | None:
+    """Why the kernel cannot draw random bits for a parameter; None if it can, or draws none."""
+    if found.is_random and len(states.global_index(param)[1]) > 1:
+        return "it is rounded stochastically, and sharded in two dimensions besides the first"
     return None
 
 
@@ -236,9 +243,9 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
 def kernel_format(state: Tensor) -> str | None:
     """The kernel's name of a state's format; None for a state that it cannot read."""
     if isinstance(state, CodebookTensor):
-        own_block = state.block_size == FORMATS[state.format].block_size
+        is_todays = state.block_size == FORMATS[state.format].block_size and state.grid != "linear"
         contiguous = state.codes.is_contiguous() and state.scale.is_contiguous()
-        return state.format if own_block and contiguous else None
+        return state.format if is_todays and contiguous else None
     if not state.is_contiguous():
         return None
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(state.dtype)
@@ -283,10 +290,6 @@ def obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor)
         return "its states are not stored as the kernel reads them"
     if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
         return "its states have rows of several lengths"
-    is_random = rounding_of(group, _dtype(param)) == "stochastic" or "bf16" in formats
-    _, run, stride = states.global_index(param) if is_random else (0, 1, 1)
-    if run != stride and run % 8 and own.device.type == "cuda":
-        return f"a row of its shard has {run} elements, which 8 doesn't divide"
     return device_obstacle(own.device, "float8" in formats)
 
 

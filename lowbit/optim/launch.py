@@ -295,10 +295,11 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: Variant) -> int:
     row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
     row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
     row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.param_index
-    if is_random(variant):
-        base, run, stride = states.global_index(item.param)
+    if variant.is_random:
+        base, runs = states.global_index(item.param)
+        ((run, stride),) = runs or ((1, 1),)
         row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs
-        if run != stride:
+        if runs:
             row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
     packs = "4bit" in variant.formats and cols % 8 != 0 and cols != numel
     return bits | (1 if packs else 0)
@@ -307,11 +308,6 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: Variant) -> int:
 def _start(tensor: Tensor, item: Item) -> int:
     """The address of an item's first row in a tensor of its parameter."""
     return tensor.data_ptr() + tensor.nbytes // item.rows * item.start
-
-
-def is_random(variant: Variant) -> bool:
-    """Whether a variant rounds stochastically."""
-    return variant.rounding == "stochastic" or "bf16" in variant.formats
 
 
 def _are_shaped(tensors: list[Tensor], shapes: Iterable[torch.Size]) -> bool:
@@ -375,7 +371,7 @@ def compiled(variant: Variant, device: torch.device) -> StepKernel | StepKernelC
 def scaled(v: Variant) -> Variant:
     """The same variant for gradients that are multiplied by a factor."""
     return variant(
-        v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic_bf16, v.rounding, scaled=True
+        v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic, v.rounding, scaled=True
     )
 
 
@@ -395,19 +391,19 @@ def variant(
     grad: torch.dtype,
     formats: tuple[str, ...],
     signed: tuple[bool, ...],
-    stochastic_bf16: tuple[bool, ...],
+    stochastic: tuple[bool, ...],
     rounding: str,
     scaled: bool = False,
 ) -> Variant:
     """A variant, one object for one combination, because kernels are cached by it."""
     tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
-    return Variant(rule, param, grad, formats, signed, stochastic_bf16, rounding, scaled, tables)
+    return Variant(rule, param, grad, formats, signed, stochastic, rounding, scaled, tables)
 
 
 @functools.cache
 def _table(format: str, signed: bool) -> Table | None:
     if format not in ("8bit", "4bit") or (format == "4bit" and not signed):
-        return None  # no table, or an evenly spaced one, whose codes the kernel computes
+        return None  # no table, or one of squares, whose codes the kernel computes
     book = Codebook(FORMATS[format].bits, signed)
     cells = book.cells()
     return Table(book.table().numpy(), cells.first, cells.shift, cells.words)

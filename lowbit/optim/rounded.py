@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit.optim import state as states
 from lowbit.optim.job import GradScale, piece_of, rows_of
-from lowbit.optim.launch import Item, Launch, copied, is_random
+from lowbit.optim.launch import Item, Launch, copied
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.dtensor import local
@@ -188,10 +188,9 @@ def _cut(optimizer: Any, variant: Variant, item: Item) -> Iterator[Item]:
     stored = [local(state[name]) for name in names]
     cols = [t.cols_of(weight.shape) for t in stored if isinstance(t, CodebookTensor)]
     width = max(cols, default=weight.shape[-1])
-    if is_random(variant):
-        _, run, stride = states.global_index(item.param)
-        if run != stride:  # rows must begin with a run; one width divides the other
-            width = max(width, run)
+    if variant.is_random:
+        for run, _ in states.global_index(item.param)[1]:
+            width = max(width, run)  # rows must begin with a run; one width divides the other
     if weight.numel() == 0:
         yield item
         return

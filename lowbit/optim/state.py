@@ -81,6 +81,19 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     return made
 
 
+def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The states of a parameter that an earlier version stored on the linear grid, with their values rounded to
+    today's."""
+    made = {}
+    for name, value in state.items():
+        part = local(value)
+        if isinstance(part, CodebookTensor) and part.grid == "linear":
+            options = {"signed": part.signed, "block_size": part.block_size}
+            today = CodebookTensor.from_float(part.dequantize(), part.format, **options)
+            made[name] = like_param(value, today)
+    return made
+
+
 def rounds_itself(param: Tensor) -> bool:
     """Whether a parameter rounds float32 values that it is given (`LowbitTensor.update_`), as int8 weights do."""
     part = local(param)
@@ -100,31 +113,27 @@ def new_correction(param: Tensor) -> Tensor:
     return like_param(param, torch.zeros(part.shape, dtype=torch.int8, device=part.device))
 
 
-def global_index(param: Tensor) -> tuple[int, int, int]:
-    """(base, run, stride) of this rank's part of `param`, for the offsets of random bits.
+def global_index(param: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The base and the runs of this rank's part of `param`, for the offsets of random bits.
 
-    Element i of the part, in row-major order, is element `base + (i // run) * stride + i % run` of the whole
-    parameter. Where `run == stride`, that is `base + i`.
+    Element i of the part, in row-major order, is element `base + i` of the whole parameter if dimension 0 alone is
+    sharded: there are no runs. Each other sharded dimension gives a pair (run, stride), the outer ones first. A run of
+    the part lies in one piece of the whole, if inner dimensions are not sharded, and runs begin `stride` apart:
 
-    Raises:
-        NotImplementedError: `param` is sharded in two dimensions besides dimension 0.
+        index = base
+        for run, stride in runs:
+            index += i // run * stride
+            i %= run
+        index += i
     """
     if not isinstance(param, DTensor):
-        return 0, 1, 1
+        return 0, ()
     shape, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
     base = sum(start * math.prod(param.shape[dim + 1 :]) for dim, start in enumerate(offset))
     inner = [dim for dim in range(1, param.ndim) if shape[dim] != param.shape[dim]]
-    if len(inner) > 1:
-        raise NotImplementedError(
-            f"stochastic rounding of a parameter of shape {tuple(param.shape)} with the placements "
-            f"{param.placements}: it is sharded in dimensions {inner}; accepted: dimension 0 and one other"
-        )
-    if not inner:
-        return base, 1, 1
-    rest = math.prod(param.shape[inner[0] + 1 :])
-    return base, shape[inner[0]] * rest, param.shape[inner[0]] * rest
+    return base, tuple((math.prod(shape[dim:]), math.prod(param.shape[dim:])) for dim in inner)
 
 
 def dequantized(value: Any) -> Any:

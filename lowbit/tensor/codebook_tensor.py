@@ -1,7 +1,8 @@
 """CodebookTensor: an optimizer state with 4 or 8 bits an element, or in float8.
 
 Values are stored blockwise: the scale of a block is its largest magnitude, the code of an element the nearest entry of
-a table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507).
+a table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507). A step of an optimizer
+rounds second moments in 4 bits stochastically in place of to nearest.
 
 Blocks never cross a row. A tensor of shape (d0, ..., dn) is viewed as [d0, mid..., cols], where `cols` is the
 product of the fewest trailing dimensions that reaches the block size; dimension 0 is never one of them. Blocks
@@ -19,6 +20,10 @@ Unsigned formats hold second moments, which are divisors. A positive value never
 would round to zero takes the smallest positive code (the 4-bit table has no zero). Otherwise the division of a first
 moment by a second moment of zero makes updates thousands of times too large, as soon as the magnitudes of the gradients
 in a block differ by a factor of a thousand.
+
+The table of a 4-bit format without a sign holds squares. Earlier versions had a linear one. The metadata `grid` tells
+them apart: "squares", "linear", or None for all other formats. Files of those versions lack it. What they hold
+decodes as before, and `copy_` into a new tensor takes its values.
 """
 
 from __future__ import annotations
@@ -45,6 +50,11 @@ class _Format:
 FORMATS = {"4bit": _Format(4, 128), "8bit": _Format(8, 256), "float8": _Format(8, 256)}
 
 
+def has_grid(format: str, signed: bool) -> bool:
+    """Whether a format has been stored on two grids, so that its metadata names one."""
+    return format == "4bit" and not signed
+
+
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
     """The leading dimensions, which stay, and `cols`, the product of the trailing dimensions that blocks run along."""
     split, cols = len(shape), 1
@@ -62,7 +72,7 @@ class CodebookTensor(LowbitTensor):
     """
 
     tensor_attrs = ("codes", "scale")
-    meta_attrs = ("format", "signed", "block_size")
+    meta_attrs = ("format", "signed", "block_size", "grid")
     way_out = (
         "call .dequantize() for a plain tensor, or lowbit.optim.dequantize_state_dict(state_dict) for what torch.optim "
         "loads"
@@ -72,6 +82,7 @@ class CodebookTensor(LowbitTensor):
     format: str
     signed: bool
     block_size: int
+    grid: str | None
 
     @classmethod
     def zeros(
@@ -98,6 +109,8 @@ class CodebookTensor(LowbitTensor):
         if block_size is None and format in FORMATS:
             block_size = FORMATS[format].block_size
         asked = {"format": format, "signed": bool(signed), "block_size": block_size}
+        if has_grid(format, bool(signed)):
+            asked["grid"] = "squares"
         meta = cls.meta_from_json(asked)
         shapes = inner_shapes(shape, format, meta["block_size"])
         tensors = {
@@ -130,9 +143,17 @@ class CodebookTensor(LowbitTensor):
         """Elements in a row of a tensor of `shape` in this format: `cols` of the module."""
         return row_layout(shape, self.block_size)[1]
 
-    def encode_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes (packed) and scale of float32 rows `values` [..., cols], in the form that this tensor stores."""
-        codes, scale = quantize_blockwise(values, self._book(), self.block_size)
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether `encode_rows` takes random bits."""
+        return self.grid == "squares"
+
+    def encode_rows(self, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Codes (packed) and scale of float32 rows `values` [..., cols], in the form that this tensor stores.
+
+        `random`: None, or bits as `quantize_blockwise` takes them, for stochastic rounding.
+        """
+        codes, scale = quantize_blockwise(values, self._book(), self.block_size, random)
         if self.format == "4bit":
             return pack(codes, 4), scale
         codes = codes.view(torch.uint8)
@@ -153,7 +174,7 @@ class CodebookTensor(LowbitTensor):
     def _book(self) -> Codebook | torch.dtype:
         if self.format == "float8":
             return torch.float8_e4m3fn
-        return Codebook(FORMATS[self.format].bits, self.signed)
+        return Codebook(FORMATS[self.format].bits, self.signed, self.grid == "linear")
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
         return row_layout(self.flat_from or self.shape, self.block_size)
@@ -168,10 +189,26 @@ class CodebookTensor(LowbitTensor):
         codes, scale = self.encode_rows(values.reshape(*lead, cols))
         return {"codes": codes, "scale": scale}
 
+    def _takes_values_of(self, other: Tensor) -> bool:
+        """A file of an earlier version is read into a tensor of this one."""
+        return isinstance(other, CodebookTensor) and self.meta() == {
+            **other.meta(),
+            "grid": self.grid,
+        }
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in self.meta().items() if value is not None}
+
+    @classmethod
+    def missing_in_earlier_files(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        if "grid" in found or not {"format", "signed"} <= {*found}:
+            return {}
+        return {"grid": "linear" if has_grid(found["format"], found["signed"]) else None}
+
     @classmethod
     def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ValueError, as `zeros` does."""
-        format, signed, block_size = (data[name] for name in cls.meta_attrs)
+        """Raises ValueError, as `zeros` does, or for a grid that the format does not have."""
+        format, signed, block_size = (data[name] for name in ("format", "signed", "block_size"))
         if format not in FORMATS:
             raise ValueError(
                 f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}"
@@ -180,7 +217,14 @@ class CodebookTensor(LowbitTensor):
             raise ValueError(f"signed must be True or False, got {signed!r}")
         if type(block_size) is not int or block_size < 2 or block_size % 2:
             raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
-        return {"format": format, "signed": signed, "block_size": block_size}
+        grid = {**cls.missing_in_earlier_files(data), **data}["grid"]
+        accepted = ("squares", "linear") if has_grid(format, signed) else (None,)
+        if grid not in accepted:
+            raise ValueError(
+                f"grid must be {' or '.join(map(repr, accepted))} with format={format!r} and signed={signed}, got "
+                f"{grid!r}"
+            )
+        return {"format": format, "signed": signed, "block_size": block_size, "grid": grid}
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         """Dimension 0 and `mid` can be cut anywhere, the other dimensions at the ends of blocks."""

@@ -81,7 +81,7 @@ class Pickling:
             raise ValueError(f"{label} has the state {state!r}; expected its attributes by name")
         # earlier versions had no static activations
         added = dict.fromkeys({"input_scale", "input_zero_point"} & {*self.tensor_attrs})
-        state = {**added, **_missing_in_earlier_files(type(self), state), **state}
+        state = {**added, **self.missing_in_earlier_files(state), **state}
         missing = [n for n in (*self.tensor_attrs, *self.meta_attrs) if n not in state]
         if missing:
             raise ValueError(f"{label} has no {' and no '.join(missing)}; it has {[*state]}")
@@ -118,6 +118,15 @@ class Pickling:
     def is_floating(self: Any, name: str) -> bool:
         """Whether the inner tensor of this name may have any dtype of `lowbit.code_range.FLOATS`, and no other."""
         return name in ("scale", "weight")
+
+    @classmethod
+    def missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The metadata that a file of an earlier version lacks, beside what was `found` in it: QAT weights, with a
+        scheme, could be neither transposed nor switched off, and those with learned scales were called "weight"."""
+        missing = {*cls.meta_attrs} - {*found}
+        added = {"transposed": False, "off": None, "gradients": None, "attribute": "weight"}
+        is_earlier = missing <= {*added} and "scheme" in found
+        return {name: value for name, value in added.items() if name in missing and is_earlier}
 
     def check_meta(self: Any) -> None:
         """Raise ValueError, or another error that a damaged attribute causes, for impossible metadata."""
@@ -225,15 +234,6 @@ def _set_others(t: Any, others: Mapping[str, Any]) -> None:
         setattr(t, name, value)
 
 
-def _missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata that files of earlier versions lack: QAT weights, with a scheme, could be neither transposed nor
-    switched off, and those with learned scales were called "weight"."""
-    missing = {*cls.meta_attrs} - {*found}
-    added = {"transposed": False, "off": None, "gradients": None, "attribute": "weight"}
-    is_earlier = missing <= {*added} and "scheme" in found
-    return {name: value for name, value in added.items() if name in missing and is_earlier}
-
-
 def rebuild(
     kind: Any,
     tensors: Mapping[str, Tensor],
@@ -252,7 +252,7 @@ def rebuild(
     if not (isinstance(kind, type) and issubclass(kind, Pickling)):
         raise ValueError(f"{kind!r} is no class of low-bit tensors")
     cls: Any = kind
-    meta = {**_missing_in_earlier_files(cls, meta), **meta}
+    meta = {**cls.missing_in_earlier_files(meta), **meta}
     unknown = {*tensors} - {*cls.tensor_attrs}
     if unknown or {*meta} != {*cls.meta_attrs} or not tensors:
         raise ValueError(

@@ -159,10 +159,17 @@ DEVICE float saturated_product(float a, float b) {
     const float product = fabsf(a) * b;
     return product != product ? 0.0f : product > 1.0f ? 1.0f : product;
 }
-DEVICE float fma_up(float a, float b, float c) {  // a double is exact enough: c has 24 bits, any remainder rounds up
-    const double exact = (double)a * b + c;
+DEVICE float add_down(float a, float b) {  // the sum of a number of 24 bits and a smaller one, in double
+    const double exact = (double)a + b;
     const float rounded = (float)exact;
-    return rounded < exact ? nextafterf(rounded, INFINITY) : rounded;
+    return rounded > exact ? nextafterf(rounded, -INFINITY) : rounded;
+}
+#ifndef ROOT_ERROR
+#define ROOT_ERROR 0  // units in the last place by which an approximate root is too large
+#endif
+DEVICE float approximate_root(float x) {
+    const float root = sqrtf(x);
+    return root > 0.0f && ROOT_ERROR != 0 ? bits_float(float_bits(root) + ROOT_ERROR) : root;
 }
 DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return high << bits | low >> (32 - bits); }
 DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selector) {

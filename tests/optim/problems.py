@@ -40,6 +40,16 @@ def run(optimizer, params, steps, first=0):
         optimizer.step()
 
 
+def is_beside(stored, value):
+    """For each element of a second moment in 4 bits, whether it is the square above or below the exact `value`."""
+    scale = stored.scale.repeat_interleave(stored.block_size, -1)[
+        ..., : stored.cols_of(stored.shape)
+    ]
+    scale = scale.reshape(stored.shape).double()
+    level = (256 * stored.dequantize().double() / scale).sqrt()
+    return (level - (256 * value.double() / scale).sqrt().clamp_min(1)).abs() < 1.0001
+
+
 def relative(a, b):
     """Norm of the difference, relative to b's."""
     a, b = a.detach().double(), b.detach().double()

@@ -61,9 +61,9 @@ def check_rows(rank, world_size):
 def check_columns(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     for options in WEIGHTS:
-        for state in ("8bit", "bf16", "fp32"):  # blocks of 256 divide the column shards
+        for state in ("4bit", "8bit", "bf16", "fp32"):  # blocks of 256 divide the column shards
             shapes, placements = [(64, 512)], [[Shard(1)]]
-            if state != "8bit":
+            if state in ("bf16", "fp32"):
                 shapes += [(7, 3, 64, 128), (64, 64)]
                 placements += [[Shard(2)], [Replicate()]]
             compare(mesh, shapes, placements, state, options)
@@ -71,17 +71,39 @@ def check_columns(rank, world_size):
 
 
 def check_indices(rank, world_size):
-    """The triple gives every element the index that sharding a tensor of indices gives."""
+    """Base and runs give every element the index that sharding a tensor of indices gives."""
     flat, square = init_device_mesh("cpu", (world_size,)), init_device_mesh("cpu", (world_size, 1))
     for mesh, placements in (
         (flat, [Shard(0)]), (flat, [Shard(1)]), (flat, [Shard(2)]), (flat, [Replicate()]),
         (square, [Shard(0), Shard(1)]), (square, [Shard(2), Shard(0)]),
     ):  # fmt: skip
-        indices = distribute_tensor(torch.arange(5 * 7 * 9).view(5, 7, 9), mesh, placements)
-        base, run, stride = states.global_index(indices)
-        i = torch.arange(indices.to_local().numel())
-        found = i + base if run == stride else base + i // run * stride + i % run
-        assert torch.equal(found, indices.to_local().flatten()), placements
+        check_index_of_each(mesh, placements)
+    return True
+
+
+def check_index_of_each(mesh, placements):
+    indices = distribute_tensor(torch.arange(5 * 7 * 9).view(5, 7, 9), mesh, placements)
+    index, runs = states.global_index(indices)
+    i = torch.arange(indices.to_local().numel())
+    for run, stride in runs:
+        index, i = index + i // run * stride, i % run
+    assert torch.equal(index + i, indices.to_local().flatten()), placements
+
+
+def check_two_inner_dimensions(rank, world_size):
+    """No kernel takes a parameter that is sharded in two dimensions besides the first. PyTorch operations do."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements in ([Shard(1), Shard(2)], [Shard(2), Shard(1)], [Shard(0), Shard(2)]):
+        check_index_of_each(mesh, placements)
+    inner = [Shard(1), Shard(2)]
+    for state in ("4bit", "bf16"):
+        compare(mesh, [(5, 4, 512)], [inner], state, {"fused": False, "seed": 3})
+        param = nn.Parameter(distribute_tensor(rand(5, 4, 512), mesh, inner))
+        param.grad = distribute_tensor(rand(5, 4, 512), mesh, inner)
+        optim.AdamW([param], state=state).step()
+        with pytest.raises(RuntimeError, match="sharded in two dimensions besides the first"):
+            optim.AdamW([param], state=state, fused=True).step()
+    optim.AdamW([param], state="8bit").step()
     return True
 
 
@@ -122,14 +144,19 @@ def test_two_processes(check):
     assert launch(check, 2) == [True, True]
 
 
+def test_four_processes():
+    assert launch(check_two_inner_dimensions, 4) == [True] * 4
+
+
+@pytest.mark.parametrize("state", ["4bit", "8bit"])
 @pytest.mark.parametrize("options", WEIGHTS, ids=["rounded", "corrected"])
-def test_four_shards_in_turn(options, monkeypatch):
+def test_four_shards_in_turn(options, state, monkeypatch):
     """Four ranks with 1601 rows: 401, 401, 401 and 398."""
     values, grads = bf16(1601, 320), [bf16(1601, 320, seed=i + 1) for i in range(2)]
 
     def trained(rows):
         p = nn.Parameter(values[rows].clone())
-        optimizer = optim.AdamW([p], lr=0.01, state="8bit", **options)
+        optimizer = optim.AdamW([p], lr=0.01, state=state, **options)
         for grad in grads:
             p.grad = grad[rows]
             optimizer.step()
@@ -138,6 +165,6 @@ def test_four_shards_in_turn(options, monkeypatch):
     whole = trained(slice(None))
     parts = []
     for start in range(0, 1601, 401):
-        monkeypatch.setattr(states, "global_index", lambda _, base=start * 320: (base, 1, 1))
+        monkeypatch.setattr(states, "global_index", lambda _, base=start * 320: (base, ()))
         parts.append(trained(slice(start, start + 401)))
     assert torch.equal(torch.cat(parts), whole)
