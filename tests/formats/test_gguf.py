@@ -187,9 +187,7 @@ def test_a_folder_whose_settings_lack_one(key: str, tmp_path: Path) -> None:
     tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
     with pytest.raises(FormatError, match=f"config.json has no {key}"):
-        lowbit.export(
-            folder, tmp_path / "out.gguf", "gguf", scheme={"lm_head": Int4WeightOnly(32)}
-        )
+        lowbit.export(folder, tmp_path / "out.gguf", "gguf", scheme={"lm_head": Int4WeightOnly(32)})
     assert [p.name for p in tmp_path.iterdir()] == ["plain"]
 
 

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 from lowbit.packing import unpack
 
-
 _MOST_INT8_ROWS = 20
-"""Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. Its time grows with
-each token: 2048 x 2048 on one core took 0.1, 1.1 and 3.0 ms for 1, 24 and 64 tokens; the other way 0.6, 1.0 and 1.5 ms."""
+"""Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. Its time grows
+with each token: 2048 x 2048 on one core took 0.1, 1.1 and 3.0 ms for 1, 24 and 64 tokens, and the other way 0.6, 1.0
+and 1.5 ms."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
