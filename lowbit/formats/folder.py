@@ -18,11 +18,13 @@ from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.layer_names import is_embedding
-from lowbit.formats.registry import by_config
+from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
+"""As headers of safetensors name them."""
 _WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
@@ -160,6 +162,26 @@ class Folder:
                     f"{self.path} holds parts of lowbit's tensors, such as {own[0]}, and config.json does not describe "
                     "them; write the model by lowbit.export(model, out, format='lowbit')"
                 )
+            self._refuse_undescribed_parts()
+
+    def _refuse_undescribed_parts(self) -> None:
+        """Codes of a format that config.json does not name would be taken for values."""
+        for format in FORMATS:
+            try:
+                weights = format.find(self.plain, {})
+            except FormatError:
+                continue
+            for parts in weights.values():
+                codes = [name for name in parts.values() if self._is_of_codes(name)]
+                if len(parts) > 1 and codes:
+                    raise FormatError(
+                        f"{self.path} holds parts of {format.name} weights, such as {codes[0]}, and config.json has no "
+                        "quantization_config: copy config.json from where the shards come from"
+                    )
+
+    def _is_of_codes(self, name: str) -> bool:
+        header = self._handle(self._shards[name]).get_slice(name)
+        return str(header.get_dtype()) not in _HIGH_PRECISION
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
