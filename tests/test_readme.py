@@ -24,6 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {
     "README.md": ("safetensors",),
     "docs/checkpoints.md": ("safetensors",),
+    "docs/coming-from.md": ("safetensors",),
     "docs/command-line.md": ("typer", "rich", "safetensors", "matplotlib"),
     "docs/formats.md": ("safetensors",),
     "docs/runtimes.md": ("onnxscript", "onnxruntime", "executorch"),
