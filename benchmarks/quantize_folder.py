@@ -226,7 +226,7 @@ TABLE = Table(
     legend="Random weights to int4 in groups of 128, and those read. One fresh process each, with the import of torch; "
     "files in the system's cache as far as they fit. *Peak*: of the process's resident memory, mapped pages included. "
     "*Beyond a shard*: the peak over the size of the largest shard that is read; 0 where it is less. `load_pretrained` "
-    "holds the model, so that it has no such figure.",
+    "holds what is in high precision; low-bit weights stay in the mapped file until they are used.",
 )
 
 

@@ -191,6 +191,21 @@ def test_a_folder_whose_settings_lack_one(key: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plain"]
 
 
+def test_no_space_left(tmp_path: Path) -> None:
+    """The system refuses files above 40 kB, as it does where a disk is full."""
+    resource = pytest.importorskip("resource")
+    words = tokenizer(tmp_path / "tokenizer")
+    model = llama(Int4WeightOnly(32))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        with pytest.raises(FormatError, match="cannot be written"):
+            lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(FormatError, match="there is no file"):
