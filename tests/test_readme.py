@@ -24,6 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {
     "README.md": ("safetensors",),
     "docs/checkpoints.md": ("safetensors",),
+    "docs/coming-from.md": ("safetensors",),
     "docs/command-line.md": ("typer", "rich", "safetensors", "matplotlib"),
     "docs/formats.md": ("safetensors",),
     "docs/runtimes.md": ("onnxscript", "onnxruntime", "executorch"),
@@ -316,6 +317,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign |= {"add_", "CompressedTensorsConfig"}
     foreign |= {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
     foreign |= {"Accelerator"}
+    foreign |= {"AWQModifier", "GPTQModifier", "QuantizeConfig"}
     foreign |= {"LowbitConfig", "QATCallback"}  # of lowbit.hf, whose import needs transformers
     absent = []
     for page in PAGES:

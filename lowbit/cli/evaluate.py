@@ -19,7 +19,7 @@ import typer
 from torch import Tensor, nn
 
 from lowbit.cli.arguments import Against, Device, Json, Model
-from lowbit.cli.language_model import load, tokenizer_of
+from lowbit.cli.language_model import check, load, tokenizer_of
 from lowbit.cli.output import print_json, print_table
 from lowbit.progress import progress
 from lowbit.qat.divergence import distillation_loss
@@ -46,6 +46,8 @@ def evaluate(
       lowbit eval model-int4 --data text.txt
       lowbit eval model-int4 --data text.txt --against model --context 64 --limit 256 --json
     """
+    for path in (model, *([] if against is None else [against])):
+        check(path)
     tokens = _tokens(model, data, limit)
     judged = load(model, device)
     original = None if against is None else load(against, device)

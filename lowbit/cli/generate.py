@@ -9,7 +9,7 @@ import torch
 import typer
 
 from lowbit.cli.arguments import Device, Json, Model
-from lowbit.cli.language_model import load, tokenizer_of
+from lowbit.cli.language_model import check, load, tokenizer_of
 from lowbit.cli.output import print_json
 from lowbit.progress import waiting
 
@@ -32,6 +32,7 @@ def generate(
       lowbit generate model-int4 --prompt "the model" --max-new-tokens 8
       lowbit generate model-int4 --prompt "the model" --max-new-tokens 8 --temperature 0.7 --json
     """
+    check(model)
     tokenizer = tokenizer_of(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.formats.base import FormatError
-from lowbit.formats.reading import load_pretrained
+from lowbit.formats.reading import load_pretrained, opened
 
 
 def load(path: Path, device: str) -> nn.Module:
@@ -22,13 +22,21 @@ def load(path: Path, device: str) -> nn.Module:
     return model
 
 
+def check(path: Path) -> None:
+    """Read the headers of a folder or GGUF file, before the seconds that the import of transformers takes.
+
+    Raises FormatError for no model, or a damaged one.
+    """
+    if not path.exists():
+        raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
+    opened(path)
+
+
 def tokenizer_of(path: Path) -> Any:
     """The tokenizer in the folder or GGUF file. Raises FormatError where there is none."""
     import lowbit.hf  # noqa: F401  checks what is installed, before transformers itself is imported
 
     _silence()
-    if not path.exists():
-        raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
     from transformers import AutoTokenizer
 
     options = {"gguf_file": path.name} if path.is_file() else {}

@@ -21,6 +21,7 @@ points are packed the same way along N. Codes are stored with 2^(b−1) added. A
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -355,7 +356,7 @@ def _floats(
     if isinstance(spec.granularity, PerBlock):
         a, b = spec.granularity.shape
         return Float8Tensor.from_blocks(codes, scale, (a, b), dtype, activation)
-    scale = scale.reshape(spec.blocks(codes.shape))
+    scale = _for_each_block(scale, "weight_scale", spec, tuple(codes.shape))
     inner = {"codes": codes, "scale": scale, **of_input}
     return _assembled(Float8Tensor, inner, spec, codes.shape, dtype, activation)
 
@@ -379,15 +380,27 @@ def _integers(
         codes = (codes ^ 0x80).view(torch.int8) if bits == 8 else codes
     if any(size != padded for size, padded in zip(shape, spec.padded_shape(shape), strict=True)):
         raise ValueError(f"its shape {shape} is no multiple of its groups, {spec.granularity}")
-    inner = {"codes": codes, "scale": parts["weight_scale"].reshape(spec.blocks(shape)), **of_input}
+    scale = _for_each_block(parts["weight_scale"], "weight_scale", spec, shape)
+    inner = {"codes": codes, "scale": scale, **of_input}
     if spec.has_zero_point:
         if zero_point is None:
             raise KeyError("weight_zero_point")
         if zero_point.dtype is torch.int32 and "weight_packed" in parts:
             stream = bytes_of(zero_point.T.contiguous(), shape[0], bits)
             zero_point = signed(unpack(stream, bits, shape[0]).T, bits)
-        inner["zero_point"] = zero_point.to(torch.int8).reshape(spec.blocks(shape)).contiguous()
+        zero_point = _for_each_block(zero_point, "weight_zero_point", spec, shape)
+        inner["zero_point"] = zero_point.to(torch.int8).contiguous()
     return _assembled(AffineTensor, inner, spec, shape, dtype, activation)
+
+
+def _for_each_block(part: Tensor, name: str, spec: Spec, shape: tuple[int, ...]) -> Tensor:
+    blocks = spec.blocks(shape)
+    if part.numel() != math.prod(blocks):
+        raise ValueError(
+            f"its {name} has the shape {tuple(part.shape)}, and {spec.granularity} takes {blocks}: config.json "
+            "describes another weight"
+        )
+    return part.reshape(blocks)
 
 
 def _assembled(

@@ -1,7 +1,8 @@
 """A folder with config.json and *.safetensors shards, as Hugging Face lays it out, read a tensor at a time.
 
-Nothing but headers is read before a tensor is asked for. One shard is open at a time, so that its pages can leave
-memory when the next one is opened.
+Nothing but headers is read before a tensor is asked for. One shard is mapped at a time, and mapped again after every
+`MOST_MAPPED` bytes: the pages of a mapping leave memory when no tensor holds it. Otherwise a whole shard would stay,
+and two where a loop holds the last tensor of a shard while it reads the next one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.layer_names import is_embedding
-from lowbit.formats.registry import by_config
+from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MOST_MAPPED = 2**27
+"""Bytes of tensors that are read by one handle of a file."""
+_HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
+"""As headers of safetensors name them."""
 _WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
@@ -90,6 +95,8 @@ class Folder:
         """The file of each stored tensor."""
         self.nbytes = sum((self.path / f).stat().st_size for f in {*self._shards.values()})
         self._opened: tuple[str, Any] = ("", None)
+        self._mapped = 0
+        """Bytes of tensors that the open handle gave."""
         self.format: Format | None = None
         self.weights: dict[str, dict[str, str]] = {}
         try:
@@ -160,6 +167,26 @@ class Folder:
                     f"{self.path} holds parts of lowbit's tensors, such as {own[0]}, and config.json does not describe "
                     "them; write the model by lowbit.export(model, out, format='lowbit')"
                 )
+            self._refuse_undescribed_parts()
+
+    def _refuse_undescribed_parts(self) -> None:
+        """Codes of a format that config.json does not name would be taken for values."""
+        for format in FORMATS:
+            try:
+                weights = format.find(self.plain, {})
+            except FormatError:
+                continue
+            for parts in weights.values():
+                codes = [name for name in parts.values() if self._is_of_codes(name)]
+                if len(parts) > 1 and codes:
+                    raise FormatError(
+                        f"{self.path} holds parts of {format.name} weights, such as {codes[0]}, and config.json has no "
+                        "quantization_config: copy config.json from where the shards come from"
+                    )
+
+    def _is_of_codes(self, name: str) -> bool:
+        header = self._handle(self._shards[name]).get_slice(name)
+        return str(header.get_dtype()) not in _HIGH_PRECISION
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
@@ -168,18 +195,20 @@ class Folder:
         return [*self.weights, *self.plain]
 
     def _handle(self, file: str) -> Any:
-        if self._opened[0] != file:
-            self._opened = file, self._open(file)
+        if self._opened[0] != file or self._mapped > MOST_MAPPED:
+            self._opened, self._mapped = (file, self._open(file)), 0
         return self._opened[1]
 
     def _stored(self, name: str) -> Tensor:
         file = self._shards[name]
         try:
-            return self._handle(file).get_tensor(name)
+            found: Tensor = self._handle(file).get_tensor(name)
         except FormatError:
             raise
         except Exception as error:
             raise FormatError(f"{self.path / file}: {name} cannot be read ({error})") from error
+        self._mapped += found.nbytes
+        return found
 
     def plain_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a plain tensor, from the header."""

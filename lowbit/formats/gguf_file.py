@@ -22,6 +22,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.folder import holder_of
 from lowbit.formats.gguf_llama import (
     config_of,
+    given,
     halved,
     heads_of,
     in_gguf,
@@ -111,7 +112,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], gguf: A
             "llama.cpp needs a tokenizer, and lowbit writes byte-level BPE ones: give a tokenizer.json with merges "
             "beside the model, or tokenizer="
         )
-    size = int(config["vocab_size"])
+    size = int(given(config, "vocab_size"))
     tokens = {i: (text, NORMAL) for text, i in model["vocab"].items()}
     for entry in found.get("added_tokens", ()):
         kind = CONTROL if entry.get("special") else USER_DEFINED
@@ -142,6 +143,8 @@ class GgufFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if not self.path.is_file():
+            raise FormatError(f"there is no file {self.path}; give a GGUF file")
         try:
             self._read = package().GGUFReader(self.path)
             fields = {n: f.contents() for n, f in self._read.fields.items() if len(f.parts) < 64}

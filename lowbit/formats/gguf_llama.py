@@ -74,10 +74,17 @@ def in_transformers(name: str) -> str:
 
 def heads_of(name: str, config: Mapping[str, Any]) -> int:
     """The heads whose rows are interleaved in a tensor of this name (transformers'); 0: none are."""
-    heads = int(config["num_attention_heads"])
+    heads = int(given(config, "num_attention_heads"))
     if ".q_proj." in name:
         return heads
     return int(config.get("num_key_value_heads") or heads) if ".k_proj." in name else 0
+
+
+def given(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a setting that GGUF needs. Raises FormatError where config.json lacks it."""
+    if config.get(key) is None:
+        raise FormatError(f"config.json has no {key}, which gguf needs: add it")
+    return config[key]
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
@@ -106,11 +113,12 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, fl
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise FormatError("gguf is written for a Llama without biases")
     whole = {key: int(config[own]) for own, key in _SETTINGS.items() if config.get(own) is not None}
-    size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    inputs, heads = given(config, "hidden_size"), given(config, "num_attention_heads")
+    size = int(config.get("head_dim") or inputs // heads)
     whole |= {"llama.rope.dimension_count": size, "llama.attention.value_length": size}
     whole |= {"llama.attention.key_length": size}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    return whole, {EPSILON: float(config["rms_norm_eps"]), THETA: float(theta)}
+    return whole, {EPSILON: float(given(config, "rms_norm_eps")), THETA: float(theta)}
 
 
 def config_of(fields: Mapping[str, Any], is_tied: bool, vocabulary: int) -> dict[str, Any]:

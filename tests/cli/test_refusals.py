@@ -67,6 +67,30 @@ LINES = {
 }
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval model --data text.txt",
+        "eval other --data text.txt --against model",
+        "generate model --prompt the",
+    ],
+)
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_folders_are_refused_before_transformers_is_imported(
+    damage: Callable[[Path], object],
+    reason: str,
+    line: str,
+    home: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    shutil.copytree(home / "model", home / "other")
+    damage(home)
+    code, message = refused(line, home, capfd)
+    assert code == FAILED and (reason in message or reason == "is no folder")
+
+
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
 def test_damaged_folders_are_refused(

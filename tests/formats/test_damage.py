@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -256,6 +257,49 @@ def test_a_folder_that_claims_another_format(
     with pytest.raises(FormatError) as caught:
         lowbit.load_pretrained(folder, build())
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_codes_that_config_json_does_not_describe(name: str, written: Path, tmp_path: Path) -> None:
+    """They are refused: float8 and int8 codes would be taken for values."""
+    folder = tmp_path / "model"
+    shutil.copytree(written / name, folder)
+    change_config(folder, lambda config: config.pop("quantization_config"))
+    for read in (
+        lambda: lowbit.load_pretrained(folder, build()),
+        lambda: lowbit.export(folder, tmp_path / "out", "lowbit", scheme=Int8WeightOnly()),
+    ):
+        with pytest.raises(FormatError, match=r"holds parts of .*config.json") as caught:
+            read()
+        assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_plain_weights_may_have_names_of_parts(tmp_path: Path) -> None:
+    """A module with a parameter `weight_scale` beside its weight, both of floats."""
+    model = build()
+    model.up_proj.weight_scale = torch.nn.Parameter(torch.ones(256))
+    plain_folder(tmp_path / "model", model)
+    found = lowbit.load_pretrained(tmp_path / "model", copy.deepcopy(model))
+    assert torch.equal(found.up_proj.weight, model.up_proj.weight)
+
+
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("name", ["compressed-tensors", "gptq", "awq"])
+def test_another_group_size_than_the_scales_have(
+    name: str, size: int, written: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(written / name, folder)
+
+    def change(config: dict) -> None:
+        own = config["quantization_config"]
+        for place in (own, *(g["weights"] for g in own.get("config_groups", {}).values())):
+            place["group_size"] = size
+
+    change_config(folder, change)
+    with pytest.raises(FormatError, match=r"scale|g_idx") as caught:
+        lowbit.load_pretrained(folder, build())
+    assert "invalid for input" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

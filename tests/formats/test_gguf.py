@@ -23,6 +23,7 @@ from lowbit.formats import FormatError
 from lowbit.formats.gguf_blocks import TYPES, decode, encode
 from lowbit.formats.gguf_llama import halved, interleaved, settings_of
 from tests.formats.codec_case import assert_same, weight
+from tests.formats.models import plain_folder
 
 gguf = pytest.importorskip("gguf")
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -176,9 +177,38 @@ def test_what_no_file_is_written_for(tmp_path: Path) -> None:
     assert len(report.snr) == 15 and min(report.snr.values()) > 15
 
 
+@pytest.mark.parametrize(
+    "key", ["rms_norm_eps", "hidden_size", "num_attention_heads", "vocab_size"]
+)
+def test_a_folder_whose_settings_lack_one(key: str, tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "llama", "rms_norm_eps": 1e-5}
+    tensors = {"lm_head.weight": torch.randn(300, 128), "model.norm.weight": torch.ones(128)}
+    folder = plain_folder(tmp_path / "plain", tensors, **config)
+    tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
+    with pytest.raises(FormatError, match=f"config.json has no {key}"):
+        lowbit.export(folder, tmp_path / "out.gguf", "gguf", scheme={"lm_head": Int4WeightOnly(32)})
+    assert [p.name for p in tmp_path.iterdir()] == ["plain"]
+
+
+def test_no_space_left(tmp_path: Path) -> None:
+    """The system refuses files above 40 kB, as it does where a disk is full."""
+    resource = pytest.importorskip("resource")
+    words = tokenizer(tmp_path / "tokenizer")
+    model = llama(Int4WeightOnly(32))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        with pytest.raises(FormatError, match="cannot be written"):
+            lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    with pytest.raises(FormatError, match="cannot be read"):
+    with pytest.raises(FormatError, match="there is no file"):
         lowbit.load_pretrained(path)
     path.write_bytes(b"GGUF" + json.dumps({}).encode())
     with pytest.raises(FormatError, match="cannot be read"):

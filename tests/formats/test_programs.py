@@ -98,6 +98,21 @@ def test_decomposed_products_match_the_op(bits: int, k: int, group: int, zero_po
     assert torch.equal(values, torch.ops.lowbit.dequantize(*parts))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dynamic", "packed"), [(1, False, True), (64, False, False), (64, True, True)]
+)
+def test_int8_rows_take_the_product_that_is_fast(tokens: int, dynamic: bool, packed: bool) -> None:
+    """PyTorch's int8 product for few tokens and for a number that may change; else the weight is unpacked."""
+    model = nn.Sequential(nn.Linear(FEATURES, 64)).bfloat16().eval()
+    lowbit.quantize_(model, lowbit.Int8WeightOnly())
+    x = torch.randn(tokens, FEATURES).bfloat16()
+    shapes = ({0: torch.export.Dim("tokens", min=1, max=512)},) if dynamic else None
+    program = torch.export.export(model, (x,), dynamic_shapes=shapes)
+    plain = program.run_decompositions(formats.decompositions())
+    assert any("_weight_int8pack_mm" in str(node.target) for node in plain.graph.nodes) == packed
+    assert relative(plain.module()(x), model(x)) < 1e-2
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_decomposed_tables_match_the_op(bits: int) -> None:
     values = [float(v) for v in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]

@@ -75,12 +75,17 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=TOKENS).logits
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[float]:
-    """The losses of a few training steps on `TOKENS`."""
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 5,
+    tokens: torch.Tensor = TOKENS,
+) -> list[float]:
+    """The losses of a few training steps."""
     model.train()
     losses = []
     for _ in range(steps):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.module import Model
 from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import Call, ProgramFormat, example
 from lowbit.formats.report import ExportReport
-from lowbit.formats.sources import Item
 from lowbit.tensor.base import LowbitTensor
 
 
@@ -47,13 +46,8 @@ def export_program(
     by_name = {item.name: item for item in held}
     for item in source.items():
         item = by_name.get(item.name, item)
-        report.enter(item, _nbytes(item))
+        report.enter(item, item.nbytes)
     return report
-
-
-def _nbytes(item: Item) -> int:
-    value: Tensor = item.value
-    return value.nbytes_stored() if isinstance(value, LowbitTensor) else value.nbytes
 
 
 def _call(model: Any, target: ProgramFormat, example_inputs: Any, dynamic_shapes: Any) -> Call:
