@@ -48,6 +48,8 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "int8_int4": presets.Int8DynamicActivationInt4Weight,
     "int8_int8": presets.Int8DynamicActivationInt8Weight,
     "float8_float8": presets.Float8DynamicActivationFloat8Weight,
+    "int8_int8_static": presets.Int8StaticActivationInt8Weight,
+    "float8_float8_static": presets.Float8StaticActivationFloat8Weight,
     "nf4": presets.NF4WeightOnly,
     "mxfp4": presets.MXFP4WeightOnly,
     "nvfp4": presets.NVFP4WeightOnly,

@@ -40,6 +40,8 @@ Device = Annotated[
         callback=usable_device, help='Where tensors are computed: "cpu", "cuda", "cuda:1".'
     ),
 ]
+Context = Annotated[int | None, typer.Option(help="Tokens of a window.")]
+Limit = Annotated[int | None, typer.Option(help="Use only the first tokens of the text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[
     Path | None,

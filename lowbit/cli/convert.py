@@ -1,4 +1,7 @@
-"""`lowbit quantize` and `lowbit export`: folders in, folders out, a few tensors at a time."""
+"""`lowbit quantize` and `lowbit export`: folders in, folders out, a few tensors at a time.
+
+A scheme with static activations is the exception: the model is whole in memory, because a text passes through it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from lowbit import formats
-from lowbit.cli.arguments import Device, Json, Model
+from lowbit.cli.arguments import Context, Device, Json, Limit, Model
+from lowbit.cli.calibrated import calibrated, has_static
+from lowbit.cli.language_model import tokenizer_of
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
 from lowbit.formats.reading import opened
-from lowbit.scheme import Scheme
+from lowbit.formats.shards import check_free
 
 _WORST = 5
 """How many layers with the lowest signal-to-noise ratio a report names."""
@@ -35,6 +41,10 @@ Scales = Annotated[
 Lossy = Annotated[
     bool, typer.Option("--lossy", help="Round what the format cannot hold, and state the loss.")
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option(metavar="TEXT", help="A file of text, in UTF-8, for static activations."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]
 ShardSize = Annotated[str, typer.Option(help="The largest size of a shard.")]
 
@@ -50,23 +60,48 @@ def quantize(
     lossy: Lossy = False,
     overwrite: Overwrite = False,
     max_shard_size: ShardSize = "500MB",
+    data: Data = None,
+    context: Context = None,
+    limit: Limit = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
     """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
 
-    The model is never whole in memory. Embeddings, the output head and routers stay in high precision unless --layers
-    names them.
+    The model is never whole in memory, unless a scheme has static activations: their scales are found on --data, which
+    needs the extra hf. Embeddings, the output head and routers stay in high precision unless --layers names them.
 
     \b
     Examples:
       lowbit quantize model --scheme int4 --group-size 128 --out model-int4
       lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
+      lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
     """
     patterns = chosen(scheme, group_size, layers or ())
-    _write(model, out, format, patterns, json, scales=scales, lossy=lossy, overwrite=overwrite,
-           max_shard_size=max_shard_size, device=device)  # fmt: skip
+    options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
+    if not has_static(patterns):
+        if given := [n for n, v in _of_data(data, context, limit).items() if v is not None]:
+            raise ValueError(
+                f"{given[0]} is for static activations, and --scheme {scheme} has none; accepted there: e.g. "
+                "int8_int8_static, float8_float8_static"
+            )
+        options |= {"scheme": patterns, "scales": scales, "device": device}
+        _write(model, model, out, format, json, options)
+        return
+    if data is None:
+        raise ValueError(
+            f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
+        )
+    if format != "gguf":  # which is a file
+        check_free(out, overwrite)  # before the time that a calibration takes
+    source = calibrated(model, patterns, data, context, limit, scales, device)
+    options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
+    _write(model, source, out, format, json, options)
+
+
+def _of_data(data: Path | None, context: int | None, limit: int | None) -> dict[str, Any]:
+    return {"--data": data, "--context": context, "--limit": limit}
 
 
 def export(
@@ -93,22 +128,22 @@ def export(
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
     patterns = None if scheme is None else chosen(scheme, group_size, ())
-    _write(model, out, format, patterns, json, lossy=lossy, overwrite=overwrite,
-           max_shard_size=max_shard_size)  # fmt: skip
+    options = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
+    _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
 
 
 def _write(
     model: Path,
+    source: Path | nn.Module,
     out: Path,
     format: str,
-    scheme: Scheme | dict[str, Scheme | None] | None,
     as_json: bool,
-    **options: Any,
+    options: dict[str, Any],
 ) -> None:
-    """Export, and print the report."""
+    """Export `source`, which is `model` or was made of it, and print the report. options: of `lowbit.export`."""
     before = opened(model).nbytes
     start = time.monotonic()
-    report = formats.export(model, out, format, scheme=scheme, **options)
+    report = formats.export(source, out, format, **options)
     seconds = time.monotonic() - start
     worst = sorted(report.snr.items(), key=lambda entry: entry[1])[:_WORST]
     if as_json:

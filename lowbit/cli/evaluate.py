@@ -10,7 +10,6 @@ With windows of T tokens, logits s of the model and t of the original, over all 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,24 +17,20 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from lowbit.cli.arguments import Against, Device, Json, Model
-from lowbit.cli.language_model import check, load, tokenizer_of
+from lowbit.cli.arguments import Against, Context, Device, Json, Limit, Model
+from lowbit.cli.language_model import check, load
 from lowbit.cli.output import print_json, print_table
+from lowbit.cli.windows import tokens_of, windows_of
 from lowbit.progress import progress
 from lowbit.qat.divergence import distillation_loss
-
-_LONGEST = 2048
-"""Tokens of a window unless the model takes fewer or --context says otherwise."""
 
 
 def evaluate(
     model: Model,
     data: Annotated[Path, typer.Option(metavar="TEXT", help="A file of text, in UTF-8.")],
     against: Against = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a window.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Use only the first tokens of the text.")
-    ] = None,
+    context: Context = None,
+    limit: Limit = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -48,10 +43,10 @@ def evaluate(
     """
     for path in (model, *([] if against is None else [against])):
         check(path)
-    tokens = _tokens(model, data, limit)
+    tokens = tokens_of(model, data, limit)
     judged = load(model, device)
     original = None if against is None else load(against, device)
-    windows = list(_windows(tokens, _length(judged, context)))
+    windows = windows_of(tokens, judged, context)
     result = measure(judged, original, windows, torch.device(device))
     if json:
         print_json({"model": str(model), "data": str(data), **result})
@@ -64,36 +59,6 @@ def evaluate(
             ("top-1 agreement", f"{100 * result['agreement']:.1f}%"),
         ]
     print_table(f"{model}, {result['tokens']:,} predicted tokens of {data}", ("", ""), rows)
-
-
-def _tokens(model: Path, data: Path, limit: int | None) -> Tensor:
-    """The text as token ids [N], on the CPU."""
-    try:
-        text = data.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{data} is no text in UTF-8: {error.reason}; convert it first") from error
-    ids: list[int] = tokenizer_of(model)(text)["input_ids"]
-    if len(ids[:limit]) < 2:
-        raise ValueError(f"{data} has {len(ids[:limit])} tokens; at least 2 are needed")
-    return torch.tensor(ids[:limit])
-
-
-def _length(model: nn.Module, context: int | None) -> int:
-    """Tokens of a window. Raises ValueError for fewer than 2, and for more than the model takes."""
-    config: Any = model.config
-    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
-    if context is None:
-        return min(longest, _LONGEST)
-    if not 2 <= context <= longest:
-        raise ValueError(f"--context is {context}; this model takes 2 to {longest}")
-    return context
-
-
-def _windows(tokens: Tensor, length: int) -> Iterator[Tensor]:
-    """[1, T] each, without overlap. The last one may be shorter, and has at least two tokens."""
-    for part in tokens.split(length):
-        if len(part) > 1:
-            yield part[None]
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
 
     Raises FormatError where `out` exists and may not be replaced, or cannot be written.
     """
-    _check_free(out, overwrite)
+    check_free(out, overwrite)
     temporary = out.parent / f".{out.name}.{secrets.token_hex(6)}"
     try:
         temporary.mkdir()
@@ -56,7 +56,8 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         raise
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raises FormatError where `new_folder` would, but for a folder that may not be written."""
     if not out.parent.is_dir():
         raise FormatError(f"{out.parent} is no folder; make it first")
     if out.is_symlink() or (out.exists() and not out.is_dir()):

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NEED_TRANSFORMERS = ("eval", "generate")
 
 
 def of_help() -> list[str]:
@@ -29,6 +28,10 @@ def of_page(name: str = "command-line") -> list[str]:
 
 PAGES = [p.stem for p in sorted((ROOT / "docs").glob("*.md")) if of_page(p.stem)]
 """The pages that show commands of lowbit in blocks of bash."""
+
+
+def needs_transformers(line: str) -> bool:
+    return command_of(line) in ("eval", "generate") or "--data" in line
 
 
 def command_of(line: str) -> str:

@@ -16,7 +16,7 @@ import lowbit
 from lowbit.cli import main
 from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
 from tests.cli.command import lowbit as command
-from tests.cli.examples import NEED_TRANSFORMERS, PAGES, command_of, of_help, of_page
+from tests.cli.examples import PAGES, needs_transformers, of_help, of_page
 
 pytest.importorskip("transformers")
 
@@ -93,7 +93,42 @@ def test_generate_continues_as_transformers_does(home: Path) -> None:
     assert report["tokens"] == len(made)
 
 
+@pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
+def test_static_activations_are_calibrated_on_the_text(format: str, home: Path) -> None:
+    """The same model as `calibrate` and `quantize_` give on the same windows, but for the head and the first layer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = ("--data", "text.txt", "--context", "32", "--limit", "80", "--format", format)
+    given = ("--scheme", "int8_int8_static", "--layers", "*.layers.0.*=none")
+    done = command("quantize", "model", *given, *options, "--out", "made", "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "lm_head.weight" in report["left"]
+
+    model = AutoModelForCausalLM.from_pretrained("model")
+    patterns = {"lm_head": None, "*.layers.0.*": None, "*": lowbit.Int8StaticActivationInt8Weight()}
+    ids = torch.tensor(AutoTokenizer.from_pretrained("model")(TEXT)["input_ids"])[:80]
+    with lowbit.calibrate(model, patterns), torch.no_grad():
+        for window in ids.split(32):
+            model(input_ids=window[None])
+    lowbit.quantize_(model, patterns)
+    named = lowbit.load_pretrained("made").named_parameters()
+    assert sum(isinstance(param, lowbit.AffineTensor) for _, param in named) == 7
+    with torch.no_grad():
+        assert torch.equal(
+            model(input_ids=ids[None, :20]).logits, logits_of("made", ids[None, :20])
+        )
+
+
 REFUSED = {
+    "quantize model --scheme int8_int8_static --out out": "give --data TEXT",
+    "quantize model --data text.txt --out out": "--data is for static activations",
+    "quantize model --limit 20 --out out": "--limit is for static activations",
+    "quantize model --scheme int8_int8_static --data text.txt --context 65 --out out": "2 to 64",
+    "quantize model-int4 --scheme int8_int8_static --data text.txt --out out": "in low bits already",
+    "quantize model --scheme int8_int8_static --data text.txt --out model-int4": "exists already",
+    "quantize untokenized --scheme int8_int8_static --data text.txt --out out": "has no tokenizer",
+    "quantize model --scheme int8_int8_static --data text.txt --layers x.*=int4 --out out": "x.*",
     "eval model-int4 --data missing.txt": "missing.txt: No such file",
     "eval model-int4 --data binary": "no text in UTF-8",
     "eval model-int4 --data short.txt": "at least 2",
@@ -120,6 +155,7 @@ def test_refusals_are_one_line(
     assert main(shlex.split(line)) == 1
     printed = capfd.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and way_out in printed.err
+    assert not (home / "out").exists()
 
 
 def test_transformers_takes_the_folder(home: Path) -> None:
@@ -182,7 +218,7 @@ def test_estimated_activations_are_those_that_autograd_keeps(
     assert measured == pytest.approx(estimated, rel=0.02)
 
 
-@pytest.mark.parametrize("line", [e for e in of_help() if command_of(e) in NEED_TRANSFORMERS])
+@pytest.mark.parametrize("line", [e for e in of_help() if needs_transformers(e)])
 def test_examples_of_the_help_run(line: str, home: Path) -> None:
     assert main(shlex.split(line)[1:]) == 0
 

@@ -1,0 +1,69 @@
+"""A folder quantized by a scheme with static activations: windows of a text find the scales of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lowbit
+from lowbit.cli.language_model import check, load
+from lowbit.cli.windows import tokens_of, windows_of
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.reading import opened
+from lowbit.progress import progress
+from lowbit.scheme import Scheme
+
+Patterns = Scheme | Mapping[str, Scheme | None]
+
+
+def has_static(patterns: Patterns) -> bool:
+    """Whether a scheme has an activation whose scale a calibration finds."""
+    schemes = patterns.values() if isinstance(patterns, Mapping) else (patterns,)
+    return any(scheme is not None and scheme.is_static for scheme in schemes)
+
+
+def calibrated(
+    path: Path,
+    patterns: Patterns,
+    data: Path,
+    context: int | None,
+    limit: int | None,
+    scales: str,
+    device: str,
+) -> nn.Module:
+    """The model of the folder `path`, whole in memory, calibrated on the text `data` and quantized.
+
+    The patterns choose the layers that `lowbit.export(path, scheme=patterns)` would take, but no stacks of experts:
+    a static scale belongs to one linear layer.
+
+    Raises ValueError for a text or a window that cannot be used, and for what `lowbit.calibrate` and `lowbit.quantize_`
+    refuse; ImportError without transformers.
+    """
+    check(path)
+    if isinstance(folder := opened(path), Folder) and folder.weights:
+        raise FormatError(f"{path} is in low bits already; give the folder of the plain weights")
+    tokens = tokens_of(path, data, limit)
+    model = load(path, device)
+    from lowbit.hf.plan import plan
+
+    given = patterns if isinstance(patterns, Mapping) else {"*": patterns}
+    chosen = plan(model, given, experts=False).schemes
+    schemes = {**chosen}
+
+    def is_chosen(module: nn.Module, name: str) -> bool:
+        return f"{name}.weight" in chosen
+
+    windows = windows_of(tokens, model, context)
+    total = sum(window.numel() for window in windows)
+    calibration = lowbit.calibrate(model, schemes, is_chosen)
+    bar = progress("calibrating on text", total, unit="tokens")
+    with calibration, torch.no_grad(), bar as advance:
+        for window in windows:
+            model(input_ids=window.to(device), use_cache=False)
+            advance(window.numel())
+    lowbit.quantize_(model, schemes, is_chosen, scales)  # type: ignore[arg-type]  # it checks the name
+    return model
