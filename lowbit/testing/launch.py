@@ -9,11 +9,11 @@
     def test_it():
         first, second = launch(check, 2, 33)
 
-The processes talk over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
-memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds;
-the process group stays up between calls. A call that raises, dies or runs out of time takes its
-processes down, and the next one starts fresh ones. ``fresh=True`` asks for that beforehand, for
-functions that leave global state behind. Workers end when this process does, however it ends.
+The processes communicate over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
+memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds; the
+process group stays up between calls. A call that raises, dies or runs out of time takes its processes down, and the
+next one starts fresh ones. ``fresh=True`` starts fresh ones at once, for a function that needs processes without global
+state of earlier calls. Workers end when this process does, however it ends.
 
 A worker finds `check` and its arguments by the names of their modules, so these must be importable: a test file that
 pytest has put on ``sys.path`` is, a cell of a notebook is not. Each call sends this process's ``sys.path`` along.
