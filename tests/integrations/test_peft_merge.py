@@ -171,7 +171,7 @@ def test_a_base_that_trains_in_low_bits_is_refused() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, config)
     expected = logits(model)
-    with pytest.raises(NotImplementedError, match="Int8WeightTensor .* assigning .data"):
+    with pytest.raises(NotImplementedError, match=r"Int8WeightTensor .* assigning \.data"):
         lowbit.peft.merge_(model)
     assert torch.equal(logits(model), expected)
 
