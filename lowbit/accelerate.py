@@ -75,8 +75,8 @@ def disk_offload(
         accelerate.utils.offload_state_dict(offload_dir, files)
     stored = accelerate.utils.OffloadedWeightsLoader(save_folder=offload_dir)
     found = _Stored(stored, low)
-    for name in tensors:
-        found.check(name)
+    for name, tensor in tensors.items():
+        found.check(name, tensor)
     first = next(iter(tensors.values()), None)
     if execution_device is None and first is not None:
         execution_device = first.device
@@ -112,10 +112,15 @@ class _Stored(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def check(self, name: str) -> None:
-        """Raise ValueError if the files of a tensor are missing, or of another shape or dtype."""
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise ValueError if the files of `tensor` are missing, or of another shape or dtype."""
         try:
-            self[name]
+            for file, part in _parts(name, tensor):
+                held = self.files[file]
+                if (held.shape, held.dtype) != (part.shape, part.dtype):
+                    raise ValueError(
+                        f"{file} is {held.dtype} {tuple(held.shape)} there and {part.dtype} {tuple(part.shape)} here"
+                    )
         except (KeyError, OSError, ValueError) as error:
             raise ValueError(
                 f"offload_dir does not hold {name} as the model has it ({error}); give a new folder"

@@ -132,10 +132,19 @@ class Codebook:
             between the two values.
 
         Raises:
-            ValueError: this is not the book of squares.
+            TypeError: ``x`` is not float32.
+            ValueError: this is not the book of squares, or ``random`` has another shape.
         """
         if self != SQUARES:
             raise ValueError(f"{self} is not rounded stochastically; accepted: {SQUARES}")
+        if x.dtype != torch.float32:
+            raise TypeError(
+                f"encode_stochastically takes float32, got {x.dtype}; convert with x.float()"
+            )
+        if random.shape != x.shape:
+            raise ValueError(
+                f"random must have the shape of x, {tuple(x.shape)}, got {tuple(random.shape)}"
+            )
         z = (x * 256).nan_to_num_(nan=256.0).clamp_(0, 256)
         root = z.sqrt().floor_()  # trunc_ is many times slower on a CPU
         return _square_above_or_below(z, root, random)
@@ -193,7 +202,8 @@ def quantize_blockwise(
 
     Raises:
         TypeError: ``x`` is not floating point, or ``book`` is neither of the two.
-        ValueError: ``block`` is not a positive integer, ``x`` has no dimension, or ``book`` has no stochastic rounding.
+        ValueError: ``block`` is not a positive integer, ``x`` has no dimension, ``book`` has no stochastic rounding, or
+            ``random`` has another shape than ``x``.
     """
     _check_block(book, block)
     if not x.is_floating_point():

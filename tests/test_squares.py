@@ -109,3 +109,12 @@ def test_other_books_are_refused() -> None:
             book.encode_stochastically(x, random)
     with pytest.raises(ValueError, match="float8_e4m3fn is not rounded stochastically"):
         quantize_blockwise(x, torch.float8_e4m3fn, 8, random)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    x, random = torch.rand(2, 8), torch.zeros(2, 8, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"takes float32, got torch\.bfloat16"):
+        SQUARES.encode_stochastically(x.bfloat16(), random)
+    for found in (random[:1], random.flatten()):
+        with pytest.raises(ValueError, match=r"random must have the shape of x, \(2, 8\), got"):
+            quantize_blockwise(x, SQUARES, 8, found)

@@ -56,7 +56,7 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> Pl
 
 @contextmanager
 def _tied(model: Any) -> Iterator[None]:
-    """Tie the weights that transformers ties once they are read, so that the walk sees one weight."""
+    """Tie the weights that transformers ties once they are read, so that the walk finds one weight."""
     apart = []
     for name, source in model.all_tied_weights_keys.items():
         layer, _, attribute = name.rpartition(".")
@@ -99,7 +99,7 @@ class _Choice:
         stacked = _stacks(module)
         matrices = [n for n, p in module._parameters.items() if p is not None and p.ndim >= 2]
         last = name.rpartition(".")[2]
-        # The walk asks for each parameter of a module that is refused.
+        # The walk calls this for each parameter of a module that is refused.
         selected = last in stacked if stacked != matrices else last not in module._parameters
         if not self.experts:
             self.reasons |= {f"{name}.{n}": "of experts, and experts=False" for n in stacked}

@@ -1,4 +1,4 @@
-"""The quantizer that transformers asks while it loads and saves a model.
+"""The quantizer that transformers calls while it loads and saves a model.
 
 Loading plain weights: transformers builds the model on meta and reads one weight after another. Each weight that
 `lowbit.hf.plan` chose becomes low-bit as soon as it is read, so that high precision takes the memory of one weight.
@@ -209,7 +209,7 @@ class LowbitQuantizer(HfQuantizer):
             yield Entry(name, tuple(weight.shape), is_low, note)
 
     def _describe(self, model: Any, stored: dict[str, Any]) -> None:
-        """The config of this model says what it holds, and the config that the user gave stays as it is."""
+        """The config of this model describes what it holds, and the config that the user gave stays as it is."""
         self.quantization_config = self.quantization_config.with_stored(stored)
         model.config.quantization_config = self.quantization_config
 

@@ -476,10 +476,13 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._fused, self.stepped_by = None, SteppedBy()
         for group in self.param_groups:
             self.fix_group(group)
-        for own in self.state.values():  # of an optimizer that was pickled as a whole
-            own.update(states.on_todays_grid(own))
+        for group in self.param_groups:  # of an optimizer that was pickled as a whole
+            for param in group["params"]:
+                if param in self.state:
+                    self.state[param].update(states.on_todays_grid(self.state[param]))
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""
-        tensors = (t for state in self.state.values() for t in state.values())
+        own = (self.state[p] for g in self.param_groups for p in g["params"] if p in self.state)
+        tensors = (t for state in own for t in state.values())
         return sum(states.nbytes(t) for t in tensors if isinstance(t, Tensor))

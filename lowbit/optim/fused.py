@@ -237,7 +237,8 @@ def check_kernel_optional(group: dict[str, Any], param: Tensor, reason: str) -> 
 def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
     """The options of a group that decide, together with a parameter, which kernel updates it."""
     names = ("fused", "bf16_stochastic_round", "weight_correction")
-    return optimizer.rule(group), *(group[name] for name in names)
+    stochastic = tuple(optimizer.stochastic(group).values())
+    return optimizer.rule(group), stochastic, *(group[name] for name in names)
 
 
 def kernel_format(state: Tensor) -> str | None:

@@ -295,7 +295,7 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: Variant) -> int:
     row[COLUMN["cols"]], row[COLUMN["numel"]] = cols, numel
     row[COLUMN["tiles_a_row"]] = 0 if cols == numel else -(-cols // fused_step.TILE)
     row[COLUMN["group"]], row[COLUMN["key"]] = item.group, 4 * item.param_index
-    if variant.is_random:
+    if variant.is_random and numel:  # a shard of columns may be empty
         base, runs = states.global_index(item.param)
         ((run, stride),) = runs or ((1, 1),)
         row[COLUMN["first_index"]] = base + item.skipped // run * stride  # whole runs

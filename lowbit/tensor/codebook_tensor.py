@@ -21,9 +21,9 @@ would round to zero takes the smallest positive code (the 4-bit table has no zer
 moment by a second moment of zero makes updates thousands of times too large, as soon as the magnitudes of the gradients
 in a block differ by a factor of a thousand.
 
-The table of a 4-bit format without a sign holds squares. Earlier versions had a linear one. The metadata `grid` tells
-them apart: "squares", "linear", or None for all other formats. Files of those versions lack it. What they hold
-decodes as before, and `copy_` into a new tensor takes its values.
+The table of a 4-bit format without a sign holds squares. Earlier versions had a linear one. The metadata `grid` names
+the one in use: "squares", "linear", or None for all other formats. Files of earlier versions lack it. Their tensors
+decode as before, and `copy_` into a new tensor takes their values.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class TensorContract(
     TensorParallelContract,
     SerializationContract,
 ):
-    """All contracts: what lowbit asks of its own weights."""
+    """All contracts, which lowbit's own weights pass."""
 
 
 __all__ = [

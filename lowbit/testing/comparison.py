@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers of `dtype`, with an offset that asymmetric mappings can see. The same `shape` and `seed` give the
-    same numbers."""
+    """Normal numbers of `dtype`, with an offset, on which symmetric and asymmetric mappings differ. The same `shape`
+    and `seed` give the same numbers."""
     x = torch.randn(
         tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )

@@ -9,11 +9,11 @@
     def test_it():
         first, second = launch(check, 2, 33)
 
-The processes talk over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
-memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds;
-the process group stays up between calls. A call that raises, dies or runs out of time takes its
-processes down, and the next one starts fresh ones. ``fresh=True`` asks for that beforehand, for
-functions that leave global state behind. Workers end when this process does, however it ends.
+The processes communicate over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
+memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds; the
+process group stays up between calls. A call that raises, dies or runs out of time takes its processes down, and the
+next one starts fresh ones. ``fresh=True`` starts fresh ones at once, for a function that needs processes without global
+state of earlier calls. Workers end when this process does, however it ends.
 
 A worker finds `check` and its arguments by the names of their modules, so these must be importable: a test file that
 pytest has put on ``sys.path`` is, a cell of a notebook is not. Each call sends this process's ``sys.path`` along.
@@ -55,7 +55,8 @@ def launch(
         fn: a function that can be pickled.
         world_size: number of processes, which are one process group, of gloo unless `nccl`.
         args: its other arguments.
-        timeout: seconds that all processes together may take.
+        timeout: seconds that all processes together may take. More than that of the running processes starts new ones,
+            because a process group keeps the limit of its first call.
         fresh: start new processes. Otherwise calls with the same `world_size` and `nccl` share theirs.
         nccl: a process group of NCCL, one CUDA device a rank.
 
@@ -63,10 +64,10 @@ def launch(
     seconds or died without an answer.
     """
     key = (world_size, nccl)
-    if fresh and key in _groups:
+    if key in _groups and (fresh or timeout > _groups[key].timeout):
         _groups.pop(key).stop()
     if key not in _groups:
-        _groups[key] = _Group(world_size, nccl)
+        _groups[key] = _Group(world_size, nccl, timeout)
     group = _groups[key]
     try:
         return group.call(fn, args, timeout)
@@ -77,9 +78,10 @@ def launch(
 
 
 class _Group:
-    """Spawned processes of one process group, each behind a pipe."""
+    """Spawned processes of one process group, each behind a pipe. `timeout`: of its collectives, in seconds."""
 
-    def __init__(self, world_size: int, nccl: bool) -> None:
+    def __init__(self, world_size: int, nccl: bool, timeout: float) -> None:
+        self.timeout = timeout
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.mkdtemp(prefix="gloo-")
         self.pipes: list[Connection] = []
@@ -93,7 +95,7 @@ class _Group:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, world_size, os.path.join(self.folder, "store"), nccl),
+                    args=(theirs, rank, world_size, f"{self.folder}/store", nccl, timeout),
                     daemon=True,
                 )
                 process.start()
@@ -105,9 +107,7 @@ class _Group:
             os.environ.update(saved)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        request = pickle.dumps(
-            (sys.path, fn.__module__, fn.__qualname__, pickle.dumps(args), timeout)
-        )
+        request = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, pickle.dumps(args)))
         failures: dict[int, str] = {}
         results: dict[int, Any] = {}
         for rank, pipe in enumerate(self.pipes):
@@ -154,7 +154,9 @@ class _Group:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store: str, nccl: bool) -> None:
+def _serve(
+    pipe: Connection, rank: int, world_size: int, store: str, nccl: bool, timeout: float
+) -> None:
     """A worker: answer calls until the pipe closes."""
     import torch
     import torch.distributed as dist
@@ -165,7 +167,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, nccl: bool)
     joined = False
     while True:
         try:
-            paths, module, name, packed, timeout = pickle.loads(pipe.recv_bytes())
+            paths, module, name, packed = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         sys.path += [path for path in paths if path not in sys.path]

@@ -1,4 +1,4 @@
-"""`Subject`: the test class that inherits a contract says here how to make its tensor, and what the tensor can do."""
+"""`Subject`: how the test class that inherits a contract makes its tensor, and what the tensor can do."""
 
 from __future__ import annotations
 

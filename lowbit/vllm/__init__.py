@@ -3,7 +3,7 @@
     vllm serve llama-int4            # written by save_pretrained or lowbit.export(…, format="lowbit")
 
 vLLM finds `register` by the entry point "lowbit" of the group `vllm.general_plugins`, and calls it in each of its
-processes. A folder asks for it by `"quant_method": "lowbit"` in its config.json.
+processes. vLLM uses it for folders with `"quant_method": "lowbit"` in their config.json.
 
 - `parts`: which parameters a layer needs for a weight, how they are cut and merged, and the weights that they make. It
   does not import vLLM.

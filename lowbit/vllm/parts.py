@@ -2,7 +2,7 @@
 
 vLLM merges layers (q, k and v; gate and up) into one, and each of its processes holds a part of the outputs or of the
 inputs. It makes empty parameters first, which its own classes then fill from the parts in the folder. So each
-parameter has to say how it is laid out:
+parameter has to declare its layout:
 
 | part                                      | shape here        | cut along                                  |
 |-------------------------------------------|-------------------|--------------------------------------------|

@@ -28,6 +28,10 @@ def die(rank, world_size):
     os._exit(3)
 
 
+def process_id(rank, world_size):
+    return os.getpid()
+
+
 def hang(rank, world_size):
     time.sleep(60)
 
@@ -45,3 +49,11 @@ def test_failures_name_the_rank_and_the_next_call_works():
     with pytest.raises(ChildError, match="gave no answer"):
         launch(hang, 1, timeout=1.0)
     assert launch(sum_of_ranks, 1, 5) == [(0, torch.tensor([5.0]))]
+
+
+def test_a_longer_limit_starts_new_processes():
+    """A process group keeps the limit of its collectives, so running processes cannot take a longer one."""
+    (first,) = launch(process_id, 1, timeout=50.0, fresh=True)
+    assert launch(process_id, 1, timeout=40.0) == [first]
+    (second,) = launch(process_id, 1, timeout=60.0)
+    assert second != first and launch(process_id, 1, timeout=50.0) == [second]

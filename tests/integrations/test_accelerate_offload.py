@@ -127,6 +127,16 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not any(p.is_meta for p in other.parameters())
 
 
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_a_folder_with_another_plain_tensor_is_refused(change: str, tmp_path: Path) -> None:
+    lowbit.accelerate.disk_offload(quantized(), tmp_path / "weights")
+    other = quantized()
+    bias = torch.ones(16) if change == "shape" else other[0].bias.detach().bfloat16()
+    other[0].bias = nn.Parameter(bias)
+    with pytest.raises(ValueError, match=r"does not hold 0\.bias.*give a new folder"):
+        lowbit.accelerate.disk_offload(other, tmp_path / "weights")
+
+
 def test_a_model_on_meta_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.weight is sharded or on meta"):
         lowbit.accelerate.cpu_offload(quantized().to("meta"))

@@ -164,6 +164,18 @@ def test_refusals_leave_the_model_as_it_was() -> None:
         lowbit.peft.merge_(model)
 
 
+def test_a_base_that_trains_in_low_bits_is_refused() -> None:
+    model: Any = llama()
+    lb.quantize_(model, {"*.v_proj": lb.Int4WeightOnly(32), "*": None})
+    lb.train.prepare_(model, {"*.q_proj": lb.Int8Weight(), "*": None})
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    expected = logits(model)
+    with pytest.raises(NotImplementedError, match=r"Int8WeightTensor .* assigning \.data"):
+        lowbit.peft.merge_(model)
+    assert torch.equal(logits(model), expected)
+
+
 def test_modules_to_save_are_left_alone() -> None:
     config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"])
     model = peft.get_peft_model(base("int4"), config)

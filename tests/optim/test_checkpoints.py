@@ -172,6 +172,17 @@ def test_a_checkpoint_from_before_the_first_step():
     run(other, copies, 1)
 
 
+def test_entries_of_no_parameter_are_kept_as_torch_keeps_them():
+    params, optimizer = trained(state="4bit")
+    expected = optimizer.state_bytes()
+    state_dict = optimizer.state_dict()
+    state_dict["state"] |= {"rounds": 5, "names": ["a"]}
+    optimizer.load_state_dict(state_dict)
+    assert optimizer.state["rounds"] == 5 and optimizer.state["names"] == ["a"]
+    run(optimizer, params, 1, first=3)
+    assert optimizer.state_bytes() == expected
+
+
 def test_load_hooks_run_and_may_replace_the_checkpoint():
     params, optimizer = trained()
     _, other = fresh(params)

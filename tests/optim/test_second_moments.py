@@ -11,6 +11,7 @@ from torch import nn
 from lowbit import optim
 from lowbit.codebook import SQUARES
 from lowbit.optim import LowbitOptimizer
+from lowbit.tensor import CodebookTensor
 from lowbit_kernels.fused_step import Rule
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -58,7 +59,7 @@ def on(device, shape, cls=Stored, **options):
 def test_the_mean_of_many_steps_is_the_moment(device):
     values = rand(8, 600).square().to(device)
     optimizer = on(device, values.shape)
-    total, steps = torch.zeros_like(values, dtype=torch.float64), 100
+    total, steps = torch.zeros_like(values, dtype=torch.float64), 50
     for _ in range(steps):
         now = stored(optimizer, values)
         total += now.dequantize()
@@ -83,11 +84,8 @@ def test_equal_draws_everywhere(device):
         fused, eager = on(device, shape), on(device, shape, fused=False)
         for _ in range(2):
             mine, theirs = stored(fused, values), stored(eager, values)
-            assert torch.equal(mine.scale, theirs.scale)
-            if (mine.scale == 4).all():
-                assert torch.equal(mine.codes, theirs.codes), shape
-            else:
-                assert (mine.codes != theirs.codes).float().mean() < 1e-3, shape
+            assert (mine.scale == 4).all() and (theirs.scale == 4).all()
+            assert torch.equal(mine.codes, theirs.codes), shape
     assert launched() == 8
 
 
@@ -108,6 +106,27 @@ def test_an_approximate_root_changes_no_code(error, monkeypatch, tmp_path):
         assert torch.equal(stored(fused, values).codes, stored(eager, values).codes)
 
 
+class Chosen(Stored):
+    """`Stored` whose rounding is an option of the group."""
+
+    def __init__(self, params, lr=0.0, by_chance=True, **common):
+        LowbitOptimizer.__init__(self, params, {"lr": lr, "by_chance": by_chance}, common)
+
+    def stochastic(self, group):
+        return {"square": group["by_chance"]}
+
+
+def test_a_step_follows_an_option_that_chooses_the_rounding(device):
+    values = rand(40, 128).square().to(device)
+    for fused in (None, False):
+        optimizer = on(device, values.shape, Chosen, fused=fused)
+        stored(optimizer, values)
+        optimizer.param_groups[0]["by_chance"] = False
+        expected = CodebookTensor.from_float(values, "4bit", signed=False)
+        found = stored(optimizer, values)
+        assert (found.codes != expected.codes).float().mean() < 1e-2, fused
+
+
 @needs_compiler
 @pytest.mark.parametrize("fused", [True, False], ids=["kernel", "eager"])
 def test_second_moments_decay_as_in_exact_arithmetic(fused):
@@ -123,9 +142,9 @@ def test_second_moments_decay_as_in_exact_arithmetic(fused):
         moment = optimizer.state[param]["exp_avg_sq"]
         moment.copy_(start)
         before = moment.dequantize()[:, 1:]
-        for step in range(1, 2001):
+        for step in range(1, 1001):
             optimizer.step()
-            if step % 500 == 0:
+            if step % 250 == 0:
                 left = moment.dequantize()[:, 1:].mean() / before.mean()
                 expected = 0.999**step if cls is optim.AdamW else 1.0
                 assert left.item() == pytest.approx(expected, rel=0.03), (cls, step)

@@ -64,8 +64,9 @@ def check_columns(rank, world_size):
         for state in ("4bit", "8bit", "bf16", "fp32"):  # blocks of 256 divide the column shards
             shapes, placements = [(64, 512)], [[Shard(1)]]
             if state in ("bf16", "fp32"):
-                shapes += [(7, 3, 64, 128), (64, 64)]
-                placements += [[Shard(2)], [Replicate()]]
+                # rank 1 has nothing of the last one
+                shapes += [(7, 3, 64, 128), (64, 64), (5000, 1)]
+                placements += [[Shard(2)], [Replicate()], [Shard(1)]]
             compare(mesh, shapes, placements, state, options)
     return True
 
