@@ -28,9 +28,10 @@ MOST_MAPPED = 2**27
 """Bytes of tensors that are read by one handle of a file."""
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """As headers of safetensors name them."""
-_WEIGHT_SUFFIXES = {
+WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
+"""Ends of the names of files with weights."""
 
 
 def safetensors() -> Any:
@@ -135,7 +136,7 @@ class Folder:
             whole = (self.path / SINGLE).is_file()
             files = [SINGLE] if whole else sorted(p.name for p in self.path.glob("*.safetensors"))
         if not files:
-            others = sorted(p.name for p in self.path.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+            others = sorted(p.name for p in self.path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
             hint = f"; convert {others[0]} to safetensors first" if others else ""
             raise FormatError(f"{self.path} has no *.safetensors, so it holds no weights{hint}")
         found: dict[str, str] = {}
@@ -245,7 +246,7 @@ class Folder:
     def copy_files(self, folder: Path) -> None:
         """All files but weights, indices and config.json. Hidden files and folders stay behind."""
         for path in sorted(self.path.iterdir()):
-            skips = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+            skips = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
             if path.is_file() and not skips and path.name != "config.json" and path.name[0] != ".":
                 shutil.copyfile(path, folder / path.name)
 
