@@ -32,6 +32,11 @@ WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
 """Ends of the names of files with weights."""
+_SETTINGS_OF_WEIGHTS = {
+    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+}
+"""Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. In a copy they would
+describe other weights."""
 
 
 def safetensors() -> Any:
@@ -255,15 +260,21 @@ class Folder:
             yield Item(name, value, holder_of(name, value))
 
     def copy_files(self, folder: Path) -> None:
-        """All files but weights, indices and config.json. Hidden files and folders stay behind."""
-        for path in sorted(self.path.iterdir()):
-            skips = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-            if path.is_file() and not skips and path.name != "config.json" and path.name[0] != ".":
-                shutil.copyfile(path, folder / path.name)
+        """See `copy_beside_weights`."""
+        copy_beside_weights(self.path, folder)
 
     def linears(self) -> set[str]:
         """None: in a folder, names and shapes of tensors say what is a linear."""
         return set()
+
+
+def copy_beside_weights(source: Path, folder: Path) -> None:
+    """Copy all files but weights, indices and settings of weights. Hidden files and folders stay behind."""
+    for path in sorted(source.iterdir()):
+        is_of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        skips = is_of_weights or path.name in _SETTINGS_OF_WEIGHTS or path.name[0] == "."
+        if path.is_file() and not skips:
+            shutil.copyfile(path, folder / path.name)
 
 
 def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:
