@@ -117,6 +117,8 @@ REFUSED = {
     "quantize model --out new --format onnx9": "accepted: lowbit",
     "quantize model --out new --layers lm_head": "PATTERN=SCHEME",
     "quantize model --out new --layers 'nothing=int8'": "choose no weight",
+    "quantize model --out new --layers '*=none'": "--scheme chooses it",
+    "quantize model --out new --layers 'lm_head=int8' --layers 'lm_head=none'": "it is given twice",
     "quantize model --out new --max-shard-size huge": "max_shard_size",
     "quantize model --out new --scales best": "accepted: minmax",
     "quantize model --out new --device cuda:99": "`lowbit doctor`",
@@ -167,6 +169,7 @@ def test_wrong_arguments_are_refused(
         "quantize model --out new --bits 4": "--bits",
         "estimate model --batch 0": "--batch",
         "estimate model --batch many": "--batch",
+        "eval model --data text.txt --limit -5": "--limit",
     }.items(),
 )
 def test_wrong_usage_has_its_own_exit_code(
