@@ -154,12 +154,17 @@ class GgufFile:
             raise FormatError(
                 f"{self.path} cannot be read: it is damaged or no GGUF file ({error})"
             ) from error
+        if getattr(self._read, "byte_order", "I") != "I":
+            raise FormatError(
+                f"{self.path} has the byte order of another machine, and lowbit does not swap the bytes of its blocks"
+            )
         stored = {t.name: t for t in self._read.tensors}
         if "token_embd.weight" not in stored:
             raise FormatError(f"{self.path} has no token_embd.weight, so it is no language model")
         rows = int(stored["token_embd.weight"].shape[1])
-        self.config = config_of(fields, "output.weight" not in stored, rows)
-        self._tensors = {in_transformers(name): t for name, t in stored.items()}
+        with damage_of(f"{self.path}"):
+            self.config = config_of(fields, "output.weight" not in stored, rows)
+            self._tensors = {in_transformers(name): t for name, t in stored.items()}
         self.dtype = (
             torch.bfloat16
             if "BF16" in {t.tensor_type.name for t in stored.values()}
