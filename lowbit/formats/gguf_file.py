@@ -84,7 +84,7 @@ class GgufWriter:
             kind = stored.removeprefix(f"{name}.")
         own, data = in_gguf(name), interleaved(t, heads_of(name, self._config)).numpy()
         self._writer.add_tensor(own, data, raw_dtype=self._gguf.GGMLQuantizationType[kind])
-        self._sums[own] = zlib.crc32(data)
+        self._sums[own] = zlib.crc32(data.data)
         self.nbytes += data.nbytes
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class GgufWriter:
         self._writer.write_tensors_to_file()
         self._writer.close()
         read = self._gguf.GGUFReader(self._path)
-        sums = {t.name: zlib.crc32(t.data) for t in read.tensors}
+        sums = {t.name: zlib.crc32(t.data.data) for t in read.tensors}
         if sums != self._sums:
             bad = [name for name, own in self._sums.items() if sums.get(name) != own]
             raise FormatError(
