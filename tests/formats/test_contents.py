@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,3 +237,35 @@ def test_settings_at_two_places_do_not_reach_the_export(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "out/config.json").read_text())
     assert made["text_config"] == {}
     assert made["quantization_config"]["quant_method"] == "lowbit"
+
+
+# ---- models that config.json names -----------------------------------------------------------------------------------
+
+
+class Parent:
+    """Stands for PreTrainedModel, whose own `config_class` is None."""
+
+    config_class: Any = None
+
+
+class Broken(Parent):
+    """A model whose settings break it."""
+
+    config_class = SimpleNamespace(from_dict=lambda config: config)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        torch.empty(config["size"])
+
+
+@pytest.mark.parametrize("name", ["Parent", "Broken"])
+def test_a_model_that_transformers_cannot_build(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, whatever transformers raises."""
+    own: Any = ModuleType("transformers")
+    own.__version__, own.PreTrainedModel, own.Parent, own.Broken = "5", Parent, Parent, Broken
+    monkeypatch.setitem(sys.modules, "transformers", own)
+    folder = plain_folder(tmp_path / "model", build(), architectures=[name], size=-1)
+    with pytest.raises(FormatError, match=f"cannot build the {name} of config.json") as caught:
+        lowbit.load_pretrained(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
