@@ -118,6 +118,16 @@ def test_inspect_of_a_plain_folder_has_no_low_bits(home: Path, capfd: Capture) -
     )
 
 
+def test_inspect_shows_tensors_without_elements(home: Path, capfd: Capture) -> None:
+    from safetensors.torch import save_file
+
+    (home / "empty").mkdir()
+    (home / "empty/config.json").write_text("{}")
+    tensors = {"none": torch.empty(0, 4, dtype=torch.float16), "one": torch.tensor(1.0)}
+    save_file(tensors, home / "empty/model.safetensors")
+    assert "0x4" in printed("inspect", "empty", "--against", "empty", capfd=capfd)
+
+
 def test_estimate_reports_every_choice(home: Path, capfd: Capture) -> None:
     report = reported("estimate", "model/config.json", "--batch", "2", capfd=capfd)
     assert report["parameters"] == sum(t.numel() for t in weights().values())
