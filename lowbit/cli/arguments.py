@@ -41,7 +41,7 @@ Device = Annotated[
     ),
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens of a window.")]
-Limit = Annotated[int | None, typer.Option(help="Use only the first tokens of the text.")]
+Limit = Annotated[int | None, typer.Option(min=2, help="Use only the first tokens of the text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[
     Path | None,

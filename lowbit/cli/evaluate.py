@@ -84,11 +84,19 @@ def measure(
                 sums["kl"] += predicted * float(distillation_loss(logits, given))
                 sums["agreement"] += int((logits.argmax(-1) == given.argmax(-1)).sum())
             advance(predicted)
-    found: dict[str, Any] = {"tokens": count, "perplexity": math.exp(sums["nll"] / count)}
+    found: dict[str, Any] = {"tokens": count, "perplexity": _perplexity(sums["nll"] / count)}
     if original is not None:
-        found["perplexity_original"] = math.exp(sums["nll_original"] / count)
+        found["perplexity_original"] = _perplexity(sums["nll_original"] / count)
         found |= {"kl": sums["kl"] / count, "agreement": sums["agreement"] / count}
     return found
+
+
+def _perplexity(nll: float) -> float:
+    """exp(nll); infinite where a float cannot hold it, as for a model that its scales broke."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:

@@ -49,10 +49,22 @@ def generate(
     with torch.no_grad(), waiting("generating"):
         made = loaded.generate(given, attention_mask=torch.ones_like(given), **options)
     seconds = time.monotonic() - start
-    text = tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)
+    text = continuation(tokenizer, made[0], given.shape[1])
     count = made.shape[1] - given.shape[1]
     if json:
         print_json({"prompt": prompt, "text": text, "tokens": count, "seconds": seconds})
         return
-    typer.echo(f"{prompt}{'' if text[:1].isspace() else ' '}{text}")
+    typer.echo(f"{prompt}{text}")
     typer.echo(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", err=True)
+
+
+def continuation(tokenizer: Any, tokens: torch.Tensor, start: int) -> str:
+    """The text of tokens [T] from `start` on, as it continues the text before.
+
+    Tokenizers of SentencePiece strip the space before the first token that they decode, so the whole is decoded too.
+    """
+    head, whole, tail = (
+        str(tokenizer.decode(ids, skip_special_tokens=True))
+        for ids in (tokens[:start], tokens, tokens[start:])
+    )
+    return whole[len(head) :] if whole.startswith(head) else tail

@@ -1,4 +1,5 @@
-"""The memory of common GPUs, in GiB as their drivers report it, rounded down."""
+"""The memory of common GPUs, in GiB as torch reports it, rounded down: the driver keeps a part, so that an RTX 4090 of
+24 GB has 23.5 GiB."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ class Gpu:
 
 
 GPUS = (
-    Gpu(8, "RTX 4060, RTX 3070"),
-    Gpu(12, "RTX 4070, RTX 3060"),
-    Gpu(15, "T4, RTX 4080, RTX 5080"),
+    Gpu(7, "RTX 4060, RTX 3070"),
+    Gpu(11, "RTX 4070, RTX 3060"),
+    Gpu(14, "T4"),
+    Gpu(15, "RTX 4080, RTX 5080"),
     Gpu(22, "L4, A10"),
-    Gpu(24, "RTX 4090, RTX 3090"),
-    Gpu(32, "RTX 5090"),
-    Gpu(40, "A100 40 GB"),
+    Gpu(23, "RTX 4090, RTX 3090"),
+    Gpu(31, "RTX 5090"),
+    Gpu(39, "A100 40 GB"),
     Gpu(44, "L40S, RTX 6000 Ada"),
     Gpu(79, "H100, A100 80 GB"),
-    Gpu(95, "RTX PRO 6000"),
+    Gpu(94, "RTX PRO 6000"),
     Gpu(139, "H200"),
     Gpu(178, "B200"),
 )

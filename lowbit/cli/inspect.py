@@ -146,7 +146,7 @@ def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
             f"{row['parameters']:,}",
             size(row["nbytes"]),
             percent(row["nbytes"], found["nbytes"]),
-            f"{8 * row['nbytes'] / row['parameters']:.2f}",
+            f"{8 * row['nbytes'] / max(1, row['parameters']):.2f}",
         )
         for scheme, row in found["schemes"].items()
     ]

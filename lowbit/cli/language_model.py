@@ -39,10 +39,13 @@ def tokenizer_of(path: Path) -> Any:
     _silence()
     from transformers import AutoTokenizer
 
-    options = {"gguf_file": path.name} if path.is_file() else {}
+    # Otherwise transformers asks whether it may run code of the folder.
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if path.is_file():
+        options["gguf_file"] = path.name
     folder = path.parent if path.is_file() else path
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        return AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises many classes, with texts of several lines
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FormatError(

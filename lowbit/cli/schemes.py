@@ -20,7 +20,8 @@ def chosen(
         group_size: the option of that name, if it is given separately.
         layers: "PATTERN=SCHEME" or "PATTERN=none" each; the first that matches decides.
 
-    Raises ValueError for an unknown name, for options that the scheme refuses, and for an entry without "=".
+    Raises ValueError for an unknown name, for options that the scheme refuses, for an entry without "=", for a
+    pattern that is given twice, and for "*", which is the pattern of `scheme`.
     """
     name, options = names.parsed(scheme, "scheme", "int4(group_size=32)")
     if group_size is not None:
@@ -35,5 +36,8 @@ def chosen(
             raise ValueError(
                 f"--layers {entry!r} has no PATTERN=SCHEME; accepted: 'lm_head=int8', '*.down_proj=none'"
             )
+        if pattern in patterns or pattern == "*":
+            other = "--scheme chooses it" if pattern == "*" else "it is given twice"
+            raise ValueError(f"--layers {entry!r}: {other}; give each pattern once")
         patterns[pattern] = None if own.lower() == _NONE else names.scheme(own)
     return {**patterns, "*": for_all}

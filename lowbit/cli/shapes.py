@@ -129,7 +129,8 @@ def _by_transformers(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     try:
         made = transformers.AutoConfig.for_model(**own)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(made)
+            # Otherwise transformers asks whether it may run code of the folder.
+            model = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False)
     except Exception:  # a model type that this release lacks, or a field that it refuses
         return None
     return {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -10,8 +10,10 @@ and `stored_name` says under which name of the shard a part lies.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +29,28 @@ Parts = dict[str, Tensor]
 
 class FormatError(ValueError):
     """A weight or a checkpoint that a format cannot hold, or that cannot be read or written; and the way out."""
+
+
+@contextmanager
+def damage_of(what: str) -> Iterator[None]:
+    """Raise a FormatError that begins with `what`, on one line, for the errors of code that reads a damaged file.
+
+    Formats check what they read. Values of JSON may have any type and tensors any shape, so that Python and PyTorch may
+    find a fault first.
+    """
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from error
+    except _ERRORS_OF_DAMAGE as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise FormatError(f"{what}: it is damaged, or config.json is ({reason:.200})") from error
+
+
+_ERRORS_OF_DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    re.error,
+)
 
 
 def layer_of(weight: str) -> str:

@@ -32,7 +32,15 @@ from torch import Tensor
 from lowbit.affine import Mapping as QuantizationMapping
 from lowbit.formats import compressed_tensors_fp4 as fp4
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
-from lowbit.formats.integers import bytes_of, codes_of, signed, unsigned, whole_groups, words_of
+from lowbit.formats.integers import (
+    bytes_of,
+    codes_of,
+    in_range,
+    signed,
+    unsigned,
+    whole_groups,
+    words_of,
+)
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.lookup_table import E2M1, LookupTable
 from lowbit.packing import pack, unpack
@@ -340,8 +348,12 @@ def _input_parts(parts: Parts, activation: Spec | None) -> dict[str, Tensor]:
     found: Parts = {}
     for name in ("input_scale", "input_zero_point"):
         if name in parts and (name == "input_scale" or activation.has_zero_point):
-            dtype = torch.float32 if name == "input_scale" else torch.int8
-            found[name] = parts[name].to(dtype).reshape(1, 1)
+            part = parts[name]
+            if part.numel() != 1:
+                raise FormatError(f"its {name} has the shape {tuple(part.shape)}; accepted: (1,)")
+            is_scale = name == "input_scale"
+            own = part.float() if is_scale else in_range(part, 8, f"its {name}")
+            found[name] = own.reshape(1, 1)
     return found
 
 
@@ -373,9 +385,13 @@ def _integers(
             )
         shape = tuple(codes.shape)
         if bits < 8:
-            codes = pack(unsigned(codes, bits), bits)
+            codes = pack(unsigned(in_range(codes, bits, "its codes"), bits), bits)
     else:
-        shape = tuple(parts["weight_shape"].tolist())
+        shape = tuple(parts["weight_shape"].flatten().tolist())
+        if len(shape) != 2 or min(shape) < 0 or shape[0] != len(parts["weight_packed"]):
+            raise ValueError(
+                f"its weight_shape is {shape} for codes {tuple(parts['weight_packed'].shape)}; accepted: (N, K)"
+            )
         codes = bytes_of(parts["weight_packed"], shape[1], bits)
         codes = (codes ^ 0x80).view(torch.int8) if bits == 8 else codes
     if any(size != padded for size, padded in zip(shape, spec.padded_shape(shape), strict=True)):
@@ -389,7 +405,7 @@ def _integers(
             stream = bytes_of(zero_point.T.contiguous(), shape[0], bits)
             zero_point = signed(unpack(stream, bits, shape[0]).T, bits)
         zero_point = _for_each_block(zero_point, "weight_zero_point", spec, shape)
-        inner["zero_point"] = zero_point.to(torch.int8).contiguous()
+        inner["zero_point"] = in_range(zero_point, bits, "its zero points").contiguous()
     return _assembled(AffineTensor, inner, spec, shape, dtype, activation)
 
 

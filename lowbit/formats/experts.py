@@ -177,6 +177,10 @@ class Gathered:
                 yield replace(item, name=place)
                 continue
             own = waiting.setdefault(place, {})
+            if matrix in own:
+                raise FormatError(
+                    f"{own[matrix].name} and {item.name} are one matrix of {place}; rename one"
+                )
             own[matrix] = item
             if len(own) == self._sizes[place]:
                 del waiting[place]
@@ -236,7 +240,11 @@ class Joined:
             place, matrix = names.in_memory(name)
             if place in wanted:
                 if matrix is not None:
-                    self._stacks.setdefault(place, {})[matrix] = name
+                    first = self._stacks.setdefault(place, {}).setdefault(matrix, name)
+                    if first != name:
+                        raise FormatError(
+                            f"{self.path}: {first} and {name} are one matrix of {place}; rename one"
+                        )
                 return place
         return name
 
@@ -283,10 +291,12 @@ def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
     """Raises FormatError where one of the matrices of the experts is missing."""
     count = 1 + max(expert for expert, _ in matrices)
     parts = 2 if stack.endswith(GATE_UP) else 1
-    lost = [(e, p) for e in range(count) for p in range(parts) if (e, p) not in matrices]
-    if lost:
+    if lost := count * parts - len(matrices):
+        # A name may have any number, so that not all of them are listed.
+        every = ((e, p) for e in range(count) for p in range(parts))
+        first, _ = next(key for key in every if key not in matrices)
         raise FormatError(
-            f"it lacks {len(lost)} of the {count * parts} matrices of {stack}, such as one of expert {lost[0][0]}"
+            f"it lacks {lost} of the {count * parts} matrices of {stack}, such as one of expert {first}"
         )
 
 

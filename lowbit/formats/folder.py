@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError
+from lowbit.formats.base import Format, FormatError, damage_of
 from lowbit.formats.layer_names import is_embedding
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
@@ -28,9 +28,15 @@ MOST_MAPPED = 2**27
 """Bytes of tensors that are read by one handle of a file."""
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """As headers of safetensors name them."""
-_WEIGHT_SUFFIXES = {
+WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
+"""Ends of the names of files with weights."""
+_SETTINGS_OF_WEIGHTS = {
+    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+}
+"""Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. In a copy they would
+describe other weights."""
 
 
 def safetensors() -> Any:
@@ -87,7 +93,8 @@ class Folder:
                 f"{self.path} is no folder; give that of a checkpoint, with config.json"
             )
         self.config = self._json("config.json")
-        self.settings = _take_settings(self.config)
+        with damage_of(f"{self.path}"):
+            self.settings = _take_settings(self.config)
         self.dtype = _dtype_of(self.config)
         self._metadata: dict[str, str] = {}
         """The text that all shards have beside their tensors."""
@@ -99,13 +106,11 @@ class Folder:
         """Bytes of tensors that the open handle gave."""
         self.format: Format | None = None
         self.weights: dict[str, dict[str, str]] = {}
-        try:
+        with damage_of(f"{self.path}"):
             if self.settings is not None:
                 self.format = by_config(self.settings)
                 self.settings = self.format.settings(self.settings, self._metadata)
                 self.weights = self.format.find(self._shards.keys(), self.settings)
-        except FormatError as error:
-            raise FormatError(f"{self.path}: {error}") from error
         parts = {name for own in self.weights.values() for name in own.values()}
         self.plain = [name for name in self._shards if name not in parts]
         self._check_claims()
@@ -129,13 +134,17 @@ class Folder:
             listed = self._json(INDEX).get("weight_map")
             if not isinstance(listed, dict) or not listed:
                 raise FormatError(f"{self.path / INDEX} has no weight_map")
+            if (self.path / SINGLE).is_file() and SINGLE not in listed.values():
+                raise FormatError(
+                    f"{self.path} holds {SINGLE}, and {INDEX} that names other shards; keep those of one model only"
+                )
             files = sorted({*map(str, listed.values())})
         else:
             listed = None
             whole = (self.path / SINGLE).is_file()
             files = [SINGLE] if whole else sorted(p.name for p in self.path.glob("*.safetensors"))
         if not files:
-            others = sorted(p.name for p in self.path.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+            others = sorted(p.name for p in self.path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
             hint = f"; convert {others[0]} to safetensors first" if others else ""
             raise FormatError(f"{self.path} has no *.safetensors, so it holds no weights{hint}")
         found: dict[str, str] = {}
@@ -143,10 +152,20 @@ class Folder:
             if Path(file).name != file or not (self.path / file).is_file():
                 raise FormatError(f"{self.path} lacks the shard {file}: copy it from its source")
             opened = self._open(file)
-            found.update(dict.fromkeys(opened.keys(), file))
+            for name in [*opened.keys()]:
+                place = file if listed is None else listed.get(name, file)
+                if place != file:
+                    continue  # left in a shard that the index does not name for it
+                if name in found:
+                    raise FormatError(
+                        f"{self.path}: {name} is in {found[name]} and in {file}; keep the shards of one model only"
+                    )
+                found[name] = file
             self._metadata |= opened.metadata() or {}
         if listed is not None and (lost := sorted(listed.keys() - found.keys())):
-            raise FormatError(f"{self.path}: no shard holds {', '.join(lost[:3])} of the index")
+            raise FormatError(
+                f"{self.path}: no shard holds {', '.join(lost[:3])} of the index where the index says"
+            )
         return found
 
     def _open(self, file: str) -> Any:
@@ -220,10 +239,8 @@ class Folder:
             return self._stored(name)
         assert self.format is not None and self.settings is not None
         parts = {part: self._stored(stored) for part, stored in self.weights[name].items()}
-        try:
+        with damage_of(f"{self.path}: {name}"):
             return self.format.decode(parts, self.settings, name, self.dtype)
-        except FormatError as error:
-            raise FormatError(f"{self.path}: {name}: {error}") from error
 
     def in_order(self) -> Iterator[str]:
         """All names, shard by shard, a low-bit weight where its first part lies."""
@@ -243,26 +260,38 @@ class Folder:
             yield Item(name, value, holder_of(name, value))
 
     def copy_files(self, folder: Path) -> None:
-        """All files but weights, indices and config.json. Hidden files and folders stay behind."""
-        for path in sorted(self.path.iterdir()):
-            skips = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-            if path.is_file() and not skips and path.name != "config.json" and path.name[0] != ".":
-                shutil.copyfile(path, folder / path.name)
+        """See `copy_beside_weights`."""
+        copy_beside_weights(self.path, folder)
 
     def linears(self) -> set[str]:
         """None: in a folder, names and shapes of tensors say what is a linear."""
         return set()
 
 
+def copy_beside_weights(source: Path, folder: Path) -> None:
+    """Copy all files but weights, indices and settings of weights. Hidden files and folders stay behind."""
+    for path in sorted(source.iterdir()):
+        is_of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        skips = is_of_weights or path.name in _SETTINGS_OF_WEIGHTS or path.name[0] == "."
+        if path.is_file() and not skips:
+            shutil.copyfile(path, folder / path.name)
+
+
 def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:
-    """Remove "quantization_config" from `config`, or from that of its language model, and return it."""
-    places = [config, *(config[k] for k in ("text_config",) if isinstance(config.get(k), dict))]
-    for place in places:
+    """Remove "quantization_config" from `config`, and from that of its language model, and return the first.
+
+    Raises FormatError for one that is no JSON object.
+    """
+    text = config.get("text_config")
+    taken: list[Mapping[str, Any]] = []
+    for place in (config, *([text] if isinstance(text, dict) else [])):
         for key in ("quantization_config", "compression_config"):
             found = place.pop(key, None)
-            if isinstance(found, dict):
-                return found
-    return None
+            if not isinstance(found, dict | None):
+                raise FormatError(f"{key} of config.json is {found!r:.60}; accepted: a JSON object")
+            if found is not None:
+                taken.append(found)
+    return taken[0] if taken else None
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:

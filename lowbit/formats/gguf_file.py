@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import gguf_blocks
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, damage_of
 from lowbit.formats.folder import holder_of
 from lowbit.formats.gguf_llama import (
     config_of,
@@ -84,7 +84,7 @@ class GgufWriter:
             kind = stored.removeprefix(f"{name}.")
         own, data = in_gguf(name), interleaved(t, heads_of(name, self._config)).numpy()
         self._writer.add_tensor(own, data, raw_dtype=self._gguf.GGMLQuantizationType[kind])
-        self._sums[own] = zlib.crc32(data.tobytes())
+        self._sums[own] = zlib.crc32(data.data)
         self.nbytes += data.nbytes
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class GgufWriter:
         self._writer.write_tensors_to_file()
         self._writer.close()
         read = self._gguf.GGUFReader(self._path)
-        sums = {t.name: zlib.crc32(t.data.tobytes()) for t in read.tensors}
+        sums = {t.name: zlib.crc32(t.data.data) for t in read.tensors}
         if sums != self._sums:
             bad = [name for name, own in self._sums.items() if sums.get(name) != own]
             raise FormatError(
@@ -154,12 +154,17 @@ class GgufFile:
             raise FormatError(
                 f"{self.path} cannot be read: it is damaged or no GGUF file ({error})"
             ) from error
+        if getattr(self._read, "byte_order", "I") != "I":
+            raise FormatError(
+                f"{self.path} has the byte order of another machine, and lowbit does not swap the bytes of its blocks"
+            )
         stored = {t.name: t for t in self._read.tensors}
         if "token_embd.weight" not in stored:
             raise FormatError(f"{self.path} has no token_embd.weight, so it is no language model")
         rows = int(stored["token_embd.weight"].shape[1])
-        self.config = config_of(fields, "output.weight" not in stored, rows)
-        self._tensors = {in_transformers(name): t for name, t in stored.items()}
+        with damage_of(f"{self.path}"):
+            self.config = config_of(fields, "output.weight" not in stored, rows)
+            self._tensors = {in_transformers(name): t for name, t in stored.items()}
         self.dtype = (
             torch.bfloat16
             if "BF16" in {t.tensor_type.name for t in stored.values()}
@@ -185,10 +190,8 @@ class GgufFile:
     def items(self) -> Iterator[Item]:
         """See `lowbit.formats.sources.Source`."""
         for name in self._tensors:
-            try:
+            with damage_of(f"{self.path}: {name}"):
                 value = self.read(name)
-            except FormatError as error:
-                raise FormatError(f"{self.path}: {name}: {error}") from error
             yield Item(name, value, holder_of(name, value))
 
     def copy_files(self, folder: Path) -> None:

@@ -42,6 +42,7 @@ _SETTINGS = {
     "head_dim": "llama.attention.key_length",
     "vocab_size": "llama.vocab_size",
 }
+_ACTIVATIONS = ("silu", "swish")
 EPSILON, THETA = "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"
 
 
@@ -112,6 +113,10 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, fl
         raise FormatError(f"gguf is written with plain rotary embeddings, got {kind!r}")
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise FormatError("gguf is written for a Llama without biases")
+    if (act := config.get("hidden_act", "silu")) not in _ACTIVATIONS:
+        raise FormatError(
+            f"hidden_act is {act!r}; llama.cpp computes {', '.join(_ACTIVATIONS)} in a Llama"
+        )
     whole = {key: int(config[own]) for own, key in _SETTINGS.items() if config.get(own) is not None}
     inputs, heads = given(config, "hidden_size"), given(config, "num_attention_heads")
     size = int(config.get("head_dim") or inputs // heads)
@@ -122,17 +127,30 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, fl
 
 
 def config_of(fields: Mapping[str, Any], is_tied: bool, vocabulary: int) -> dict[str, Any]:
-    """config.json of transformers' Llama for the metadata of a GGUF file."""
+    """config.json of transformers' Llama for the metadata of a GGUF file.
+
+    Raises FormatError for another architecture, for sizes that are missing, and for other rotary embeddings.
+    """
     if fields.get("general.architecture") != "llama":
         raise FormatError(
             f"its architecture is {fields.get('general.architecture')!r}; accepted: 'llama'"
         )
     kind = fields.get("llama.rope.scaling.type", "none")
+    if (factor := fields.get("llama.rope.scale_linear", 1.0)) != 1.0:  # in older files
+        kind = f"linear, {factor:g}"
     if kind != "none":
         raise FormatError(
             f"its rotary embeddings are scaled ({kind}), which lowbit does not read from gguf"
         )
     config = {own: fields[key] for own, key in _SETTINGS.items() if key in fields}
+    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise FormatError(f"its {_SETTINGS[key]} is {config.get(key)!r}; accepted: 1 or more")
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if (rotated := fields.get("llama.rope.dimension_count", size)) != size:
+        raise FormatError(
+            f"{rotated} of {size} elements of a head are rotated; lowbit reads files with all of them rotated"
+        )
     return {
         **config,
         "model_type": "llama",

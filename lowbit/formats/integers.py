@@ -145,6 +145,18 @@ def signed(codes: Tensor, bits: int) -> Tensor:
     return (codes.short() - 2 ** (bits - 1)).to(torch.int8)
 
 
+def in_range(codes: Tensor, bits: int, what: str) -> Tensor:
+    """Integers as int8. Raises FormatError, in the name of `what`, unless all are −2^(b−1) … 2^(b−1)−1."""
+    if codes.is_floating_point() or codes.is_complex():
+        raise FormatError(f"{what} are {codes.dtype}; accepted: integers")
+    low, high = (int(t) for t in codes.aminmax()) if codes.numel() else (0, 0)
+    if low < -(2 ** (bits - 1)) or high >= 2 ** (bits - 1):
+        raise FormatError(
+            f"{what} are {low} to {high}; accepted with {bits} bits: {-(2 ** (bits - 1))} to {2 ** (bits - 1) - 1}"
+        )
+    return codes.to(torch.int8)
+
+
 def words_of(packed: Tensor) -> Tensor:
     """uint8 [..., B] as little-endian int32 [..., ⌈B/4⌉]."""
     padded = F.pad(packed, (0, -packed.shape[-1] % 4))

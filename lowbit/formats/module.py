@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.checkpoint import identity
 from lowbit.formats.base import FormatError
-from lowbit.formats.folder import Folder
+from lowbit.formats.folder import copy_beside_weights
 from lowbit.formats.sources import Holder, Item
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
@@ -28,12 +28,21 @@ class Model:
     """The state dict of a module, without second names of tied tensors, and the settings that transformers' models
     have.
 
-    Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted.
+    Args:
+        tokenizer: an object with `save_pretrained`, a folder whose files are copied, or None.
+
+    Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted. Another
+    tokenizer is refused too.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
         self.model = getattr(model, "_orig_mod", model)
         self.tokenizer = tokenizer
+        is_folder = isinstance(tokenizer, str | PathLike) and Path(tokenizer).is_dir()
+        if not (tokenizer is None or hasattr(tokenizer, "save_pretrained") or is_folder):
+            raise FormatError(
+                f"tokenizer is {tokenizer!r:.80}; accepted: an object with save_pretrained, or a folder that exists"
+            )
         self.tensors = {name: _own(name, t) for name, t in _state_of(self.model)}
         self.config = _config_of(self.model)
         dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
@@ -79,20 +88,15 @@ class Model:
         return {name for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
 
     def copy_files(self, folder: Path) -> None:
-        """The tokenizer, and generation_config.json."""
+        """The tokenizer, and generation_config.json, which is the model's own where it has one."""
+        if hasattr(self.tokenizer, "save_pretrained"):
+            self.tokenizer.save_pretrained(folder)
+        elif self.tokenizer is not None:
+            copy_beside_weights(Path(self.tokenizer), folder)
         generation: Any = getattr(self.model, "generation_config", None)
         if hasattr(generation, "to_json_string"):
             text = generation.to_json_string()
             (folder / "generation_config.json").write_text(text, encoding="utf-8")
-        if hasattr(self.tokenizer, "save_pretrained"):
-            self.tokenizer.save_pretrained(folder)
-        elif self.tokenizer is not None:
-            source = Path(self.tokenizer)
-            if (source / "config.json").is_file():
-                Folder(source).copy_files(folder)
-            else:
-                for path in sorted(p for p in source.iterdir() if p.is_file()):
-                    shutil.copyfile(path, folder / path.name)
 
 
 def _state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -28,17 +28,24 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
         raise FormatError(f"{out.parent} is no folder; make it first")
     if out.is_dir():
         raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
-    if out.exists() and not overwrite:
-        raise FormatError(f"{out} exists already; give another name, or overwrite=True")
+    _check_free(out, overwrite)
     temporary = None
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         yield temporary / out.name
         beside = [path for path in temporary.iterdir() if path.name != out.name]
-        for path in (*beside, temporary / out.name):
+        written = (*beside, temporary / out.name)
+        for path in written:  # again: another program may have written them during the export
+            _check_free(out.parent / path.name, overwrite)
+        for path in written:
             os.replace(path, out.parent / path.name)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise FormatError(f"{path} exists already; give another name, or overwrite=True")

@@ -114,6 +114,8 @@ def stored_as(
     Raises FormatError as `stored_tensors` does, and LookupError, TypeError or ValueError for a damaged description.
     """
     entry = stored_tensors(config)[weight]
+    if type(entry["kind"]) is not int or entry["kind"] < 0:
+        raise ValueError(f"its kind is {entry['kind']!r}; accepted: an index of kinds")
     described = {**config["kinds"][entry["kind"]], "shape": entry["shape"]}
     return read_description(weight, described)
 

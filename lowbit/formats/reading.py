@@ -175,7 +175,10 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _built(folder: Folder | GgufFile) -> nn.Module:
-    """The model of transformers that config.json names, with parameters on meta."""
+    """The model of transformers that config.json names, with parameters on meta.
+
+    Raises FormatError for no architecture, one that transformers lacks, and settings that it cannot build.
+    """
     names = folder.config.get("architectures")
     if not isinstance(names, list) or not names:
         raise FormatError(
@@ -193,9 +196,15 @@ def _built(folder: Folder | GgufFile) -> nn.Module:
             f"{folder.path}: transformers {transformers.__version__} has no {names[0]}; give model="
         )
     architecture: Any = kind
-    config = architecture.config_class.from_dict(folder.config)
-    with _EmptyOnMeta():
-        model: nn.Module = architecture(config)
+    try:
+        config = architecture.config_class.from_dict(folder.config)
+        with _EmptyOnMeta():
+            model: nn.Module = architecture(config)
+    except Exception as error:  # a model raises what its fields happen to break
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise FormatError(
+            f"{folder.path}: transformers cannot build the {names[0]} of config.json ({reason:.200}); give model="
+        ) from error
     if (folder.path / "generation_config.json").is_file():
         made = transformers.GenerationConfig.from_pretrained(folder.path)
         model.generation_config = made

@@ -55,6 +55,8 @@ def snr(values: Tensor, weight: Tensor) -> float:
     """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
     signal = noise = 0.0
     rounded = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
+    if values.ndim == 0:
+        values, rounded = values.view(1), rounded.view(1)
     step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
     for own, got in zip(values.split(step), rounded.split(step), strict=True):
         own = own.to(torch.float32, copy=True)
@@ -62,4 +64,5 @@ def snr(values: Tensor, weight: Tensor) -> float:
         noise += float(torch.linalg.vector_norm(own.sub_(got))) ** 2
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    # A difference: the quotient of a finite signal and an infinite noise has no logarithm.
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import unshared
 from lowbit.formats.base import Format, FormatError
-from lowbit.formats.folder import INDEX, MOST_MAPPED, SINGLE, safetensors
+from lowbit.formats.folder import INDEX, MOST_MAPPED, SINGLE, WEIGHT_SUFFIXES, safetensors
 from lowbit.tensor.base import LowbitTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -47,7 +47,7 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         raise FormatError(f"{out.parent} cannot be written: {error.strerror}") from error
     try:
         yield temporary
-        _replace(out, temporary)
+        _replace(out, temporary, overwrite)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
@@ -70,9 +70,24 @@ def check_free(out: Path, overwrite: bool) -> None:
         raise FormatError(
             f"{out} is no checkpoint, which overwrite=True could replace: no config.json"
         )
+    if kept := _kept_folder(out):
+        raise FormatError(
+            f"{out} holds {kept.relative_to(out)}, which overwrite=True would delete too; give another name"
+        )
 
 
-def _replace(out: Path, temporary: Path) -> None:
+def _kept_folder(out: Path) -> Path | None:
+    """What an export never writes into its folder: another checkpoint inside, or the history of a repository."""
+    for inner in sorted(path for path in out.iterdir() if path.is_dir()):
+        if inner.name == ".git":
+            return inner
+        if found := next((p for p in inner.rglob("*") if p.suffix in WEIGHT_SUFFIXES), None):
+            return found
+    return None
+
+
+def _replace(out: Path, temporary: Path, overwrite: bool) -> None:
+    check_free(out, overwrite)  # again: another program may have written it during the export
     old = None
     if out.exists():
         old = out.parent / f".{out.name}.{secrets.token_hex(6)}"

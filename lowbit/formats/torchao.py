@@ -26,7 +26,14 @@ from torch import Tensor
 
 from lowbit.affine import Mapping as AffineMapping
 from lowbit.formats.base import Format, FormatError, Parts
-from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of, whole_groups
+from lowbit.formats.integers import (
+    Layout,
+    from_integers,
+    in_range,
+    integers_of,
+    layout_of,
+    whole_groups,
+)
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -40,6 +47,7 @@ INT8_INPUT = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
 INTX_INPUT = Spec(Int(8), PerToken(), "asymmetric")
 FLOAT8_INPUT = Spec(Float8(), PerToken())
 _NAMED = "tensor_names"
+_INTS = {f"int{bits}" for bits in range(1, 9)}
 
 
 class TorchAo(Format):
@@ -95,6 +103,8 @@ class TorchAo(Format):
         if zeros is not None and zeros.dtype is not torch.int8:
             raise FormatError(f"its zero points are {zeros.dtype}; accepted: int8")
         has_zero = zeros is not None and bool(zeros.any())
+        codes = in_range(codes, bits, "its codes")
+        zeros = None if zeros is None else in_range(zeros, bits, "its zero points")
         layout = Layout(bits, None if block[1] == codes.shape[1] else block[1], has_zero)
         scale = parts[SCALE]
         if scale.shape != layout.spec.blocks(codes.shape):
@@ -272,7 +282,7 @@ def _integers_as(described: Mapping[str, Any]) -> tuple[int, Spec | None]:
             return 8, INT8_INPUT
         raise FormatError(f"its inputs are rounded as {inputs}; accepted: symmetric rows")
     target, inputs = str(described.get("target_dtype")), described.get("activation_quantization")
-    is_known = described["_type"] == "IntxUnpackedToInt8Tensor" and target[3:] in "12345678"
+    is_known = described["_type"] == "IntxUnpackedToInt8Tensor" and target in _INTS
     if not is_known or inputs not in (None, "int8_asym_per_token"):
         raise FormatError(
             f"it is a {described['_type']} of {target} with inputs {inputs}; lowbit reads Int8Tensor, "

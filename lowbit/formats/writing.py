@@ -69,7 +69,8 @@ def export(
         scales: how `scheme` chooses scales, "minmax" or "searched", as in `lowbit.quantize_`.
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
-        overwrite: replace an `out` that is a checkpoint.
+        overwrite: replace an `out` that is a checkpoint, with all that lies in it. One that holds another checkpoint in
+            a folder inside, or a .git, is refused.
         max_shard_size: the largest size of a shard, in bytes or as "500MB". The tensors of one shard are in memory.
         tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
             files (tokenizer, chat template, code) are copied always.
@@ -146,6 +147,8 @@ def _source_of(
     folder = Folder(model)
     if out.exists() and out.resolve() == folder.path.resolve():
         raise FormatError(f"{out} is the folder that is read; give another name")
+    if out.resolve() in folder.path.resolve().parents:
+        raise FormatError(f"{out} holds {folder.path}, which is read; give another name")
     if scheme is None:
         return folder
     return Quantizing(folder, scheme, scales, device, stacks)

@@ -1,4 +1,7 @@
-"""Each command of `lowbit` in a fresh process, on a small model: what it writes and what it reports."""
+"""Each command of `lowbit` on a small model: what it writes and what it reports.
+
+A fresh process takes seconds to import torch, so that most commands run in this one.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,25 @@ from lowbit.tensor.base import LowbitTensor
 from tests.cli.command import MATRICES, ROOT, weights
 from tests.cli.command import lowbit as command
 
-
-def reported(*arguments: str, cwd: Path) -> Any:
-    done = command(*arguments, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return json.loads(done.stdout)
+Capture = pytest.CaptureFixture[str]
 
 
-def test_quantize_writes_what_export_writes(home: Path) -> None:
+def printed(*arguments: str, capfd: Capture) -> str:
+    """What a command prints; nothing of it on stderr."""
+    capfd.readouterr()
+    assert main([*arguments]) == 0
+    found = capfd.readouterr()
+    assert found.err == ""
+    return found.out
+
+
+def reported(*arguments: str, capfd: Capture) -> Any:
+    return json.loads(printed(*arguments, "--json", capfd=capfd))
+
+
+def test_quantize_writes_what_export_writes(home: Path, capfd: Capture) -> None:
     options = ("--scheme", "int4", "--group-size", "64", "--format", "lowbit", "--out", "q")
-    report = reported("quantize", "model", *options, cwd=home)
+    report = reported("quantize", "model", *options, capfd=capfd)
     expected = lowbit.export("model", "p", "lowbit", scheme=lowbit.Int4WeightOnly(64))
     assert len(report["snr_db"]) == MATRICES == len(expected.converted)
     assert report["bytes_after"] == expected.nbytes < report["bytes_before"]
@@ -44,6 +55,7 @@ def test_quantize_writes_what_export_writes(home: Path) -> None:
 
 
 def test_quantize_says_what_it_wrote(home: Path) -> None:
+    """In a fresh process, as a user's shell runs it."""
     done = command("quantize", "model", "--out", "q", cwd=home)
     assert done.returncode == 0 and done.stderr == ""
     assert "compressed-tensors" in done.stdout
@@ -65,9 +77,9 @@ def test_layers_choose_schemes(home: Path) -> None:
     assert kinds["model.layers.1.mlp.up_proj.weight"] == "int4-g128"
 
 
-def test_export_keeps_the_values(home: Path) -> None:
+def test_export_keeps_the_values(home: Path, capfd: Capture) -> None:
     assert main(["quantize", "model", "--out", "q"]) == 0
-    report = reported("export", "q", "--format", "lowbit", "--out", "own", cwd=home)
+    report = reported("export", "q", "--format", "lowbit", "--out", "own", capfd=capfd)
     assert report["snr_db"] == {}, "nothing was rounded"
     first, second = (dict(lowbit.formats.tensors(name)) for name in ("q", "own"))
     for name, weight in first.items():
@@ -78,9 +90,9 @@ def test_export_keeps_the_values(home: Path) -> None:
         assert torch.equal(weight, other), name
 
 
-def test_inspect_measures_against_the_original(home: Path) -> None:
+def test_inspect_measures_against_the_original(home: Path, capfd: Capture) -> None:
     assert main(["quantize", "model", "--out", "q"]) == 0
-    report = reported("inspect", "q", "--against", "model", "--picture", "q.png", cwd=home)
+    report = reported("inspect", "q", "--against", "model", "--picture", "q.png", capfd=capfd)
     stored, plain = dict(lowbit.formats.tensors("q")), weights()
     assert report["format"] == "compressed-tensors"
     assert report["parameters"] == sum(t.numel() for t in plain.values())
@@ -92,12 +104,12 @@ def test_inspect_measures_against_the_original(home: Path) -> None:
         else:
             assert row["snr_db"] == pytest.approx(expected) and row["low_bit"]
     assert (home / "q.png").read_bytes()[1:4] == b"PNG"
-    table = command("inspect", "q", "--against", "model", cwd=home).stdout
+    table = printed("inspect", "q", "--against", "model", capfd=capfd)
     assert table.count(" dB\n") == MATRICES and "int4-g128" in table
 
 
-def test_inspect_of_a_plain_folder_has_no_low_bits(home: Path) -> None:
-    report = reported("inspect", "model", cwd=home)
+def test_inspect_of_a_plain_folder_has_no_low_bits(home: Path, capfd: Capture) -> None:
+    report = reported("inspect", "model", capfd=capfd)
     assert report["format"] is None and report["low_bit_nbytes"] == 0
     assert list(report["schemes"]) == ["bfloat16"]
     order = [row["name"] for row in report["weights"]]
@@ -106,19 +118,28 @@ def test_inspect_of_a_plain_folder_has_no_low_bits(home: Path) -> None:
     )
 
 
-def test_estimate_reports_every_choice(home: Path) -> None:
-    report = reported("estimate", "model/config.json", "--batch", "2", cwd=home)
+def test_inspect_shows_tensors_without_elements(home: Path, capfd: Capture) -> None:
+    from safetensors.torch import save_file
+
+    (home / "empty").mkdir()
+    (home / "empty/config.json").write_text("{}")
+    tensors = {"none": torch.empty(0, 4, dtype=torch.float16), "one": torch.tensor(1.0)}
+    save_file(tensors, home / "empty/model.safetensors")
+    assert "0x4" in printed("inspect", "empty", "--against", "empty", capfd=capfd)
+
+
+def test_estimate_reports_every_choice(home: Path, capfd: Capture) -> None:
+    report = reported("estimate", "model/config.json", "--batch", "2", capfd=capfd)
     assert report["parameters"] == sum(t.numel() for t in weights().values())
     assert {"bf16, torch AdamW", "int8 weights, AdamW8bit", "inference int4"} <= {
         *report["choices"]
     }
-    table = command("estimate", "model", cwd=home)
-    assert table.returncode == 0 and "smallest GPU" in table.stdout
+    assert "smallest GPU" in printed("estimate", "model", capfd=capfd)
 
 
-def test_bench_measures_and_draws(home: Path) -> None:
+def test_bench_measures_and_draws(home: Path, capfd: Capture) -> None:
     arguments = ("bench", "--quick", "--device", "cpu", "--picture", "bench.svg")
-    report = reported(*arguments, cwd=home)
+    report = reported(*arguments, capfd=capfd)
     groups: dict[str, list[str]] = {}
     for row in report["rows"]:
         assert row["milliseconds"] > 0
@@ -141,8 +162,8 @@ def test_bench_and_quantize_run_on_the_gpu(home: Path) -> None:
         assert torch.equal(made, wanted), name
 
 
-def test_doctor_gives_a_reason_for_what_is_missing(home: Path) -> None:
-    findings = reported("doctor", cwd=home)["findings"]
+def test_doctor_gives_a_reason_for_what_is_missing(home: Path, capfd: Capture) -> None:
+    findings = reported("doctor", capfd=capfd)["findings"]
     assert {f["section"] for f in findings} == {
         "versions",
         "GPUs",
@@ -170,9 +191,8 @@ def test_doctor_knows_the_extras() -> None:
         assert named <= {*packages}, extra
 
 
-def test_version_and_help(home: Path) -> None:
-    assert command("--version", cwd=home).stdout.strip() == lowbit.__version__
-    shown = command("--help", cwd=home)
-    assert shown.returncode == 0
+def test_version_and_help(capfd: Capture) -> None:
+    assert printed("--version", capfd=capfd).strip() == lowbit.__version__
+    shown = printed("--help", capfd=capfd)
     names = ("quantize", "export", "inspect", "eval", "generate", "estimate", "bench", "doctor")
-    assert all(f"\n  {name} " in shown.stdout for name in names)
+    assert all(f"\n  {name} " in shown for name in names)

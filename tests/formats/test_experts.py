@@ -26,7 +26,7 @@ from lowbit import (
     TableTensor,
 )
 from lowbit.formats import FormatError
-from lowbit.formats.experts import stack_of, stacked
+from lowbit.formats.experts import check_whole, stack_of, stacked
 from lowbit.formats.registry import by_name
 from lowbit.scheme import Scheme
 from tests.formats.codec_case import assert_same
@@ -206,6 +206,31 @@ def test_a_missing_matrix_is_named(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(FormatError, match=r"lacks 1 of the 6 matrices of .* of expert 1"):
         lowbit.load_pretrained(tmp_path / "out", Model())
+
+
+def test_any_number_of_an_expert_is_refused_at_once() -> None:
+    """A name in a shard may have any number, and no list of all experts before it is made."""
+    with pytest.raises(FormatError, match=r"lacks 999999999998 of the 1000000000000 .* expert 1$"):
+        check_whole("mlp.experts.down_proj", {(0, 0), (10**12 - 1, 0)})
+
+
+def test_two_names_of_one_matrix_are_refused(tmp_path: Path) -> None:
+    """`experts.0` and `experts.00`: both would take the same place of the stack."""
+    lowbit.export(low_bit(Int4WeightOnly(32)), tmp_path / "model", "compressed-tensors")
+    path = tmp_path / "model/model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    first = "experts.0.up_proj."
+    tensors |= {
+        n.replace(first, "experts.00.up_proj."): t.clone() for n, t in tensors.items() if first in n
+    }
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(FormatError, match=r"experts.0.* are one matrix of"):
+        lowbit.load_pretrained(tmp_path / "model", low_bit(Int4WeightOnly(32)))
+    with pytest.raises(FormatError, match=r"experts.0.* are one matrix of"):
+        lowbit.export(tmp_path / "model", tmp_path / "out", "lowbit")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_unknown_model_keeps_its_stacks_and_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""No command runs, or asks to run, the code that lies in the folder of a model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowbit.cli import evaluate, language_model, shapes
+from lowbit.formats import FormatError
+
+
+class Recorder:
+    """Stands for the classes and modules of transformers, and keeps the options of each call."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+
+    def record(self, *arguments: Any, **options: Any) -> Any:
+        self.given.append(options)
+        raise ValueError("the folder has code of its own")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    own: Any = ModuleType("transformers")
+    own.AutoConfig = SimpleNamespace(for_model=lambda **options: nullcontext())
+    own.AutoModelForCausalLM = SimpleNamespace(from_config=made.record)
+    own.AutoTokenizer = SimpleNamespace(from_pretrained=made.record)
+    own.logging = SimpleNamespace(
+        set_verbosity_error=lambda: None, disable_progress_bar=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "transformers", own)
+    monkeypatch.setitem(sys.modules, "lowbit.hf", ModuleType("lowbit.hf"))
+    return made
+
+
+def test_estimate_runs_no_code(recorder: Recorder) -> None:
+    assert shapes._by_transformers({"model_type": "own", "auto_map": {}}) is None
+    assert recorder.given == [{"trust_remote_code": False}]
+
+
+def test_tokenizers_run_no_code(recorder: Recorder, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no tokenizer that transformers reads"):
+        language_model.tokenizer_of(tmp_path)
+    assert recorder.given == [{"local_files_only": True, "trust_remote_code": False}]
+
+
+def test_the_perplexity_of_a_broken_model_is_infinite() -> None:
+    assert evaluate._perplexity(1e4) == math.inf
+    assert math.isnan(evaluate._perplexity(math.nan))
+    assert evaluate._perplexity(1.0) == math.e
