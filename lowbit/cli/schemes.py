@@ -8,6 +8,7 @@ from lowbit import names
 from lowbit.scheme import Scheme
 
 _NONE = "none"
+_ALL = "*"
 
 
 def chosen(
@@ -20,7 +21,8 @@ def chosen(
         group_size: the option of that name, if it is given separately.
         layers: "PATTERN=SCHEME" or "PATTERN=none" each; the first that matches decides.
 
-    Raises ValueError for an unknown name, for options that the scheme refuses, and for an entry without "=".
+    Raises ValueError for an unknown name, for options that the scheme refuses, for an entry without "=", and for the
+    pattern "*", which would say twice what all layers get.
     """
     name, options = names.parsed(scheme, "scheme", "int4(group_size=32)")
     if group_size is not None:
@@ -35,5 +37,10 @@ def chosen(
             raise ValueError(
                 f"--layers {entry!r} has no PATTERN=SCHEME; accepted: 'lm_head=int8', '*.down_proj=none'"
             )
+        if pattern == _ALL:
+            raise ValueError(
+                f"--layers {entry!r} is for all layers, as --scheme is; give --scheme alone, or name some layers: "
+                "'lm_head=int8', '*.down_proj=none'"
+            )
         patterns[pattern] = None if own.lower() == _NONE else names.scheme(own)
-    return {**patterns, "*": for_all}
+    return {**patterns, _ALL: for_all}
