@@ -72,18 +72,19 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def _replace(out: Path, temporary: Path) -> None:
-    old = None
-    if out.exists():
-        old = out.parent / f".{out.name}.{secrets.token_hex(6)}"
-        os.rename(out, old)
+    """Put the new folder in the place of the old one. Ctrl-C leaves one of both, and nothing beside it."""
+    old = out.parent / f".{out.name}.{secrets.token_hex(6)}"
     try:
+        if out.exists():
+            os.rename(out, old)
         os.rename(temporary, out)
-    except OSError:
-        if old is not None:
-            os.rename(old, out)
-        raise
-    if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if temporary.exists() and old.exists():  # the new folder is not in its place
+            os.rename(old, out)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+        raise
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
