@@ -88,8 +88,9 @@ def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
     for name, value in state.items():
         part = local(value)
         if isinstance(part, CodebookTensor) and part.grid == "linear":
-            options = {"signed": part.signed, "block_size": part.block_size}
-            today = CodebookTensor.from_float(part.dequantize(), part.format, **options)
+            today = CodebookTensor.from_float(
+                part.dequantize(), part.format, signed=part.signed, block_size=part.block_size
+            )
             made[name] = like_param(value, today)
     return made
 
