@@ -196,13 +196,18 @@ def _check_schemes(schemes: Any, kind: type) -> None:
                 f"or None, e.g. {{'lm_head': None, '*': {example}}}{_remedy(scheme)}"
             )
     for pattern in schemes if by_pattern else ():
-        if not isinstance(pattern, str):
-            raise TypeError(f"a pattern must be a str, got {pattern!r}")
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        check_pattern(pattern)
+
+
+def check_pattern(pattern: Any) -> None:
+    """Raise TypeError for anything but a str, and ValueError for "re:" and what is no regular expression."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"a pattern must be a str, got {pattern!r}")
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
 
 
 def _remedy(scheme: Any) -> str:

@@ -8,6 +8,7 @@ from lowbit import names
 from lowbit.scheme import Scheme
 
 _NONE = "none"
+_ALL = "*"
 
 
 def chosen(
@@ -36,8 +37,12 @@ def chosen(
             raise ValueError(
                 f"--layers {entry!r} has no PATTERN=SCHEME; accepted: 'lm_head=int8', '*.down_proj=none'"
             )
-        if pattern in patterns or pattern == "*":
-            other = "--scheme chooses it" if pattern == "*" else "it is given twice"
-            raise ValueError(f"--layers {entry!r}: {other}; give each pattern once")
+        if pattern == _ALL:
+            raise ValueError(
+                f"--layers {entry!r} is for all layers, as --scheme is; give --scheme alone, or name some layers: "
+                "'lm_head=int8', '*.down_proj=none'"
+            )
+        if pattern in patterns:
+            raise ValueError(f"--layers {entry!r}: it is given twice; give each pattern once")
         patterns[pattern] = None if own.lower() == _NONE else names.scheme(own)
-    return {**patterns, "*": for_all}
+    return {**patterns, _ALL: for_all}

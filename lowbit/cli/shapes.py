@@ -94,14 +94,20 @@ def _config(file: Path) -> dict[str, Any]:
 
 def _sizes(config: Mapping[str, Any], file: Path) -> Sizes:
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    absent = [name for name in needed if not _is_size(config.get(name))]
-    inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    wrong = [name for name in needed if not _is_size(config.get(name))]
+    width_name = "moe_intermediate_size"
+    if not config.get(width_name):
+        width_name = "intermediate_size"
+    inner = config.get(width_name)
     if not _is_size(inner):
-        absent.append("intermediate_size")
-    if absent:
+        wrong.append(width_name)
+    if absent := [name for name in wrong if config.get(name) is None]:
         raise FormatError(
             f"{file} has no {', '.join(absent)}; the estimate needs a decoder's config.json, as Llama's"
         )
+    if wrong:
+        found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
+        raise FormatError(f"{file}: {found}; accepted: whole numbers above 0")
     layers, hidden, heads, vocabulary = (int(config[name]) for name in needed)
     head = int(config.get("head_dim") or hidden // heads)
     groups = int(config.get("num_key_value_heads") or heads)

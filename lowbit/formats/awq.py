@@ -118,11 +118,16 @@ class Awq(Format):
         }
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """Zero points, which cost no bytes there, unless the weight has four bits and none."""
+        """Zero points, which cost no bytes there, unless the weight has four bits and none, as half-integers of three
+        bits do here (`layout_of`)."""
         if weight.ndim != 2 or weight.shape[0] % 8:
             return None
         spec = getattr(weight, "spec", None)
-        keeps = isinstance(spec, Spec) and spec.format == Int(BITS) and not spec.has_zero_point
+        keeps = False
+        if isinstance(spec, Spec) and spec.mapping == "half_integer":
+            keeps = spec.format == Int(BITS - 1)
+        elif isinstance(spec, Spec):
+            keeps = spec.format == Int(BITS) and not spec.has_zero_point
         return Scheme(Spec(Int(BITS), whole_groups(weight), "symmetric" if keeps else "asymmetric"))
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:

@@ -173,14 +173,18 @@ class Gptq(Format):
         }
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """The same number of bits where it is held, otherwise the next larger one; symmetric for "gptq"."""
+        """The same number of bits where it is held, otherwise the next larger one; symmetric for "gptq".
+
+        Half-integers take one bit more, in which `layout_of` writes them: no scale of as many bits fits their values.
+        """
         spec = getattr(weight, "spec", None)
         if not isinstance(spec, Spec) or weight.ndim != 2:
             return None
-        bits = next(b for b in BITS if b >= min(spec.format.bits, 8))
+        halves = spec.mapping == "half_integer"
+        bits = next(b for b in BITS if b >= min(spec.format.bits + halves, 8))
         if any(size * bits % 32 for size in weight.shape):
             return None
-        keeps = spec.has_zero_point and not self.less
+        keeps = spec.has_zero_point and not self.less and not halves
         mapping: AffineMapping = "asymmetric" if keeps else "symmetric"
         return Scheme(Spec(Int(bits), whole_groups(weight), mapping))
 

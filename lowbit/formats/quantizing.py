@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert import matches
+from lowbit.convert import check_pattern, matches
 from lowbit.formats.base import FormatError
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
@@ -73,7 +73,11 @@ class Quantizing:
         self._plan = {n: _choose(n, shape, patterns, n in kept) for n, shape in shapes.items()}
         used = {pattern for _, _, pattern in self._plan.values()}
         if unused := [p for p in patterns if p not in used]:
-            raise FormatError(f"the patterns {unused} choose no weight of {folder.path}")
+            some = [name for name, shape in shapes.items() if len(shape) > 1][:3]
+            raise FormatError(
+                f"the patterns {unused} choose no weight of {folder.path} (a pattern before them may match first, and "
+                f"a tied head is stored as its embedding); accepted: names such as {some}"
+            )
         if not any(scheme for scheme, _, _ in self._plan.values()):
             raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
 
@@ -105,7 +109,8 @@ class Quantizing:
 
 
 def _check_schemes(patterns: Mapping[str, Any]) -> None:
-    for scheme in patterns.values():
+    for pattern, scheme in patterns.items():
+        check_pattern(pattern)
         if not isinstance(scheme, Scheme | None):
             raise TypeError(
                 f"unknown scheme {scheme!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(), or a dict of name "

@@ -87,19 +87,20 @@ def _kept_folder(out: Path) -> Path | None:
 
 
 def _replace(out: Path, temporary: Path, overwrite: bool) -> None:
+    """Put the new folder in the place of the old one. Ctrl-C leaves one of both, and nothing beside it."""
     check_free(out, overwrite)  # again: another program may have written it during the export
-    old = None
-    if out.exists():
-        old = out.parent / f".{out.name}.{secrets.token_hex(6)}"
-        os.rename(out, old)
+    old = out.parent / f".{out.name}.{secrets.token_hex(6)}"
     try:
+        if out.exists():
+            os.rename(out, old)
         os.rename(temporary, out)
-    except OSError:
-        if old is not None:
-            os.rename(old, out)
-        raise
-    if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if temporary.exists() and old.exists():  # the new folder is not in its place
+            os.rename(old, out)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+        raise
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

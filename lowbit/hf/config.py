@@ -9,6 +9,7 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit import names
+from lowbit.convert import check_pattern
 from lowbit.inference.quantize import Scales
 from lowbit.scheme import Scheme
 
@@ -131,11 +132,13 @@ def _schemes(given: Given, options: Mapping[str, Any]) -> Scheme | dict[str, Sch
             f"unknown scheme {given!r}; accepted: a name such as 'int4', a Scheme, e.g. lowbit.Int4WeightOnly(), or a "
             "dict of name patterns to one of these or None"
         )
+    for pattern in given:
+        check_pattern(pattern)
     return {p: None if one is None else _one(p, one) for p, one in given.items()}
 
 
 def _one(pattern: str, given: Any) -> Scheme:
-    if not isinstance(pattern, str) or not isinstance(given, str | Scheme):
+    if not isinstance(given, str | Scheme):
         raise TypeError(f"{pattern!r}: {given!r}; accepted: a str, and a name, a Scheme or None")
     return _dynamic(names.scheme(given) if isinstance(given, str) else given)
 

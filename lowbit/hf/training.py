@@ -32,8 +32,12 @@ def optimizer(
         options: further ones of the class; they win over those of `name` and `args`.
 
     Raises ValueError: an unknown name; an optimizer whose groups the Trainer cannot form; an option that the class does
-    not have.
+    not have. TypeError: a name that is no str.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"the name of an optimizer must be a str, such as 'AdamW8bit', got {name!r}"
+        )
     kind, own = names.optimizer(_class_named(name))
     known = inspect.signature(kind).parameters
     if "adamw_lr" in known:

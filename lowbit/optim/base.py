@@ -240,6 +240,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options that differ from the defaults. Raises before anything is added."""
         if isinstance(param_group, dict):  # torch.optim refuses anything else
+            if "params" not in param_group:
+                raise ValueError(
+                    f"a param group holds its parameters under 'params', got the keys {sorted(map(str, param_group))}"
+                )
             param_group = {**self.defaults, **param_group}
             if isinstance(param_group["params"], Tensor):
                 param_group["params"] = [param_group["params"]]

@@ -88,9 +88,8 @@ def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
     for name, value in state.items():
         part = local(value)
         if isinstance(part, CodebookTensor) and part.grid == "linear":
-            values, size = part.dequantize(), part.block_size
             today = CodebookTensor.from_float(
-                values, part.format, signed=part.signed, block_size=size
+                part.dequantize(), part.format, signed=part.signed, block_size=part.block_size
             )
             made[name] = like_param(value, today)
     return made

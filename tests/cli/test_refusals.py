@@ -116,8 +116,10 @@ REFUSED = {
     "quantize model --out new --format onnx9": "accepted: lowbit",
     "quantize model --out new --layers lm_head": "PATTERN=SCHEME",
     "quantize model --out new --layers 'nothing=int8'": "choose no weight",
-    "quantize model --out new --layers '*=none'": "--scheme chooses it",
     "quantize model --out new --layers 'lm_head=int8' --layers 'lm_head=none'": "it is given twice",
+    "quantize model --out new --layers '*=int8'": "give --scheme alone",
+    "quantize model --out new --layers '*=none'": "give --scheme alone",
+    "quantize model --out new --layers 're:(=int8'": "is no regular expression",
     "quantize model --out new --max-shard-size huge": "max_shard_size",
     "quantize model --out new --scales best": "accepted: minmax",
     "quantize model --out new --device cuda:99": "`lowbit doctor`",
@@ -130,7 +132,8 @@ REFUSED = {
     "inspect low --against other": "--against",
     "estimate text.txt": "cannot be read",
     "estimate missing.json": "does not exist",
-    "estimate other/config.json": "num_hidden_layers",
+    "estimate other/config.json": "has no num_hidden_layers",
+    "estimate negative.json": "num_hidden_layers is -2; accepted: whole numbers above 0",
     "bench --device tpu": "torch sees: cpu",
     "bench --device meta": "accepted: cpu",
 }
@@ -148,6 +151,10 @@ def crowded(home: Path, capfd: pytest.CaptureFixture[str]) -> Path:
     (home / "other").mkdir()
     save_file({"other.weight": weights()["lm_head.weight"]}, home / "other/model.safetensors")
     (home / "other/config.json").write_text("{}")
+    sizes = dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"), 8
+    )
+    (home / "negative.json").write_text(json.dumps({**sizes, "num_hidden_layers": -2}))
     return home
 
 

@@ -203,6 +203,34 @@ def test_an_interrupted_export_leaves_nothing(monkeypatch, tmp_path: Path) -> No
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("call", ["rename", "rmtree"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("before", [True, False], ids=["before the call", "after it"])
+def test_an_interruption_while_a_folder_is_replaced_leaves_one_whole_folder(
+    call: str, count: int, before: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives once, before or after a call that moves or removes a folder."""
+    model, module = low_bit(Int8WeightOnly()), os if call == "rename" else shutil
+    done, calls = getattr(module, call), 0
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        nonlocal calls
+        calls += 1
+        if before and calls == count:
+            raise KeyboardInterrupt
+        done(*args, **kwargs)
+        if calls == count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, call, interrupted)
+    try:
+        lowbit.export(model, folder, "lowbit", overwrite=True)
+    except KeyboardInterrupt:
+        assert calls >= count
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    lowbit.load_pretrained(folder, build())
+
+
 BLOCKS = Float8DynamicActivationFloat8Weight(PerBlock(128, 128))
 WRITTEN = {
     "compressed-tensors": ("compressed-tensors", Int4WeightOnly(64)),

@@ -313,6 +313,20 @@ def test_folders(format: str, tmp_path: Path) -> None:
     assert len(report.snr) == 2 and min(report.snr.values()) > 12
 
 
+@pytest.mark.parametrize("format", [V1, V2, AWQ], ids=lambda f: f.name)
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_lossy_half_integers_lose_no_more_than_their_scales(format, bits: int) -> None:
+    """They are integers of one bit more, so that float16 rounds the scales and nothing else."""
+    if format is AWQ and bits != 3:
+        pytest.skip("4 bits hold these values at scales outside the range that a search covers")
+    scheme = Scheme(Spec(Int(bits), PerGroup(32), "half_integer"))
+    w = AffineTensor.from_float(torch.randn(64, 128), scheme)
+    rounded = format.rounded(w.dequantize(), format.nearest(w))
+    assert_same(through(format, rounded), rounded)
+    error = (rounded.dequantize() - w.dequantize()).norm() / w.dequantize().norm()
+    assert error < 1e-3
+
+
 def test_rows_are_one_group() -> None:
     assert V1.config({NAME: weight(IntxWeightOnly(4))}, ())["group_size"] == -1
     again = through(AWQ, weight(IntxWeightOnly(4)))

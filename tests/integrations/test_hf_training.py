@@ -161,6 +161,11 @@ def test_refused_optimizers(name: str, says: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must be a str, such as 'AdamW8bit', got None"):
+        optimizer(None, arguments(tmp_path))  # type: ignore[arg-type]
+
+
 def test_a_resumed_training_has_the_same_bits(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "seed": 1}
     args = arguments(tmp_path / "whole", **options)

@@ -170,6 +170,10 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     table = nn.Sequential(nn.Embedding(9, 24)).eval()
     quantize_(table, Int8WeightOnly(), filter_fn=lambda module, name: True)
     refused(table, tokens(2).remainder(9), "a multiple of 16 columns, got 24")
+    narrow = nn.Sequential(nn.Linear(32, 8)).eval()
+    quantize_(narrow, Int4WeightOnly(32))
+    refused(narrow, torch.randn(2, 32).half(), "float16 input meets a weight of torch.float32")
+    assert not (tmp_path / "model.onnx").exists()
 
 
 def test_a_bfloat16_model_in_float32_keeps_its_codes(tmp_path: Path) -> None:

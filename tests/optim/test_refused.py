@@ -155,3 +155,13 @@ def test_options_changed_later_are_looked_at():
     with pytest.raises(ValueError, match=r"state must be one of '4bit'.*got 'int4'"):
         optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def test_a_group_without_parameters_names_its_keys() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"under 'params', got the keys \['lr', 'param'\]"):
+        optim.AdamW([{"param": model.parameters(), "lr": 1e-3}])
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="under 'params'"):
+        optimizer.add_param_group({})
+    assert len(optimizer.param_groups) == 1

@@ -182,6 +182,12 @@ class _Linear(_Packed):
             self.zero_point = pack(F.pad(self.zero_point, (0, self.zero_point.shape[1] % 2)), 4)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype != self.scale.dtype:
+            # torch.onnx checks no dtypes of a symbolic op, and onnxruntime would refuse the file.
+            raise FormatError(
+                f"a {x.dtype} input meets a weight of {self.scale.dtype}: give example_inputs of that dtype, or call "
+                "model.to(dtype), which keeps codes"
+            )
         rows = self.codes.shape[0]
         attrs: dict[str, Any] = {
             "K": self._columns,
