@@ -7,6 +7,7 @@ GGUF interleaves the two halves of each head of q_proj and k_proj, as llama.cpp 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,6 +118,7 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, fl
         raise FormatError(
             f"hidden_act is {act!r}; llama.cpp computes {', '.join(_ACTIVATIONS)} in a Llama"
         )
+    _warn_of_window(config)
     whole = {key: int(config[own]) for own, key in _SETTINGS.items() if config.get(own) is not None}
     inputs, heads = given(config, "hidden_size"), given(config, "num_attention_heads")
     size = int(config.get("head_dim") or inputs // heads)
@@ -124,6 +126,16 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, fl
     whole |= {"llama.attention.key_length": size}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     return whole, {EPSILON: float(given(config, "rms_norm_eps")), THETA: float(theta)}
+
+
+def _warn_of_window(config: Mapping[str, Any]) -> None:
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if window and (longest is None or window < longest):
+        warnings.warn(
+            f"config.json has sliding_window {window}; llama.cpp attends to all tokens of a Llama, so longer texts get "
+            "other results there",
+            stacklevel=2,
+        )
 
 
 def config_of(fields: Mapping[str, Any], is_tied: bool, vocabulary: int) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def train_blocks(
         TypeError: blocks that are no modules or get no hidden state; a cache of keys and values among the arguments.
         ValueError: nothing prepared in the blocks, or switched off; no blocks or batches; blocks that the model does
             not call one after another; a parameter that two blocks, or a block and the rest of the model, share; a loss
-            that is not finite; a folder of another run.
+            that is not finite; a folder of another run, or a file in its place.
     """
     settings = _Settings(
         lr, lr if scale_lr is None else scale_lr, epochs, batches_per_step, targets, bf16, seed
@@ -178,6 +178,8 @@ def train_blocks(
     check_module(model)
     blocks = list(blocks)
     _check_blocks(model, blocks)
+    if folder is not None and Path(folder).is_file():
+        raise ValueError(f"folder={str(folder)!r} is a file; give the name of a folder")
     found = _Streams.captured(
         model, blocks, batches, None if cache is None else torch.device(cache)
     )

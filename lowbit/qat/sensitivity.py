@@ -154,8 +154,13 @@ class SensitivityReport:
                 was measured.
 
         Raises:
+            TypeError: `bits` is no number.
             ValueError: not even the smallest choice for each weight takes so few bits.
         """
+        if isinstance(bits, bool) or not isinstance(bits, int | float):
+            raise TypeError(
+                f"bits must be a number, the mean over all elements, e.g. 4.5; got {bits!r}"
+            )
         sizes = {row.weight: row for row in self.rows}
         if high_precision is None:
             high_precision = len(self.together) == 1

@@ -40,6 +40,16 @@ def test_another_activation_is_not_written(act: Any) -> None:
     settings_of({**CONFIG, "hidden_act": "silu"})
 
 
+def test_a_sliding_window_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    """GGUF's llama has no place for it. A window as long as the longest text changes nothing."""
+    long = {**CONFIG, "max_position_embeddings": 8192}
+    settings_of({**long, "sliding_window": None})
+    settings_of({**long, "sliding_window": 8192})
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="sliding_window 4096; llama.cpp attends to all tokens"):
+        settings_of({**long, "sliding_window": 4096})
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -183,6 +183,13 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, targets, done) -> None
     assert same(state(model), state(whole))
 
 
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    model = prepared(llama(2))
+    with pytest.raises(ValueError, match="is a file; give the name of a folder"):
+        qat.train_blocks(model, model.blocks, data(2), folder=tmp_path / "file", **ARGUMENTS)
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
     model = prepared(llama(2))
     qat.train_blocks(model, model.blocks, data(2), folder=tmp_path, **ARGUMENTS)

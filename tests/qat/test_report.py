@@ -323,6 +323,13 @@ def test_names_with_signs_of_patterns() -> None:
     assert len(qat.prepare_(model, plan).converted) == 2
 
 
+@pytest.mark.parametrize("bits", ["4", None, True])
+def test_bits_that_are_no_number_are_refused(bits) -> None:
+    found = qat.report(nn.Sequential(nn.Linear(32, 32)), [torch.randn(2, 32)], [INT8, INT2])
+    with pytest.raises(TypeError, match="bits must be a number"):
+        found.plan(bits)
+
+
 class InDict(nn.Linear):
     def __init__(self) -> None:
         super().__init__(32, 32)
