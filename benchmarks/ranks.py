@@ -18,6 +18,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 GRACE_SECONDS = 2.0
 """Time for the other ranks to end after one has failed: they hang, or fail for that reason."""
+FIRST_SECONDS = 1.0
+"""How long a rank with a RuntimeError waits, so that the error of the rank that failed first is the one reported."""
 
 
 def in_ranks(
@@ -83,5 +85,10 @@ def _run_rank(
         timeout=timedelta(seconds=max(seconds, 1.0)),
         **options,
     )
-    torch.save(function(*arguments), _answer(folder, rank))
+    try:
+        result = function(*arguments)
+    except RuntimeError:  # a collective raises it where another rank failed first
+        time.sleep(FIRST_SECONDS)
+        raise
+    torch.save(result, _answer(folder, rank))
     dist.destroy_process_group()
