@@ -11,16 +11,13 @@ from torch import nn
 import lowbit
 from lowbit.cli.language_model import check, load
 from lowbit.cli.windows import tokens_of, windows_of
+from lowbit.convert import Schemes
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
-from lowbit.formats.reading import opened
 from lowbit.progress import progress
-from lowbit.scheme import Scheme
-
-Patterns = Scheme | Mapping[str, Scheme | None]
 
 
-def has_static(patterns: Patterns) -> bool:
+def has_static(patterns: Schemes) -> bool:
     """Whether a scheme has an activation whose scale a calibration finds."""
     schemes = patterns.values() if isinstance(patterns, Mapping) else (patterns,)
     return any(scheme is not None and scheme.is_static for scheme in schemes)
@@ -28,7 +25,7 @@ def has_static(patterns: Patterns) -> bool:
 
 def calibrated(
     path: Path,
-    patterns: Patterns,
+    patterns: Schemes,
     data: Path,
     context: int | None,
     limit: int | None,
@@ -43,8 +40,8 @@ def calibrated(
     Raises ValueError for a text or a window that cannot be used, and for what `lowbit.calibrate` and `lowbit.quantize_`
     refuse; ImportError without transformers.
     """
-    check(path)
-    if isinstance(folder := opened(path), Folder) and folder.weights:
+    folder = check(path)
+    if isinstance(folder, Folder) and folder.weights:
         raise FormatError(f"{path} is in low bits already; give the folder of the plain weights")
     tokens = tokens_of(path, data, limit)
     model = load(path, device)
@@ -52,18 +49,17 @@ def calibrated(
 
     given = patterns if isinstance(patterns, Mapping) else {"*": patterns}
     chosen = plan(model, given, experts=False).schemes
-    schemes = {**chosen}
 
     def is_chosen(module: nn.Module, name: str) -> bool:
         return f"{name}.weight" in chosen
 
     windows = windows_of(tokens, model, context)
     total = sum(window.numel() for window in windows)
-    calibration = lowbit.calibrate(model, schemes, is_chosen)
+    calibration = lowbit.calibrate(model, chosen, is_chosen)
     bar = progress("calibrating on text", total, unit="tokens")
     with calibration, torch.no_grad(), bar as advance:
         for window in windows:
             model(input_ids=window.to(device), use_cache=False)
             advance(window.numel())
-    lowbit.quantize_(model, schemes, is_chosen, scales)  # type: ignore[arg-type]  # it checks the name
+    lowbit.quantize_(model, chosen, is_chosen, scales)  # type: ignore[arg-type]  # it checks the name
     return model

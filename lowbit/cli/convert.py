@@ -81,7 +81,8 @@ def quantize(
     patterns = chosen(scheme, group_size, layers or ())
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
     if not has_static(patterns):
-        if given := [n for n, v in _of_data(data, context, limit).items() if v is not None]:
+        of_data = {"--data": data, "--context": context, "--limit": limit}
+        if given := [name for name, value in of_data.items() if value is not None]:
             raise ValueError(
                 f"{given[0]} is for static activations, and --scheme {scheme} has none; accepted there: e.g. "
                 "int8_int8_static, float8_float8_static"
@@ -98,10 +99,6 @@ def quantize(
     source = calibrated(model, patterns, data, context, limit, scales, device)
     options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
     _write(model, source, out, format, json, options)
-
-
-def _of_data(data: Path | None, context: int | None, limit: int | None) -> dict[str, Any]:
-    return {"--data": data, "--context": context, "--limit": limit}
 
 
 def export(

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
+from lowbit.formats.gguf_file import GgufFile
 from lowbit.formats.reading import load_pretrained, opened
 
 
@@ -22,14 +24,14 @@ def load(path: Path, device: str) -> nn.Module:
     return model
 
 
-def check(path: Path) -> None:
-    """Read the headers of a folder or GGUF file, before the seconds that the import of transformers takes.
+def check(path: Path) -> Folder | GgufFile:
+    """The headers of a folder or GGUF file, read before the seconds that the import of transformers takes.
 
     Raises FormatError for no model, or a damaged one.
     """
     if not path.exists():
         raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
-    opened(path)
+    return opened(path)
 
 
 def tokenizer_of(path: Path) -> Any:

@@ -43,8 +43,12 @@ def damage_of(what: str) -> Iterator[None]:
     except FormatError as error:
         raise FormatError(f"{what}: {error}") from error
     except _ERRORS_OF_DAMAGE as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise FormatError(f"{what}: it is damaged, or config.json is ({reason:.200})") from error
+        raise FormatError(f"{what}: it is damaged, or config.json is ({brief(error)})") from error
+
+
+def brief(error: Exception) -> str:
+    """The class and the text of an error of other code, on one line, at most 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 _ERRORS_OF_DAMAGE = (

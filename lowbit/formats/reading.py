@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, brief
 from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf_file import GgufFile
@@ -201,9 +201,8 @@ def _built(folder: Folder | GgufFile) -> nn.Module:
         with _EmptyOnMeta():
             model: nn.Module = architecture(config)
     except Exception as error:  # a model raises what its fields happen to break
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise FormatError(
-            f"{folder.path}: transformers cannot build the {names[0]} of config.json ({reason:.200}); give model="
+            f"{folder.path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
         ) from error
     if (folder.path / "generation_config.json").is_file():
         made = transformers.GenerationConfig.from_pretrained(folder.path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,21 @@ def llama(**changes: Any) -> Any:
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+
+
+def loaded(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """The model of a folder, by transformers' own loader."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+
+
+def by_compressed_tensors(folder: Path, dtype: torch.dtype) -> Any:
+    """Decompressed, which the package otherwise does at the first call of the whole model."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+
+    return loaded(folder, dtype, quantization_config=CompressedTensorsConfig(dequantize=True))
 
 
 def gpt2() -> Any:

@@ -182,15 +182,11 @@ def assert_same(found: Any, wanted: Trained) -> None:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    kind = transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float16, **options).eval()
+    return models.loaded(folder, torch.float16, **options)
 
 
 def by_compressed_tensors(folder: Path) -> Any:
-    """Decompressed, which the package otherwise does at the first call of the whole model."""
-    pytest.importorskip("compressed_tensors")
-    chosen = transformers.CompressedTensorsConfig(dequantize=True)
-    return load(folder, quantization_config=chosen)
+    return models.by_compressed_tensors(folder, torch.float16)
 
 
 def by_gptqmodel(folder: Path) -> Any:

@@ -26,6 +26,7 @@ from lowbit import (
     PerBlock,
     qat,
 )
+from tests.integrations import models
 from tests.integrations.models import TOKENS
 from tests.integrations.test_formats import error, llama, logits
 from tests.integrations.test_four_bit_folders import mixture, of_bitsandbytes
@@ -43,15 +44,11 @@ def _linears(model: nn.Module, dequantize: Callable[[Any], Tensor]) -> Values:
 
 
 def _loaded(folder: Path, **options: Any) -> Any:
-    kind = transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+    return models.loaded(folder, torch.bfloat16, **options)
 
 
 def by_compressed_tensors(folder: Path) -> Values:
-    pytest.importorskip("compressed_tensors")
-    config = transformers.CompressedTensorsConfig(dequantize=True)
-    found = _loaded(folder, quantization_config=config)
-    return dict(found.named_parameters())
+    return dict(models.by_compressed_tensors(folder, torch.bfloat16).named_parameters())
 
 
 def by_transformers(folder: Path) -> Values:
