@@ -154,7 +154,7 @@ class AdamW(AdamBase):
 
             | state | bytes | how |
             |---|---|---|
-            | "4bit" | 1.06 | blocks of 128, signed dynamic table; second moments as squares, rounded stochastically |
+            | "4bit" | 1.06 | blocks of 128, rounded stochastically; squares, and second moments as powers of two |
             | "8bit" | 2.03 | blocks of 256, signed and unsigned dynamic 8-bit tables |
             | "float8" | 2.03 | blocks of 256, e4m3 with a scale of absmax / 448 |
             | "bf16" | 4 | second moment rounded stochastically, or it could never decay |
