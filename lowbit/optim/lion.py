@@ -24,8 +24,8 @@ beta2      0.9  0.95  0.98  0.99
 ========  ====  ====  ====  ====
 
 The loss of a small network (500 steps) is within 1.5% of that with float32 states for "bf16", "8bit" and "float8". With
-"4bit" it is 4.6% higher for betas=(0.9, 0.99), and 2.3% for (0.9, 0.95): use the latter with "4bit". To nearest it was 41% and
-3.0% higher, although m had a smaller error: its mean was wrong.
+"4bit" it is 4.6% higher for betas=(0.9, 0.99), and 2.3% for (0.9, 0.95): use the latter with "4bit". To nearest it was
+41% and 3.0% higher, although m had a smaller error: its mean was wrong.
 """
 
 from __future__ import annotations

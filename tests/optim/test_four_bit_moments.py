@@ -147,6 +147,24 @@ def test_a_momentum_follows_a_change_of_the_gradient(device):
         assert ((found * wanted).sum() / wanted.square().sum()).item() == pytest.approx(1, abs=0.3)
 
 
+def test_muon_draws_by_step_with_and_without_a_kernel(device):
+    """Its momentum has a kernel of its own, and another step in PyTorch operations."""
+    codes = {}
+    for fused in (None, False):
+        param = nn.Parameter(torch.zeros(96, 128, device=device))
+        optimizer = optim.Muon4bit([param], fused=fused)
+        for _ in range(3):
+            param.grad = torch.ones_like(param)
+            param.grad[:, 1:] = rand(96, 127).abs().to(device) / 4
+            optimizer.step()
+            codes.setdefault(fused, []).append(
+                optimizer.state[param]["momentum_buffer"].codes.clone()
+            )
+    for mine, theirs in zip(codes[None], codes[False], strict=True):
+        assert (mine != theirs).float().mean() < 0.01
+    assert (codes[None][1] != codes[None][2]).float().mean() > 0.05
+
+
 @needs_compiler
 @pytest.mark.parametrize("fused", [True, False], ids=["kernel", "eager"])
 def test_second_moments_decay_as_in_exact_arithmetic(fused):
