@@ -34,9 +34,10 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 # A kernel cache for this run alone: kernels of earlier runs must not hide that a compiler refuses one now. Processes
-# that tests start share the folder.
-_CACHE = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
-os.environ["LOWBIT_CACHE_DIR"] = _CACHE.name
+# that tests start share the folder, and so do the workers of pytest-xdist.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
+    os.environ["LOWBIT_CACHE_DIR"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
