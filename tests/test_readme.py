@@ -85,7 +85,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    with Forks("lowbit", environment=_environment()) as made:
+    with Forks("lowbit", "torch._dynamo", environment=_environment()) as made:
         yield made
 
 

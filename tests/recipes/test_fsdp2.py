@@ -53,26 +53,30 @@ def started(*options: str | Path) -> subprocess.Popen:
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with Forks("recipes.fsdp2", environment=environment) as made:
+    with Forks("recipes.fsdp2", "torch._dynamo", environment=environment) as made:
         yield made
 
 
 PROGRAM = "import sys; from recipes import fsdp2; sys.exit(fsdp2.main())"
 
 
-def ran(forks: Forks, *options: str | Path, processes: int = 2) -> str:
-    """What all processes print. They get the variables that torchrun sets, and start without it, which saves the time
-    to import torch again and again."""
+def forked(forks: Forks, *options: str | Path, processes: int = 2) -> list[int]:
+    """Processes with the variables that torchrun sets. Without torchrun they do not import torch again and again."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [
+    return [
         forks.start(
             *(PROGRAM, *options), folder=Path.cwd(), RANK=rank, LOCAL_RANK=rank, **variables
         )
         for rank in map(str, range(processes))
     ]
+
+
+def ran(forks: Forks, *options: str | Path, processes: int = 2) -> str:
+    """What all processes print."""
+    started = forked(forks, *options, processes=processes)
     done = [forks.finished(process) for process in started]
     assert not any(process.returncode for process in done), [process.stderr for process in done]
     return "".join(process.stdout for process in done)
@@ -148,7 +152,7 @@ def test_a_killed_run_goes_on(processes, whole, tmp_path, forks):
         assert all(abs(found[step] - expected[step]) < 2e-3 * expected[step] for step in expected)
 
 
-def test_killed_for_real(source, tmp_path):
+def test_killed_for_real(source, tmp_path, forks):
     out = tmp_path / "run"
     process = started(
         "--data", source, "--out", out, "--set", "steps=5000", "--set", "save_every=3"
@@ -159,12 +163,14 @@ def test_killed_for_real(source, tmp_path):
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
     process.communicate(timeout=90)
     reached = fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1])
-    process = started("--resume", out)
+    processes = forked(forks, "--resume", out)
     while fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1]) <= reached:
-        assert process.poll() is None and time.monotonic() < deadline + 120
+        assert all(forks.status(p) is None for p in processes) and time.monotonic() < deadline + 120
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=90)
+    for process in processes:
+        os.kill(process, signal.SIGTERM)
+    for process in processes:
+        assert forks.finished(process, timeout=90).returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
