@@ -1,37 +1,48 @@
 """Lookup tables of 4 and 8 bits, and blockwise quantization of optimizer states with them.
 
-A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an index into it. All
-but those of 4 bits without a sign are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes
-evenly over decades. With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned), ``k = floor(log2 q)``
-its decade and n the last decade (bits - 2 signed, bits - 1 unsigned)::
+A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an index into it.
+Those of 8 bits are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes evenly over decades.
+With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned), ``k = floor(log2 q)`` its decade and n the
+last decade (bits - 2 signed, bits - 1 unsigned)::
 
     value(q) = 10**(k - n) * (0.1 + 0.9 * (q - 2**k + 0.5) / 2**k)
 
 plus 0 and 1, and mirrored (without -1) where signed.
 
-Second moments in 4 bits
-------------------------
-The unsigned 4-bit book holds squares, ``(i / 16)**2, i = 1..16``. It has no zero, because a second moment rounded to
-zero blows the update up (4-bit optimizers, arXiv 2309.01507). That paper takes ``i / 16``. But the update divides by
-the *root* of a second moment, and the smallest root of ``i / 16`` is a quarter of the block's largest: the steps of
-weights with small gradients are too short. Roots of the squares are ``i / 16``, down to a sixteenth.
+4 bits
+------
+4-bit optimizers (arXiv 2309.01507) take the dynamic map for first moments and ``i / 16`` for second ones, both to
+nearest. A Llama of 316M parameters ends 2.1% higher with them than with float32 states, for two reasons, measured in
+benchmarks/LOG.md ("4 bits: squares and powers of two").
 
-An optimizer's step rounds to them stochastically, so that the mean of what is stored is the second moment itself. With
-beta2 = 0.999 a moment changes by a thousandth in a step. To nearest it would never leave its value on the grid. With y
-the moment divided by its block's scale, and 16 random bits ``r``, all in float32::
+*To nearest, a momentum keeps still.* In a step it moves by a tenth of the way to the gradient. That is often less than
+half the way to the next of 16 values, so it stays where it is. An optimizer's step therefore rounds 4 bits
+stochastically, so that the mean of what is stored is the moment itself.
 
-    z = min(256 y, 256)                 256 for NaN
-    i = trunc(sqrt(z))
-    level = i + ((z - i**2) * 65536 > (r + 0.5) * (2 i + 1))
-    code = clamp(level, 1, 16) - 1
+*Second moments of a block differ by more than 16 times.* A smaller one is stored as a sixteenth of the largest, and its
+weight moves too little. So the book without a sign holds powers of two, ``2**(code - 15)``. It has no zero, because an
+update divided by the root of zero blows up. Scales are powers of two as well: a moment that stays the same keeps its
+code when the largest of its block changes.
 
-``2 i + 1`` is the distance to the next square. With ``r + 0.5 = 32768`` this rounds to nearest. Only the root is
-inexact, and the comparison repairs it, so that GPUs may take an approximate root. The root is off by some units in the
-last place, so i is wrong only if z lies next to a square ``k**2``: it is then k - 1 in place of k, or k in place of
-k - 1. With ``i = k - 1`` the left side is almost ``65536 (2 i + 1)``, above the right side for all r. With ``i = k`` it
-is almost 0 or negative, below the right side for all r. The level is k in both cases.
+The signed book holds squares, ``(i / 7)**2`` and their negatives, i = 0..7, at ``code = 7 + i`` and ``7 - i``. Code 15
+is the next square, which no block has. With y the value divided by its block's scale, and 16 random bits ``r``, all in
+float32::
 
-A book of ``i / 16`` decodes what earlier versions saved (``linear=True``).
+    unsigned    b = bits(clamp(y, 0, 1)) + 128 r + 64           bits: those of the float32, as an integer
+                code = max((b >> 23) - 112, 0)
+    signed      z = 49 * min(abs(y), 1)
+                i = trunc(sqrt(z))
+                level = i + ((z - i**2) * 65536 > (r + 0.5) * (2 i + 1))
+                code = 7 + level, or 7 - level for negative y
+
+A NaN counts as 0; it is kept in the scale. The mantissa of y is its distance from the power of two below it, so adding
+random bits to the mantissa carries into the exponent with the right probability. ``2 i + 1`` is the distance to the
+next square. Only the root is inexact, and the comparison repairs it, so that GPUs may take an approximate root. The
+root is off by some units in the last place, so i is wrong only if z lies next to a square ``k**2``: it is then k - 1 in
+place of k, or k in place of k - 1. With ``i = k - 1`` the left side is almost ``65536 (2 i + 1)``, above the right side
+for all r. With ``i = k`` it is almost 0 or negative, below the right side for all r. The level is k in both cases.
+
+Earlier versions stored the tables of the paper. ``earlier=True`` decodes them.
 
 Nearest in constant time
 ------------------------
@@ -77,24 +88,32 @@ class Codebook:
     Args:
         bits: 4 or 8.
         signed: values in [-1, 1] (first moments) or in [0, 1] (second moments).
-        linear: the values ``i / 16``, in which earlier versions stored second moments; 4 bits without a sign only.
+        earlier: the values in which earlier versions stored 4 bits: a dynamic map if signed, else ``i / 16``.
     """
 
     bits: int
     signed: bool
-    linear: bool = False
+    earlier: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):
             raise ValueError(f"a codebook has 4 or 8 bits, got bits={self.bits!r}")
         if not isinstance(self.signed, bool):
             raise ValueError(f"signed must be True or False, got {self.signed!r}")
-        has_linear = self.bits == 4 and not self.signed
-        if not isinstance(self.linear, bool) or (self.linear and not has_linear):
+        if not isinstance(self.earlier, bool) or (self.earlier and self.bits != 4):
             raise ValueError(
-                f"linear must be False, or True with 4 bits and signed=False, got {self.linear!r} with {self.bits} "
-                f"bits and signed={self.signed}"
+                f"earlier must be False, or True with 4 bits, got {self.earlier!r} with {self.bits} bits"
             )
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether `encode_stochastically` takes this book."""
+        return self.bits == 4 and not self.earlier
+
+    @property
+    def scales_are_powers(self) -> bool:
+        """Whether blocks of this book are divided by a power of two, not below their largest magnitude."""
+        return self.rounds_stochastically and not self.signed
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
         """float32 ``[2**bits]``, ascending. One tensor per device, shared: do not write to it.
@@ -118,10 +137,10 @@ class Codebook:
         """
         if x.dtype != torch.float32:
             raise TypeError(f"encode takes float32, got {x.dtype}; convert with x.float()")
-        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed, self.linear)
+        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed, self.earlier)
 
     def encode_stochastically(self, x: Tensor, random: Tensor) -> Tensor:
-        """The codes of the squares above and below, in proportion to the distances: see the module.
+        """The codes of the values above and below, in proportion to the distances: see the module.
 
         Args:
             x: float32, any shape. Values beyond the ends of the table are clamped.
@@ -133,10 +152,10 @@ class Codebook:
 
         Raises:
             TypeError: ``x`` is not float32.
-            ValueError: this is not the book of squares, or ``random`` has another shape.
+            ValueError: the book rounds to nearest only, or ``random`` has another shape.
         """
-        if self != SQUARES:
-            raise ValueError(f"{self} is not rounded stochastically; accepted: {SQUARES}")
+        if not self.rounds_stochastically:
+            raise ValueError(f"{self} is not rounded stochastically; accepted: 4 bits, not earlier")
         if x.dtype != torch.float32:
             raise TypeError(
                 f"encode_stochastically takes float32, got {x.dtype}; convert with x.float()"
@@ -145,41 +164,46 @@ class Codebook:
             raise ValueError(
                 f"random must have the shape of x, {tuple(x.shape)}, got {tuple(random.shape)}"
             )
-        z = (x * 256).nan_to_num_(nan=256.0).clamp_(0, 256)
-        root = z.sqrt().floor_()  # trunc_ is many times slower on a CPU
-        return _square_above_or_below(z, root, random)
+        if not self.signed:
+            bits = x.nan_to_num(nan=0.0).clamp_(0, 1).view(torch.int32)
+            level = bits.add(random, alpha=128).add_(64).bitwise_right_shift_(23).sub_(112)
+            return level.clamp_(min=0).to(torch.uint8)
+        z = x.abs().nan_to_num_(nan=0.0).clamp_(max=1).mul_(49)
+        level = _square_above_or_below(z, z.sqrt().floor_(), random)  # trunc_ is many times slower
+        return torch.where(x < 0, 7 - level, 7 + level).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """float32 values of uint8 ``codes`` (each below ``2**bits``), any shape."""
         if codes.dtype != torch.uint8:
             raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
-        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed, self.linear)
+        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed, self.earlier)
 
     def decode_packed(self, packed: Tensor, size: int) -> Tensor:
         """float32 values ``[..., size]`` of codes packed by ``lowbit.packing.pack(codes, 4)``; 4-bit books only."""
-        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed, self.linear)
+        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed, self.earlier)
         return values if values.shape[-1] == size else values[..., :size].contiguous()
 
     def cells(self) -> Cells:
         """The table for the lookup in a kernel, see :class:`Cells`.
 
         Raises:
-            ValueError: this is a book of 4 bits without a sign, whose codes are computed.
+            ValueError: this is a book of 4 bits, whose codes are computed.
         """
-        return _cells(self.bits, self.signed)
-
-
-SQUARES = Codebook(4, signed=False)
-"""The book of second moments in 4 bits."""
+        return _cells(self.bits, self.signed, self.earlier)
 
 
 def _square_above_or_below(z: Tensor, root: Tensor, random: Tensor) -> Tensor:
-    """`code` of the module, uint8. `z`: 0 .. 256; `root`: its root, truncated, or one more or less next to a whole
-    number. `z` is overwritten."""
+    """`level` of the module, float32. `z`: 0 .. 49; `root`: its root, truncated, or one more or less next to a whole
+    number. Both are overwritten."""
     rest = z.addcmul_(root, root, value=-1).mul_(65536)
     threshold = random.float().add_(0.5).mul_(root * 2 + 1)
-    level = root.to(torch.uint8).add_((rest > threshold).view(torch.uint8))
-    return level.clamp_(1, 16).sub_(1)
+    return root.add_(rest > threshold)
+
+
+def power_of_two_above(x: Tensor) -> Tensor:
+    """The power of two that is not below x, at most 2**127. x: float32, normal and positive, or NaN."""
+    bits = x.view(torch.int32).add(0x7FFFFF).bitwise_and_(-0x800000).clamp_(max=0x7F000000)
+    return torch.where(x.isnan(), x, bits.view(torch.float32))
 
 
 def quantize_blockwise(
@@ -192,13 +216,13 @@ def quantize_blockwise(
         book: a :class:`Codebook`, or ``torch.float8_e4m3fn``.
         block: elements that share a scale; the last block of a row may be shorter.
         random: None rounds to nearest. Random bits as `Codebook.encode_stochastically` takes them, of the shape of
-            ``x``, round stochastically to the book of squares.
+            ``x``, round stochastically; for today's books of 4 bits.
 
     Returns:
         codes ``[..., C]``, uint8 (one code a byte whatever its bits; see :mod:`lowbit.packing`) or
         float8_e4m3fn; and scale, float32 ``[..., ceil(C / block)]``: ``max(absmax, 2**-100)`` of the block,
-        divided by 448 for float8. A block that holds a NaN or an infinity gets a NaN scale, and
-        dequantizes to NaN throughout.
+        divided by 448 for float8, rounded up to a power of two (at most ``2**127``) for 4 bits without a sign. A
+        block that holds a NaN or an infinity gets a NaN scale, and dequantizes to NaN throughout.
 
     Raises:
         TypeError: ``x`` is not floating point, or ``book`` is neither of the two.
@@ -217,12 +241,16 @@ def quantize_blockwise(
     if not isinstance(book, Codebook):
         # By a tensor: CUDA multiplies with the reciprocal of a Python number, which is off by an ulp.
         scale = scale / torch.full_like(scale, FLOAT8_MAX)
+    elif book.scales_are_powers:
+        scale = power_of_two_above(scale)
     each = zip(_blocks(y, block), _scales(y, scale, block), strict=True)
     parts = [(part / part_scale).flatten(-2) for part, part_scale in each]
     scaled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if random is not None:
         if not isinstance(book, Codebook):
-            raise ValueError(f"{book} is not rounded stochastically; accepted: {SQUARES}")
+            raise ValueError(
+                f"{book} is not rounded stochastically; accepted: a Codebook of 4 bits"
+            )
         return book.encode_stochastically(scaled, random), scale
     return (book.encode(scaled) if isinstance(book, Codebook) else scaled.to(book)), scale
 
@@ -284,11 +312,14 @@ def _check_block(book: Codebook | torch.dtype, block: int) -> None:
 
 
 @functools.cache
-def _values(bits: int, signed: bool, linear: bool = False) -> np.ndarray:
+def _values(bits: int, signed: bool, earlier: bool = False) -> np.ndarray:
     """The table, computed in float64 and rounded once: float32 ``[2**bits]``, ascending."""
     if bits == 4 and not signed:
-        roots = np.arange(1, 17) / 16
-        return (roots if linear else roots**2).astype(np.float32)
+        codes = np.arange(16.0)
+        return ((codes + 1) / 16 if earlier else 2 ** (codes - 15)).astype(np.float32)
+    if bits == 4 and not earlier:
+        roots = np.arange(-7.0, 9.0)
+        return (roots * np.abs(roots) / 49).astype(np.float32)
     first, last = (1, bits - 2) if signed else (2, bits - 1)
     rank = np.arange(first, 2 ** (last + 1), dtype=np.float64)
     decade = np.floor(np.log2(rank))
@@ -325,10 +356,10 @@ class Cells(NamedTuple):
 
 
 @functools.cache
-def _cells(bits: int, signed: bool) -> Cells:
-    if bits == 4 and not signed:
-        raise ValueError("the books of 4 bits without a sign have no cells: see the module")
-    values = _values(bits, signed)
+def _cells(bits: int, signed: bool, earlier: bool) -> Cells:
+    if bits == 4:
+        raise ValueError("the books of 4 bits have no cells: see the module")
+    values = _values(bits, signed, earlier)
     values = values[values >= 0]
     midpoints, below = boundaries(values)
     boundary_bits = below.view(np.uint32)
@@ -354,7 +385,7 @@ class _Tables(NamedTuple):
 def _on_device(book: Codebook, device: torch.device) -> _Tables:
     if device.type != "cpu":
         return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
-    values = _values(book.bits, book.signed, book.linear)
+    values = _values(book.bits, book.signed, book.earlier)
     return _Tables(
         torch.from_numpy(values.copy()),
         torch.from_numpy(steps(boundaries(values)[1])),
@@ -408,14 +439,14 @@ def _from_float8(codes: Tensor) -> Tensor:
 
 # Operators hide the cached tables from tracing (torch.compile, fake tensors, a tensor subclass under either).
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed, bool linear) -> Tensor")
-_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed, bool linear) -> Tensor")
-_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed, bool linear) -> Tensor")
+_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed, bool earlier) -> Tensor")
+_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed, bool earlier) -> Tensor")
+_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed, bool earlier) -> Tensor")
 _LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
-def _encode(x: Tensor, bits: int, signed: bool, linear: bool) -> Tensor:
-    step = _on_device(Codebook(bits, signed, linear), x.device).step
+def _encode(x: Tensor, bits: int, signed: bool, earlier: bool) -> Tensor:
+    step = _on_device(Codebook(bits, signed, earlier), x.device).step
     return ranks(x, step).to(torch.uint8)
 
 
@@ -426,13 +457,13 @@ def ranks(x: Tensor, step: Tensor) -> Tensor:
     return code.add_(raw).bitwise_right_shift_(16).abs_().view(x.shape)
 
 
-def _decode(codes: Tensor, bits: int, signed: bool, linear: bool) -> Tensor:
-    values = _on_device(Codebook(bits, signed, linear), codes.device).values
+def _decode(codes: Tensor, bits: int, signed: bool, earlier: bool) -> Tensor:
+    values = _on_device(Codebook(bits, signed, earlier), codes.device).values
     return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
-def _decode_packed(packed: Tensor, signed: bool, linear: bool) -> Tensor:
-    pairs = _on_device(Codebook(4, signed, linear), packed.device).pairs
+def _decode_packed(packed: Tensor, signed: bool, earlier: bool) -> Tensor:
+    pairs = _on_device(Codebook(4, signed, earlier), packed.device).pairs
     values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 

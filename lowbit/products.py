@@ -806,7 +806,8 @@ def _is_any(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Quantize and dequantize the activation if the scheme says so, dequantize the weight, multiply.
 
-    This is the reference of every other implementation. A QAT-prepared layer computes the same, to the bit.
+    This is the reference of every other implementation. A QAT-prepared layer computes the same, to the bit, unless it
+    multiplies codes, as the converted one then does (`codes_product`).
     """
     if weight.activation is not None:
         x = weight.rounded_input(x)

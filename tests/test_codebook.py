@@ -14,21 +14,22 @@ from hypothesis import strategies as st
 
 from lowbit.codebook import (
     ABSMAX_FLOOR,
-    SQUARES,
     Codebook,
     dequantize_blockwise,
     quantize_blockwise,
 )
 
-LINEAR = Codebook(4, False, linear=True)
+SQUARES, POWERS = Codebook(4, True), Codebook(4, False)
+DYNAMIC, LINEAR = (Codebook(4, signed, earlier=True) for signed in (True, False))
 BOOKS = [Codebook(bits, signed) for bits, signed in itertools.product((4, 8), (True, False))]
-BOOKS.append(LINEAR)
+BOOKS += [DYNAMIC, LINEAR]
 FORMATS = [*BOOKS, torch.float8_e4m3fn]
-IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "linear4", "float8"]
+IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "dynamic4", "linear4", "float8"]
 
 
 def name(book: Codebook) -> str:
-    kind = "linear" if book.linear else "signed" if book.signed else "unsigned"
+    kinds = ("dynamic", "linear") if book.earlier else ("signed", "unsigned")
+    kind = kinds[not book.signed]
     return f"{kind}{book.bits}"
 
 
@@ -43,21 +44,27 @@ def largest_error(book: Codebook | torch.dtype, x: torch.Tensor) -> torch.Tensor
     """The largest error of an element ``x`` (float64), in units of its block's absmax."""
     if not isinstance(book, Codebook):
         return x.abs() / 16 + 2.0**-10 / 448
-    table = book.table().double()
+    if (
+        book == POWERS
+    ):  # half a distance, and the smallest value, of a scale up to twice the largest
+        return x.abs() / 3 + 2.0**-14
+    table = book.table()[:15].double() if book == SQUARES else book.table().double()
     below = table[0] - (-1 if book.signed else 0)
     return torch.full_like(x, max(float(table.diff().max()) / 2, float(below)) + 1e-6)
 
 
-def test_signed_4_bit_table() -> None:
+def test_4_bit_tables() -> None:
+    squares = [i * i / 49 for i in range(9)]
+    expected = [-v for v in reversed(squares[1:8])] + squares
+    assert torch.equal(SQUARES.table(), torch.tensor(expected))
+    assert POWERS.table().tolist() == [2.0**-k for k in range(15, -1, -1)]
+
+
+def test_4_bit_tables_of_earlier_versions() -> None:
     positive = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875]
     expected = [-v for v in reversed(positive)] + [0.0, *positive, 1.0]
-    assert torch.equal(Codebook(4, True).table(), torch.tensor(expected))
-
-
-def test_unsigned_4_bit_tables_have_no_zero() -> None:
-    roots = torch.arange(1, 17) / 16
-    assert torch.equal(Codebook(4, False).table(), roots**2) and Codebook(4, False) == SQUARES
-    assert torch.equal(LINEAR.table(), roots)
+    assert torch.equal(DYNAMIC.table(), torch.tensor(expected))
+    assert torch.equal(LINEAR.table(), torch.arange(1, 17) / 16)
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["signed8", "unsigned8"])
@@ -77,13 +84,14 @@ def test_8_bit_tables_are_the_dynamic_map(signed: bool) -> None:
 @pytest.mark.parametrize(
     ("book", "digest"),
     [
-        (Codebook(4, True), "6190892bf956c63b"),
-        (Codebook(4, False), "a11aeba959b4a1fd"),
+        (SQUARES, "69d3cf129f1e0c4a"),
+        (POWERS, "7e026c92d3a8759e"),
         (Codebook(8, True), "035c4114538df2a0"),
         (Codebook(8, False), "02a9b523750e2134"),
+        (DYNAMIC, "6190892bf956c63b"),
         (LINEAR, "0aeb670b8c9b6b0f"),
     ],
-    ids=IDS[:5],
+    ids=IDS[:6],
 )
 def test_the_tables_never_change(book: Codebook, digest: str) -> None:
     table = book.table()
@@ -131,7 +139,7 @@ def test_an_exact_tie_takes_the_lower_code(book: Codebook) -> None:
     values = book.table().double()
     midpoints = (values[1:] + values[:-1]) / 2
     exact = midpoints.float().double() == midpoints
-    assert exact.sum() >= (15 if book in (SQUARES, LINEAR) else 1)
+    assert exact.sum() >= (15 if book in (POWERS, LINEAR) else 1)
     assert torch.equal(book.encode(midpoints[exact].float()).long(), exact.nonzero().flatten())
 
 
@@ -143,7 +151,8 @@ def test_nearest_at_special_values(book: Codebook) -> None:
     assert_nearest(book, torch.cat([x, -x]))
     assert book.encode(torch.tensor([-0.0])) == book.encode(torch.tensor([0.0]))
     top = 2**book.bits - 1
-    assert book.encode(torch.tensor([1.0, 7.0, math.inf])).tolist() == [top] * 3
+    assert book.encode(torch.tensor([7.0, math.inf])).tolist() == [top] * 2
+    assert book.encode(torch.tensor([1.0])) == (14 if book == SQUARES else top)
     assert book.encode(torch.tensor([-1.0, -7.0, -math.inf])).tolist() == [0] * 3
     assert (book.encode(torch.tensor([math.nan, -math.nan])) <= top).all()
 
@@ -184,9 +193,9 @@ def test_strides_and_empty_tensors(book: Codebook) -> None:
 @pytest.mark.parametrize("book", BOOKS, ids=name)
 def test_operators_are_registered_well(book: Codebook) -> None:
     x = torch.rand(3, 5)
-    arguments = (x, book.bits, book.signed, book.linear)
+    arguments = (x, book.bits, book.signed, book.earlier)
     torch.library.opcheck(torch.ops.lowbit.codebook_encode.default, arguments)
-    arguments = (book.encode(x), book.bits, book.signed, book.linear)
+    arguments = (book.encode(x), book.bits, book.signed, book.earlier)
     torch.library.opcheck(torch.ops.lowbit.codebook_decode.default, arguments)
 
 
@@ -205,7 +214,7 @@ def test_a_fake_tensor_leaves_no_trace() -> None:
 
     with FakeTensorMode():
         assert BOOKS[0].encode(torch.rand(3)).shape == (3,)
-    assert BOOKS[0].encode(torch.tensor([1.0])).item() == 15
+    assert BOOKS[0].encode(torch.tensor([1.0])).item() == 14
 
 
 def naive_blockwise(x: torch.Tensor, book: Codebook | torch.dtype, block: int) -> torch.Tensor:
@@ -215,6 +224,8 @@ def naive_blockwise(x: torch.Tensor, book: Codebook | torch.dtype, block: int) -
         for start in range(0, x.shape[-1], block):
             piece = x[index][start : start + block].float()
             scale = piece.abs().max().clamp_min(ABSMAX_FLOOR)
+            if book == POWERS:
+                scale = 2.0 ** scale.double().log2().ceil().float()
             if isinstance(book, Codebook):
                 codes = encode_by_search(book, piece / scale)
                 out[index][start : start + block] = book.table()[codes.long()] * scale
@@ -275,7 +286,8 @@ def test_blockwise_laws(
     assert (error <= largest_error(book, x.double() / absmax)).all()
     # The largest element of a block keeps its value, where the table ends at +1.
     top = (x.double() == absmax) & (absmax > ABSMAX_FLOOR)
-    assert torch.allclose(y[top], x[top], rtol=1e-6)
+    if book != POWERS:
+        assert torch.allclose(y[top], x[top], rtol=1e-6)
     # A second round trip changes nothing, as long as the first kept a largest element.
     if isinstance(book, Codebook) and not book.signed:
         again = dequantize_blockwise(*quantize_blockwise(y, book, block), book, block)
@@ -302,7 +314,8 @@ def test_extreme_magnitudes(book: Codebook | torch.dtype, value: float) -> None:
     assert scale.isfinite().all() and (scale > 0).all()
     y = dequantize_blockwise(codes, scale, book, 4)
     assert y.isfinite().all()
-    assert ((y.double() - value).abs() <= max(ABSMAX_FLOOR, value * 1e-6)).all()
+    largest = value / 2 if book == POWERS else value * 1e-6  # a factor of two at 3.4e38
+    assert ((y.double() - value).abs() <= max(ABSMAX_FLOOR, largest)).all()
 
 
 def test_wrong_arguments() -> None:
@@ -312,9 +325,9 @@ def test_wrong_arguments() -> None:
         Codebook(5, True)
     with pytest.raises(ValueError, match="signed must be"):
         Codebook(8, 1)  # type: ignore[arg-type]
-    for bits, signed, linear in ((4, True, True), (8, False, True), (4, False, 1)):
-        with pytest.raises(ValueError, match=r"linear must be False, or True with 4 bits"):
-            Codebook(bits, signed, linear)  # type: ignore[arg-type]
+    for bits, signed, earlier in ((8, True, True), (8, False, True), (4, False, 1)):
+        with pytest.raises(ValueError, match=r"earlier must be False, or True with 4 bits"):
+            Codebook(bits, signed, earlier)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"encode takes float32, got torch\.float64"):
         book.encode(x.double())
     with pytest.raises(TypeError, match=r"decode takes uint8 codes, got torch\.int64"):

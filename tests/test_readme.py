@@ -12,10 +12,13 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.forked import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -80,8 +83,14 @@ def name_of(page: Path) -> str:
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("lowbit", "torch._dynamo", environment=_environment()) as made:
+        yield made
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "design"], ids=name_of)
-def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
+def test_python_snippets_run(page: Path, tmp_path: Path, forks: Forks) -> None:
     """In order, in one namespace, as a reader would paste them. What a `text` block shows is printed.
 
     A block that begins with a comment of a file name is written to that file and imported. Another test runs pytest on
@@ -98,14 +107,7 @@ def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
         snippets.append(str(path))
     assert snippets
     store = str(tmp_path / "store") if name_of(page) in DISTRIBUTED else ""
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, store, *snippets],
-        cwd=tmp_path,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = forks.run(RUNNER, store, *snippets, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for output in blocks(page, "text"):
         assert output in done.stdout
@@ -125,15 +127,19 @@ def write_files(page: Path, folder: Path) -> list[str]:
     return [name for name in named if name.startswith("test_")]
 
 
-@pytest.mark.parametrize("name", ["test_int8_tensor", "test_my_tensor"])
-def test_the_tests_of_the_tutorial_pass(name: str, tmp_path: Path) -> None:
+def test_the_tests_of_the_tutorial_pass(tmp_path: Path) -> None:
+    """One run of pytest for both files, which share what they import and the processes that they start."""
     page = ROOT / "docs/tutorial.md"
-    assert name in write_files(page, tmp_path)
-    assert f"python -m pytest -q {name}.py\n" in blocks(page, "bash")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{name}.py"]
+    names = ["test_int8_tensor", "test_my_tensor"]
+    assert write_files(page, tmp_path) == names
+    for name in names:
+        assert f"python -m pytest -q {name}.py\n" in blocks(page, "bash")
+    files = [f"{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *files]
     options = {"cwd": tmp_path, "env": _environment(), "capture_output": True, "text": True}
     done = subprocess.run(command, timeout=280, **options)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"PASSED {file}" in done.stdout for file in files)
     assert "skipped" not in done.stdout
 
 

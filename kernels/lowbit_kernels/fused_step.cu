@@ -276,43 +276,52 @@ DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
     return word + shift_in(float_bits(y), float_bits(x), 25 - SHIFT);  // the rank is the highest byte
 }
 
-// The bits of 2**23 + level, for the level of the square that `x` is rounded to, from its 16 random bits.
-template <int SLOT>
+// The bits of 2**23 + level, for the level of the square that |x| is rounded to, from its 16 random bits.
 DEVICE uint32 square_level(float x, float inverse, uint32 random) {
     constexpr float SHIFT = 8388608.0f;  // 2**23
-    const float z = fminf(x * (256.0f * inverse), 256.0f);  // 256 for NaN
+    const float z = 49.0f * saturated_product(x, inverse);
     // The root is approximate. So `i` may be one too low or too high, if the root lies next to a whole number k. With
     // i = k - 1 the rest is almost the distance, above every threshold; with i = k it is almost 0, below every one. The
     // level is k in both cases.
     const float shifted = add_down(approximate_root(z), SHIFT), i = shifted - SHIFT;
     const float rest = fmaf(-i, i, z), distance = fmaf(2.0f, i, 1.0f);
-    // 1 + (random + 0.5) / 65536; or 1.5, which rounds to nearest. The threshold is exact.
-    const float draw = is_stochastic(SLOT) ? bits_float(0x3f800040u + (random << 7)) : 1.5f;
+    const float draw = bits_float(0x3f800040u + (random << 7));  // 1 + (random + 0.5) / 65536: the threshold is exact
     const float threshold = fmaf(draw, distance, -distance);
-    return float_bits(fmaxf(shifted + (rest > threshold ? 1.0f : 0.0f), SHIFT + 1.0f));
+    return float_bits(shifted + (rest > threshold ? 1.0f : 0.0f));
 }
 
-// Codes 0..15 or 0..255 of four elements, in four bytes. `random`: their bits, if the state is rounded stochastically.
+// 112 + code, for the code of the power of two that `x` is rounded to, from its 16 random bits. `inverse` is a power of
+// two. The random bits carry from the mantissa of the product into its exponent.
+DEVICE uint32 power_level(float x, float inverse, uint32 random) {
+    const int bits = (int)(float_bits(clamped_product(x, inverse)) + (random << 7 | 64));
+    return (uint32)(bits > 112 << 23 ? bits : 112 << 23) >> 23;
+}
+
+// The lowest bytes, or the highest with `pair` 0x0073, of four words.
+DEVICE uint32 gather(const uint32 word[4], uint32 pair) {
+    return permute(permute(word[0], word[1], pair), permute(word[2], word[3], pair), 0x5410);
+}
+
+// Codes 0..15 or 0..255 of four elements, in four bytes. `random`: their bits, for codes of 4 bits.
 template <int SLOT>
 DEVICE uint32 four_codes(const float x[4], const uint32 random[4], const uint32 *table, float inverse) {
-    if constexpr (has_squares(SLOT)) {
-        uint32 level[4];
+    constexpr bool FOUR_BITS = FORMATS[SLOT] == STATE_4BIT;
+    uint32 rank[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) level[i] = square_level<SLOT>(x[i], inverse, random[i]);
-        return permute(permute(level[0], level[1], 0x0040), permute(level[2], level[3], 0x0040), 0x5410) - 0x01010101;
-    } else {
-        uint32 rank[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rank[i] = ranked<SLOT>(table, x[i], inverse);
-        const uint32 ranks = permute(permute(rank[0], rank[1], 0x0073), permute(rank[2], rank[3], 0x0073), 0x5410);
-        if constexpr (!is_signed(SLOT)) return ranks;
-        constexpr uint32 ONES = 0x01010101, ZERO = (values_of(SLOT) / 2 - 1) * ONES;  // the code of 0, four times
-        const uint32 signs = permute(permute(float_bits(x[0]), float_bits(x[1]), 0x00fb),
-                                     permute(float_bits(x[2]), float_bits(x[3]), 0x00fb), 0x5410);
-        constexpr int TOP = FORMATS[SLOT] == STATE_4BIT ? 3 : 7;  // set in the highest rank, 1.0, which has no negative
-        const uint32 positive = ranks + ZERO, negative = (ranks - (ranks >> TOP & ONES)) ^ ZERO;
-        return (positive & ~signs) | (negative & signs);
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (has_powers(SLOT)) rank[i] = power_level(x[i], inverse, random[i]);
+        else if constexpr (FOUR_BITS) rank[i] = square_level(x[i], inverse, random[i]);
+        else rank[i] = ranked<SLOT>(table, x[i], inverse);
     }
+    const uint32 ranks = gather(rank, FOUR_BITS ? 0x0040 : 0x0073);
+    if constexpr (has_powers(SLOT)) return ranks & 0x0f0f0f0f;
+    if constexpr (!is_signed(SLOT)) return ranks;
+    constexpr uint32 ONES = 0x01010101, ZERO = (values_of(SLOT) / 2 - 1) * ONES;  // the code of 0, four times
+    const uint32 signs = permute(permute(float_bits(x[0]), float_bits(x[1]), 0x00fb),
+                                 permute(float_bits(x[2]), float_bits(x[3]), 0x00fb), 0x5410);
+    // The highest rank of 8 bits, 1.0, has no negative.
+    const uint32 positive = ranks + ZERO, negative = (FOUR_BITS ? ranks : ranks - (ranks >> 7 & ONES)) ^ ZERO;
+    return (positive & ~signs) | (negative & signs);
 }
 
 template <int SLOT, int WORDS>
@@ -325,29 +334,26 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale
             x[2 * i + 1] = from_half(halves >> 16) * scale;
         }
     } else {
-        const float smallest = scale * 0.00390625f;  // 1 / 256
         const uint32 *values = table + values_before(SLOT);
         if constexpr (FORMATS[SLOT] == STATE_8BIT) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(raw.word[i / 4], i % 4)]) * scale;
-        } else {
+        } else if constexpr (is_signed(SLOT)) {
             const uint32 even = raw.word[0] & 0x0f0f0f0f, odd = raw.word[0] >> 4 & 0x0f0f0f0f;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const uint32 codes = i & 1 ? odd : even;
-                if constexpr (is_signed(SLOT)) {
-                    x[i] = bits_float(values[byte_of(codes, i / 2)]) * scale;
-                } else {  // the upper bytes make the code the float 2**23 + code
-                    const float level = bits_float(permute(codes, 0x4b000000, 0x7440 | i / 2)) - 8388607.0f;
-                    x[i] = level * level * smallest;
-                }
+            for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(i & 1 ? odd : even, i / 2)]) * scale;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {  // the code is the end of an exponent
+                const uint32 moved = i < 6 ? raw.word[0] << (23 - 4 * i & 31) : raw.word[0] >> (4 * i - 23 & 31);
+                x[i] = bits_float((moved & 0x07800000) | 112 << 23) * scale;
             }
         }
     }
 }
 
 // Returns the scale of the lane's block. A block that holds a NaN, or a magnitude of 2**126 or more, gets a NaN.
-// `random`: the elements' bits, if the state is rounded stochastically.
+// `random`: the elements' bits, for codes of 4 bits.
 template <int SLOT, int WORDS>
 DEVICE float encode_codes(const float x[8], const uint32 random[8], int lane, const uint32 *table, Raw<WORDS> &raw) {
     float magnitude = larger_magnitude(x[0], x[1]);
@@ -362,12 +368,13 @@ DEVICE float encode_codes(const float x[8], const uint32 random[8], int lane, co
         largest = first ? of_first : of_second;
     }
     constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;  // 2**-100, 2**126
-    float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : largest);
+    const uint32 kept = has_powers(SLOT) ? largest + 0x7fffff & 0xff800000 : largest;  // the power of two above
+    float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : kept);
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {  // scale / 448, correctly rounded
         const float estimate = scale * (1.0f / 448.0f);
         scale = fmaf(fmaf(-448.0f, estimate, scale), 1.0f / 448.0f, estimate);
     }
-    const float inverse = reciprocal(scale);
+    const float inverse = has_powers(SLOT) ? bits_float(0x7f000000 - float_bits(scale)) : reciprocal(scale);
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -444,7 +451,7 @@ struct State {
                     if (!(at.mask >> i & 1)) x[i] = 0.0f;  // must not count in the absmax
             }
             uint32 random[8] = {};
-            if constexpr (is_stochastic(SLOT)) draw(t, k.keys[SLOT + 1], at.element, random);
+            if constexpr (FORMAT == STATE_4BIT) draw(t, k.keys[SLOT + 1], at.element, random);
             scale = encode_codes<SLOT>(x, random, lane, table, codes);
         } else {
             if constexpr (is_stochastic(SLOT)) {

@@ -4,7 +4,7 @@
 //   PARAM, GRAD        dtypes: FP32, BF16, FP16
 //   STATES             number of states of an element, 0..3
 //   SIGNED             bit n is set if the values of state n have a sign
-//   STOCHASTIC_STATES  bit n is set if state n is rounded stochastically where it is stored in bf16, or as squares
+//   STOCHASTIC_STATES  bit n is set if state n is rounded stochastically where it is stored in bf16; 4 bits always are
 //   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
 //   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED, with a byte below the bf16 (24-bit weights)
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
@@ -18,10 +18,11 @@ static constexpr int TILE = 256;
 static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
 
 DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
-// Codes of 4 bits without a sign stand for ((code + 1) / 16)**2: lowbit/codebook.py defines their rounding.
-DEVICE constexpr bool has_squares(int slot) { return FORMATS[slot] == STATE_4BIT && !is_signed(slot); }
+// Codes of 4 bits stand for squares, with a sign, or powers of two, without: lowbit/codebook.py defines their rounding.
+DEVICE constexpr bool has_powers(int slot) { return FORMATS[slot] == STATE_4BIT && !is_signed(slot); }
 DEVICE constexpr bool is_stochastic(int slot) {
-    return slot < STATES && (FORMATS[slot] == STATE_BF16 || has_squares(slot)) && (STOCHASTIC_STATES >> slot & 1) != 0;
+    return slot < STATES && (FORMATS[slot] == STATE_4BIT ||
+                             (FORMATS[slot] == STATE_BF16 && (STOCHASTIC_STATES >> slot & 1) != 0));
 }
 DEVICE constexpr bool has_codes(int slot) { return FORMATS[slot] == STATE_8BIT || FORMATS[slot] == STATE_4BIT; }
 DEVICE constexpr bool has_scale(int slot) { return has_codes(slot) || FORMATS[slot] == STATE_FLOAT8; }

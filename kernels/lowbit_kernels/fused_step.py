@@ -68,12 +68,13 @@ class Rule:
 @dataclass(frozen=True, eq=False)
 class Table:
     """The lookup tables of a state's codes: ``values`` by code (float32) and ``cells`` by magnitude (uint32), with the
-    number of the first cell and of the bits below a cell's (`lowbit.codebook.Cells`)."""
+    number of the first cell and of the bits below a cell's (`lowbit.codebook.Cells`). Codes of 4 bits have no cells,
+    because the kernel computes them."""
 
     values: np.ndarray
-    first: int
-    shift: int
-    cells: np.ndarray
+    first: int = 0
+    shift: int = 1
+    cells: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,11 @@ class Variant:
         param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
         formats: the format of each state, a key of `STATES`.
         signed: for each state, whether its values have a sign.
-        stochastic: for each state, whether it is rounded stochastically where it is stored in bf16, or in 4 bits
-            without a sign.
+        stochastic: for each state, whether it is rounded stochastically where it is stored in bf16; 4 bits always are.
         rounding: the rounding of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each weight in an
             array of bytes.
         scaled: whether gradients are multiplied by the first number of `control`.
-        tables: the table of each state; None where codes are computed, or there are none.
+        tables: the table of each state; None where there are no codes.
     """
 
     rule: Rule
@@ -129,10 +129,9 @@ class Variant:
     @property
     def is_random(self) -> bool:
         """Whether anything is rounded stochastically: the weights, or a state."""
-        each = zip(self.formats, self.signed, self.stochastic, strict=True)
+        each = zip(self.formats, self.stochastic, strict=True)
         return self.rounding == "stochastic" or any(
-            stochastic and (format == "bf16" or (format == "4bit" and not signed))
-            for format, signed, stochastic in each
+            format == "4bit" or (format == "bf16" and stochastic) for format, stochastic in each
         )
 
     @property
@@ -151,12 +150,11 @@ class Variant:
         if not self.uses_codes:
             return np.zeros(1, np.uint32)
         values, cells = [], []
-        for format, table, signed in zip(self.formats, self.tables, self.signed, strict=True):
+        for table, signed in zip(self.tables, self.signed, strict=True):
             if table is not None:
                 values.append(table.values)
-                cells.append(_kernel_cells(table, signed))
-            elif format == "4bit":
-                values.append((np.arange(1, 17, dtype=np.float32) / 16) ** 2)
+                if table.cells is not None:
+                    cells.append(_kernel_cells(table, table.cells, signed))
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
     def source(self, primitives: str = "ptx.cuh", kernel: str = "fused_step.cu") -> str:
@@ -178,7 +176,7 @@ class Variant:
         for i in range(MAX_STATES):
             table = self.tables[i] if i < len(self.tables) else None
             defines[f"FORMAT_{i}"] = STATES[self.formats[i] if i < len(self.formats) else "fp32"]
-            defines[f"CELLS_{i}"] = len(table.cells) if table else 0
+            defines[f"CELLS_{i}"] = 0 if table is None or table.cells is None else len(table.cells)
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         return program(defines, primitives, "random_bits.h", "fused_step.h", kernel)
@@ -259,10 +257,10 @@ class StepKernel:
         return torch.cuda.current_stream(self.device).cuda_stream
 
 
-def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
+def _kernel_cells(table: Table, cells: np.ndarray, signed: bool) -> np.ndarray:
     """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits subtracted."""
-    rank = table.cells >> table.shift
-    words = table.cells.astype(np.int64)
+    rank = cells >> table.shift
+    words = cells.astype(np.int64)
     if not signed:  # a second moment never becomes zero
         words[rank == 0] = 1 << table.shift
     cell = np.arange(table.first, table.first + len(words), dtype=np.int64)

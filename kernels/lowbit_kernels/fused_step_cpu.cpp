@@ -141,14 +141,14 @@ DEVICE void encode_corrected(int n, float *__restrict__ w, signed char *__restri
 
 // The tables: those of fused_step.h, then a `Pieces` for each state that has cells.
 struct Pieces {
-    // With 4 bits: the boundaries between magnitudes. With 8 bits: the boundaries between pieces of the table in which
-    // magnitudes are evenly spaced, indexed by the power of two that each lies in, and the piece before each.
+    // The boundaries between pieces of the table in which magnitudes are evenly spaced, indexed by the power of two that
+    // each lies in, and the piece before each.
     uint32 boundary[32], before[32];
     // In a piece, y has the rank floor(pos) with pos = y * slope + offset, at most `last`.
     float slope[16], offset[16];
     uint32 last[16];
     uint32 lowest;               // the power of two of boundary[0], as the exponent of a float
-    unsigned char bytes[4][256];  // with 8 bits: the values of all codes, the lowest bytes of all first
+    unsigned char bytes[4][256];  // the values of all codes, the lowest bytes of all first
 };
 static constexpr int PIECES_WORDS = sizeof(Pieces) / 4;
 DEVICE constexpr int pieces_before(int slot) {
@@ -157,8 +157,6 @@ DEVICE constexpr int pieces_before(int slot) {
 DEVICE const Pieces &pieces_of(const uint32 *table, int slot) {
     return *(const Pieces *)(table + values_before(STATES) + cells_before(STATES) + pieces_before(slot));
 }
-
-DEVICE uint32 rotated(float y) { return float_bits(y) << 1 | float_bits(y) >> 31; }
 
 // The rank of |y| among the magnitudes that codes stand for: see `ranked` of fused_step.cu.
 template <int SLOT>
@@ -300,7 +298,12 @@ DEVICE float scale_down(const float *x, int n, float *__restrict__ y) {
         const uint32 magnitude = float_bits(x[i]) & 0x7fffffff;
         largest = largest > magnitude ? largest : magnitude;
     }
-    float scale = bits_float(largest < INFINITE ? largest : 0x7fc00000);
+    uint32 kept = largest;
+    if constexpr (has_powers(SLOT)) {  // the power of two above, at most 2**127
+        kept = largest + 0x7fffff & 0xff800000;
+        kept = kept < INFINITE ? kept : INFINITE - 0x800000;
+    }
+    float scale = bits_float(largest < INFINITE ? kept : 0x7fc00000);
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) scale /= 448.0f;
     const float inverse = 1.0f / scale;
     if (largest < LARGE) {
@@ -311,22 +314,29 @@ DEVICE float scale_down(const float *x, int n, float *__restrict__ y) {
     return scale;
 }
 
-// Codes of squares, two in a byte. `random` is null for the nearest.
-DEVICE void encode_squares(const float *y, const uint32 *random, int n, unsigned char *__restrict__ codes) {
+// Codes of 4 bits, two in a byte, from 16 random bits an element.
+template <int SLOT>
+DEVICE void encode_nibbles(const float *y, const uint32 *random, int n, unsigned char *__restrict__ codes) {
     ALIGNED uint32 each[STRIP];
     for (int i = 0; i < n; ++i) {
-        float z = 256.0f * y[i];
-        z = z < 256.0f ? z : 256.0f;  // also for NaN
-        z = z > 0.0f ? z : 0.0f;
-        const int whole = (int)sqrtf(z);
-        const float root = (float)whole, draw = random ? (float)(int)random[i] + 0.5f : 32768.0f;
-        const int level = whole + ((z - root * root) * 65536.0f > draw * (2.0f * root + 1.0f));
-        each[i] = (uint32)(level > 1 ? level - 1 : 0);
+        float z = has_powers(SLOT) ? y[i] : bits_float(float_bits(y[i]) & 0x7fffffff);
+        z = z > 0.0f ? z : 0.0f;  // also for NaN
+        z = z < 1.0f ? z : 1.0f;
+        if constexpr (has_powers(SLOT)) {
+            const int code = (int)(float_bits(z) + (random[i] << 7 | 64) >> 23) - 112;
+            each[i] = (uint32)(code > 0 ? code : 0);
+        } else {
+            z *= 49.0f;
+            const int whole = (int)sqrtf(z);
+            const float root = (float)whole, draw = (float)(int)random[i] + 0.5f;
+            const int level = whole + ((z - root * root) * 65536.0f > draw * (2.0f * root + 1.0f));
+            each[i] = (uint32)(y[i] < 0.0f ? 7 - level : 7 + level);
+        }
     }
     for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(each[2 * i] | each[2 * i + 1] << 4);
 }
 
-// `n` elements that are divided by their scales already. `random`: their bits, if the state is rounded stochastically.
+// `n` elements that are divided by their scales already. `random`: their bits, for codes of 4 bits.
 template <int SLOT>
 DEVICE void encode(const float *y, const uint32 *random, int n, const uint32 *table,
                    unsigned char *__restrict__ codes) {
@@ -338,16 +348,8 @@ DEVICE void encode(const float *y, const uint32 *random, int n, const uint32 *ta
         }
     } else if constexpr (FORMATS[SLOT] == STATE_8BIT) {
         encode_bytes<SLOT>(y, n, table, codes);
-    } else if constexpr (has_squares(SLOT)) {
-        encode_squares(y, is_stochastic(SLOT) ? random : nullptr, n, codes);
     } else {
-        ALIGNED uint32 each[STRIP];
-        for (int i = 0; i < n; ++i) {
-            uint32 rank = 0;
-            for (int j = 0; j < 8; ++j) rank += rotated(y[i]) >= pieces_of(table, SLOT).boundary[j];
-            each[i] = code_of<SLOT>(y[i], rank);
-        }
-        for (int i = 0; i < n / 2; ++i) codes[i] = (unsigned char)(each[2 * i] | each[2 * i + 1] << 4);
+        encode_nibbles<SLOT>(y, random, n, codes);
     }
 }
 

@@ -41,7 +41,9 @@ class StepKernelCpu:
         self._step.restype = None
         address, number = ctypes.c_void_p, ctypes.c_longlong
         self._step.argtypes = [*([address] * 4), number, address, number]
-        pieces = [_pieces(table.values) for table in variant.tables if table is not None]
+        pieces = [
+            _pieces(table.values) for table in variant.tables if table and table.cells is not None
+        ]
         self._tables = np.concatenate([variant.table_words(), *pieces])
         self._address = self._tables.ctypes.data
 
@@ -65,7 +67,7 @@ class StepKernelCpu:
 
 
 def _pieces(values: np.ndarray) -> np.ndarray:
-    """A table of ascending values as ``Pieces`` of the .cpp: uint32.
+    """A table of 8 bits, ascending values, as ``Pieces`` of the .cpp: uint32.
 
     A boundary is stored as the first float32 beyond it, with its bits rotated left by one so that the sign is the last
     bit: at an exact tie a negative number goes up, to the lower code.
@@ -76,9 +78,6 @@ def _pieces(values: np.ndarray) -> np.ndarray:
     below = nearest.view(np.uint32).astype(np.int64) - (nearest > middle)
     beyond = 2 * below + np.where(nearest == middle, 1, 2)
     pieces = np.zeros((), _PIECES)
-    if len(values) == 16:
-        pieces["boundary"][:8] = beyond
-        return _words(pieces)
     signed = values[0] < 0
     # a decade has twice as many magnitudes as the one below
     starts = np.array([0, *(2 ** np.arange(8) * (1 if signed else 2) - (not signed))])

@@ -130,6 +130,9 @@ DEVICE float divide_exactly(float a, float b) {
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
 
+// a * b, clamped to 0..1; NaN becomes 0.
+DEVICE float clamped_product(float a, float b) { return __saturatef(a * b); }
+
 // a + b, rounded down.
 DEVICE float add_down(float a, float b) { return __fadd_rd(a, b); }
 

@@ -160,8 +160,13 @@ class LowbitQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """A folder of lowbit has the names of the model and its tensors as they are, so that nothing is converted."""
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any = None
+    ) -> list[Any]:
+        """A folder of lowbit has the names of the model and its tensors as they are, so that nothing is converted.
+
+        `model`: releases of transformers before 5.21 do not pass it.
+        """
         if not self.pre_quantized:
             return weight_conversions
         renamings = [one for one in weight_conversions if isinstance(one, WeightRenaming)]
@@ -174,8 +179,11 @@ class LowbitQuantizer(HfQuantizer):
         parts = self.own_format.suffixes(self._stored)
         attributes = sorted({n.rpartition(".")[2] for n in self._stored.get("tensors", {})})
         return [
+            # By keyword: releases of transformers order these arguments in several ways.
             WeightConverter(
-                [_pattern(attribute, part) for part in parts], f".{attribute}", [_Decode(self)]
+                source_patterns=[_pattern(attribute, part) for part in parts],
+                target_patterns=f".{attribute}",
+                operations=[_Decode(self)],
             )
             for attribute in attributes
         ]

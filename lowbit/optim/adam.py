@@ -11,10 +11,16 @@ With gradient g (negated to maximize), moments m and v, step t counted from 1::
 
 All arithmetic is float32. The update uses the moments before they are encoded again, and the weight is rounded to its
 own dtype once.
+
+By the Cauchy-Schwarz inequality, exact moments obey ``abs(m) <= largest_ratio(beta1, beta2) * sqrt(v)``. Moments that
+were rounded to few bits may not: where the gradients of a block differ by a factor of a hundred, a small m may be
+stored as a value many times its size. So the quotient is clamped to this bound, and no update is larger than one of
+exact moments could be.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
@@ -65,10 +71,20 @@ def reference(
     # Numerator and denominator are multiplied by `root`, so that the corrections of both moments act on scalars.
     root = (1 - beta2**step).sqrt()
     update = second.sqrt().add_(eps * root)
-    torch.div(exp_avg, update, out=update).mul_(lr * root / (1 - beta1**step))
+    largest = largest_ratio(beta1, beta2)
+    torch.div(exp_avg, update, out=update).clamp_(-largest, largest)
+    update.mul_(lr * root / (1 - beta1**step))
     if weight_decay and decoupled_weight_decay:
         param.mul_(1 - lr * weight_decay)
     param.sub_(update)
+
+
+def largest_ratio(beta1: float, beta2: float) -> float:
+    """The largest magnitude of m / sqrt(v) after any gradients, infinite if beta1**2 >= beta2. The result lies a little
+    above it, so that rounding in float32 does not reach it."""
+    if beta1**2 >= beta2:
+        return math.inf
+    return 1.0001 * (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
 class AdamBase(LowbitOptimizer):
@@ -116,7 +132,8 @@ class AdamBase(LowbitOptimizer):
         if self.decoupled:
             lines.append("w *= c[2];")
         second = "s[2]" if group["amsgrad"] else "s[1]"
-        lines.append(f"w -= quotient(s[0], sqrtf({second}) + c[1]) * c[0];")
+        lines.append(f"const float q = quotient(s[0], sqrtf({second}) + c[1]);")
+        lines.append("w -= (fabsf(q) > c[7] ? copysignf(c[7], q) : q) * c[0];")  # a NaN stays one
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -133,6 +150,7 @@ c[3] = 1.0 - beta1;
 c[4] = beta2;
 c[5] = 1.0 - beta2;
 c[6] = weight_decay;
+c[7] = beta1 * beta1 >= beta2 ? 1e300 : 1.0001 * (1.0 - beta1) / sqrt((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2));
 """
 
 
@@ -154,7 +172,7 @@ class AdamW(AdamBase):
 
             | state | bytes | how |
             |---|---|---|
-            | "4bit" | 1.06 | blocks of 128, signed dynamic table; second moments as squares, rounded stochastically |
+            | "4bit" | 1.06 | blocks of 128, rounded stochastically; squares, and second moments as powers of two |
             | "8bit" | 2.03 | blocks of 256, signed and unsigned dynamic 8-bit tables |
             | "float8" | 2.03 | blocks of 256, e4m3 with a scale of absmax / 448 |
             | "bf16" | 4 | second moment rounded stochastically, or it could never decay |

@@ -148,8 +148,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return self.moments
 
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
-        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16
-        or, if it has no sign, in 4 bits (`lowbit.codebook`). Other formats round to nearest.
+        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16.
+        4 bits always are (`lowbit.codebook`); other formats round to nearest.
 
         True for slow moments and for those without a sign. A second moment with beta2 = 0.999 shrinks by less than half
         a unit in the last place in a step, so rounded to nearest it would never shrink.

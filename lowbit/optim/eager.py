@@ -101,8 +101,7 @@ class Update:
     Args:
         state: the optimizer's.
         job: the parameters.
-        stochastic: the names of their states, and whether those in bfloat16, and those without a sign in 4 bits, are
-            rounded stochastically.
+        stochastic: the names of their states, and whether those in bfloat16 are rounded stochastically.
         formula: called as `formula(weight, grad, step=step, **states)`. It updates the weight (float32 or float64) and
             the states (float32) in place, [rows, cols] each. `step` is float64 without dimensions.
         coefficient: a factor of the gradients, or None.
@@ -219,7 +218,7 @@ class Update:
                 new.append(self._plain(kind, piece, slot, values[name], old[1 + len(new)].dtype))
             else:
                 random = None
-                if coded.rounds_stochastically and self.stochastic[name]:
+                if coded.rounds_stochastically:
                     random = _shorter(self._random_bits(kind, piece, slot), within)
                 new += coded.encode_rows(_shorter(values[name], within), random)
         for i, result in enumerate(new, 1):

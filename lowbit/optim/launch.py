@@ -402,8 +402,9 @@ def variant(
 
 @functools.cache
 def _table(format: str, signed: bool) -> Table | None:
-    if format not in ("8bit", "4bit") or (format == "4bit" and not signed):
-        return None  # no table, or one of squares, whose codes the kernel computes
+    if format not in ("8bit", "4bit"):
+        return None
     book = Codebook(FORMATS[format].bits, signed)
-    cells = book.cells()
-    return Table(book.table().numpy(), cells.first, cells.shift, cells.words)
+    if book.bits == 4:
+        return Table(book.table().numpy())
+    return Table(book.table().numpy(), *book.cells())

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -43,6 +43,7 @@ from lowbit.optim.fused import (
     not_compiled,
     obstacle,
     rounding_of,
+    scattered,
 )
 from lowbit.optim.job import GradScale, Job
 from lowbit.optim.launch import Item, Launch, are_dense, has_own_memory, variant
@@ -182,10 +183,11 @@ class Batch:
         shape = (len(own.params), *first.shape)
         buffer = torch.empty(shape, dtype=self.dtype, device=first.device)
         for launch in self.directions:
+            launch.count_from(optimizer.state, own)
             launch.step(own, own.grads, coefficient, buffer)
-        for i in self.eager:
-            state = optimizer.state[own.params[i]]
-            buffer[i].copy_(_direction(state, own.grads[i], group, coefficient))
+        if self.eager:
+            matrices = [buffer[i] for i in self.eager]
+            _write_directions(optimizer.state, own.subset(self.eager), coefficient, matrices)
         results = self._orthogonalized(own.params, group, buffer)
         del buffer
         for launch in self.descents:
@@ -268,19 +270,25 @@ def _working_dtype(param: Any, is_local: bool) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def _direction(
-    state: dict[str, Any], grad: Tensor, group: dict[str, Any], coefficient: Tensor | None
-) -> Tensor:
-    """`direction` in PyTorch operations, with a momentum in any format: this rank's part of U, float32."""
-    grad = grad.float()
-    if coefficient is not None:
-        grad = grad * coefficient.to(grad.device)
-    stored = local(state["momentum_buffer"])
-    momentum = stored.dequantize() if isinstance(stored, CodebookTensor) else stored.float()
-    update = bound(muon_formula.direction, group)(grad, momentum, step=state["step"])
-    if momentum is not stored:
-        stored.copy_(momentum)
-    return update
+def _write_directions(
+    state: Mapping[Tensor, Any], job: Job, coefficient: Tensor | None, matrices: list[Tensor]
+) -> None:
+    """`direction` in PyTorch operations, with momentums in any format: writes this rank's part of each U."""
+    find = bound(muon_formula.direction, job.group)
+
+    def formula(update: Tensor, grad: Tensor, *, step: Tensor, momentum_buffer: Tensor) -> None:
+        update.copy_(find(grad, momentum_buffer, step=step))
+
+    # The matrices take the place of the weights, and are rounded to nearest.
+    group = {**job.group, "bf16_stochastic_round": False, "weight_correction": None}
+    placed = [states.like_param(p, u) for p, u in zip(job.params, matrices, strict=True)]
+    each = {
+        u: {"step": state[p]["step"] + 1, "momentum_buffer": state[p]["momentum_buffer"]}
+        for p, u in zip(job.params, placed, strict=True)
+    }
+    momentums = {"momentum_buffer": False}
+    own = Job(group, placed, job.indices, job.grads)
+    Update(each, own, momentums, formula, coefficient).run()
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------
@@ -306,7 +314,10 @@ def _variants(
         first = variant(_DIRECTION, dtype, grad.dtype, (format,), (True,), (False,), "nearest")
         rounding = rounding_of(group, own.dtype)
         second = variant(_DESCENT, own.dtype, dtype, (), (), (), rounding)
-        reasons = [not_compiled(group, own.device, found) for found in (first, second)]
+        reasons = [
+            scattered(found, param) or not_compiled(group, own.device, found)
+            for found in (first, second)
+        ]
         reason = reasons[0] or reasons[1]
         if reason is None:
             return first, second
@@ -361,10 +372,17 @@ class HalfLaunch(Launch):
         return made
 
     def count_elsewhere(self) -> None:
-        """Leave the parameters' own step counters alone. Each launch counts, and a step takes two."""
+        """Leave the parameters' own step counters alone. Each launch counts, and a step takes two.
+        `count_from` sets the counters of this launch."""
         self.counters = self.scalars.new_zeros(len(self.positions), dtype=states.STEP)
         own = self.counters.data_ptr() + self.counters.itemsize * np.arange(len(self.positions))
         self.tensor_words()[:, COLUMN["step"]] = own
+
+    def count_from(self, state: Mapping[Tensor, Any], job: Job) -> None:
+        """Make the counters those of the parameters, because random bits depend on the step."""
+        assert self.counters is not None
+        if self.variant.is_random:
+            torch.stack([state[job.params[i]]["step"] for i in self.positions], out=self.counters)
 
     def _scratch(self) -> tuple[Any, ...]:
         return *super()._scratch(), self.counters

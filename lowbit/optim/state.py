@@ -82,12 +82,12 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The states of a parameter that an earlier version stored on the linear grid, with their values rounded to
+    """The states of a parameter that an earlier version stored on another grid, with their values rounded to
     today's."""
     made = {}
     for name, value in state.items():
         part = local(value)
-        if isinstance(part, CodebookTensor) and part.grid == "linear":
+        if isinstance(part, CodebookTensor) and part.is_earlier:
             today = CodebookTensor.from_float(
                 part.dequantize(), part.format, signed=part.signed, block_size=part.block_size
             )

@@ -2,7 +2,7 @@
 
 Values are stored blockwise: the scale of a block is its largest magnitude, the code of an element the nearest entry of
 a table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507). A step of an optimizer
-rounds second moments in 4 bits stochastically in place of to nearest.
+rounds 4 bits stochastically in place of to nearest.
 
 Blocks never cross a row. A tensor of shape (d0, ..., dn) is viewed as [d0, mid..., cols], where `cols` is the
 product of the fewest trailing dimensions that reaches the block size; dimension 0 is never one of them. Blocks
@@ -21,9 +21,9 @@ would round to zero takes the smallest positive code (the 4-bit table has no zer
 moment by a second moment of zero makes updates thousands of times too large, as soon as the magnitudes of the gradients
 in a block differ by a factor of a thousand.
 
-The table of a 4-bit format without a sign holds squares. Earlier versions had a linear one. The metadata `grid` names
-the one in use: "squares", "linear", or None for all other formats. Files of earlier versions lack it. Their tensors
-decode as before, and `copy_` into a new tensor takes their values.
+4 bits have had two tables, and the metadata `grid` names the one in use: "squares" (signed) and "powers" (unsigned)
+today, "dynamic" and "linear" in files of earlier versions, which lack the name; None for all other formats. Tensors of
+earlier versions decode as before, and `copy_` into a new tensor takes their values.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ class _Format:
 FORMATS = {"4bit": _Format(4, 128), "8bit": _Format(8, 256), "float8": _Format(8, 256)}
 
 
-def has_grid(format: str, signed: bool) -> bool:
-    """Whether a format has been stored on two grids, so that its metadata names one."""
-    return format == "4bit" and not signed
+def grids(format: str, signed: bool) -> tuple[str | None, str | None]:
+    """The grid of a format today, and that of earlier versions; None where the format has one table."""
+    if format != "4bit":
+        return None, None
+    return ("squares", "dynamic") if signed else ("powers", "linear")
 
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
@@ -109,8 +111,7 @@ class CodebookTensor(LowbitTensor):
         if block_size is None and format in FORMATS:
             block_size = FORMATS[format].block_size
         asked = {"format": format, "signed": bool(signed), "block_size": block_size}
-        if has_grid(format, bool(signed)):
-            asked["grid"] = "squares"
+        asked["grid"] = grids(format, bool(signed))[0]
         meta = cls.meta_from_json(asked)
         shapes = inner_shapes(shape, format, meta["block_size"])
         tensors = {
@@ -146,7 +147,12 @@ class CodebookTensor(LowbitTensor):
     @property
     def rounds_stochastically(self) -> bool:
         """Whether `encode_rows` takes random bits."""
-        return self.grid == "squares"
+        return self.grid is not None and not self.is_earlier
+
+    @property
+    def is_earlier(self) -> bool:
+        """Whether this is a tensor of an earlier version, on another grid than today's."""
+        return self.grid != grids(self.format, self.signed)[0]
 
     def encode_rows(self, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes (packed) and scale of float32 rows `values` [..., cols], in the form that this tensor stores.
@@ -174,7 +180,7 @@ class CodebookTensor(LowbitTensor):
     def _book(self) -> Codebook | torch.dtype:
         if self.format == "float8":
             return torch.float8_e4m3fn
-        return Codebook(FORMATS[self.format].bits, self.signed, self.grid == "linear")
+        return Codebook(FORMATS[self.format].bits, self.signed, self.is_earlier)
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
         return row_layout(self.flat_from or self.shape, self.block_size)
@@ -203,7 +209,7 @@ class CodebookTensor(LowbitTensor):
     def missing_in_earlier_files(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         if "grid" in found or not {"format", "signed"} <= {*found}:
             return {}
-        return {"grid": "linear" if has_grid(found["format"], found["signed"]) else None}
+        return {"grid": grids(found["format"], found["signed"])[1]}
 
     @classmethod
     def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +224,7 @@ class CodebookTensor(LowbitTensor):
         if type(block_size) is not int or block_size < 2 or block_size % 2:
             raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
         grid = {**cls.missing_in_earlier_files(data), **data}["grid"]
-        accepted = ("squares", "linear") if has_grid(format, signed) else (None,)
+        accepted = tuple(dict.fromkeys(grids(format, signed)))
         if grid not in accepted:
             raise ValueError(
                 f"grid must be {' or '.join(map(repr, accepted))} with format={format!r} and signed={signed}, got "

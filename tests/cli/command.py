@@ -17,7 +17,7 @@ for package in ("typer", "rich", "safetensors", "matplotlib"):
     pytest.importorskip(package)  # skips the module that imports this one
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HIDDEN, INNER, LAYERS, HEADS, GROUPS, VOCABULARY = 128, 256, 2, 4, 2, 258
+HIDDEN, INNER, LAYERS, HEADS, GROUPS, VOCABULARY = 128, 256, 2, 4, 2, 259
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

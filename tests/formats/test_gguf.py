@@ -117,11 +117,11 @@ def test_rows_of_heads() -> None:
 
 
 def tokenizer(folder: Path, size: int = 300) -> Path:
-    """A byte-level BPE with one merge and one special token."""
+    """A byte-level BPE with two merges and one special token. transformers 5.17 misreads a list of one merge."""
     tokenizers = pytest.importorskip("tokenizers")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {text: i for i, text in enumerate([*letters, "ab"])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    vocab = {text: i for i, text in enumerate([*letters, "ab", "cd"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b"), ("c", "d")]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(["<s>"])

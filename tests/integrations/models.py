@@ -46,6 +46,15 @@ def by_compressed_tensors(folder: Path, dtype: torch.dtype) -> Any:
     return loaded(folder, dtype, quantization_config=CompressedTensorsConfig(dequantize=True))
 
 
+def dtype_of_exact_blocks() -> torch.dtype:
+    """The dtype in which float8 blocks of compressed-tensors are read to the bit. Before 5.21 transformers left their
+    decompression to the package, which takes their scales in the model's dtype."""
+    from transformers.integrations import compressed_tensors
+
+    is_own = hasattr(compressed_tensors, "CompressedTensorsDequantize")
+    return torch.bfloat16 if is_own else torch.float32
+
+
 def gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 

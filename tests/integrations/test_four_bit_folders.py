@@ -197,11 +197,16 @@ def low_bit_mixture(name: str, scheme: Any, **changes: Any) -> Any:
 
 
 def test_the_names_are_those_of_transformers() -> None:
-    """Every model type that lowbit names is converted by transformers so, and in no other way."""
+    """Every model type that lowbit names is converted by transformers so, and in no other way. Releases before the
+    newest do not know all of them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    unknown = []
     for model_type, names in FAMILIES.items():
         found = get_checkpoint_conversion_mapping(model_type)
+        if found is None:
+            unknown.append(model_type)
+            continue
         experts = {tuple(c.target_patterns): c.source_patterns for c in found}
         prefix = ".experts" if names is MIXTRAL else "mlp.experts"
         wanted = {
@@ -213,6 +218,7 @@ def test_the_names_are_those_of_transformers() -> None:
         if names.module is not None:
             wanted[(names.module[1],)] = [names.module[0]]
         assert experts == wanted, model_type
+    assert unknown in ([], ["qwen3_omni_moe_text"])
 
 
 OF_EXPERTS = {

@@ -209,6 +209,15 @@ def test_transformers_learns_the_size_of_each_weight(name: str, tmp_path: Path) 
         assert total == pytest.approx(quantizer.report.nbytes)
 
 
+@pytest.mark.parametrize("given", [(), (None,)], ids=["before 5.21", "from 5.21 on"])
+def test_releases_of_transformers_ask_for_conversions_with_and_without_the_model(given) -> None:
+    from lowbit.hf.quantizer import LowbitQuantizer
+
+    joined = ["a conversion of the model"]
+    quantizer = LowbitQuantizer(LowbitConfig("int8"), pre_quantized=False)
+    assert quantizer.update_weight_conversions(joined, *given) == joined
+
+
 def test_one_config_serves_two_models(tmp_path: Path) -> None:
     config = LowbitConfig("int8")
     before = config.to_dict()

@@ -11,7 +11,7 @@ from torch import nn
 import lowbit as lb
 from lowbit import qat
 from tests.integrations.models import TOKENS, is_inner_linear, llama, logits
-from tests.integrations.test_transformers import Tokens, losses, trainer
+from tests.integrations.test_transformers import CHECKPOINTING, Tokens, losses, trainer
 from tests.schemes import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -70,7 +70,7 @@ def test_the_cross_entropy_is_that_of_the_model() -> None:
 def test_the_trainer(checkpointing, tmp_path) -> None:
     """The quantized model comes near another one, which only its logits describe."""
     model, teacher = prepared(), llama(initializer_range=0.1)
-    run = trainer(model, tmp_path, steps=20, activation_checkpointing=checkpointing)
+    run = trainer(model, tmp_path, steps=20, **{CHECKPOINTING: checkpointing})
     qat.Distillation(model, teacher).attach(run)
     found = losses(run)
     assert found[-1] < 0.5 * found[0]

@@ -174,6 +174,14 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": ids, "labels": ids}
 
 
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in transformers.TrainingArguments.__dataclass_fields__
+)
+"""The argument's name. transformers before 5.23 has only the second; later ones warn of it."""
+
+
 def trainer(model: nn.Module, folder: Any, steps: int = 4, **changes: Any) -> Any:
     options = {
         **{"output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 2},
@@ -223,7 +231,7 @@ def test_low_bit_training_with_the_trainer(scheme, undo, checkpointing, tmp_path
     model = llama()
     lb.train.prepare_(model, scheme, is_inner_linear)
     optimizer = (lb.optim.AdamW8bit, {"lr": 1e-2})
-    options = {"activation_checkpointing": checkpointing, "max_grad_norm": 1.0}
+    options = {CHECKPOINTING: checkpointing, "max_grad_norm": 1.0}
     found = losses(trainer(model, tmp_path, optimizer_cls_and_kwargs=optimizer, **options))
     assert found[-1] < found[0]
     undo(model)

@@ -12,7 +12,10 @@ from pathlib import Path
 from lowbit_kernels import host_compiler
 
 COMPILER = host_compiler.compiler()
-OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC")
+OPTIONS = (
+    *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"),
+    "-U_FORTIFY_SOURCE",  # its longjmp takes a jump to another fiber's stack for an error
+)
 
 
 @functools.cache

@@ -159,6 +159,10 @@ DEVICE float saturated_product(float a, float b) {
     const float product = fabsf(a) * b;
     return product != product ? 0.0f : product > 1.0f ? 1.0f : product;
 }
+DEVICE float clamped_product(float a, float b) {
+    const float product = a * b;
+    return product > 0.0f ? product > 1.0f ? 1.0f : product : 0.0f;
+}
 DEVICE float add_down(float a, float b) {  // the sum of a number of 24 bits and a smaller one, in double
     const double exact = (double)a + b;
     const float rounded = (float)exact;

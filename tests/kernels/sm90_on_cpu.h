@@ -6,6 +6,7 @@
 // shared memory that is read before it is loaded.
 
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,7 +49,11 @@ struct Store {
     bool committed = false;
 };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;              // where it starts
+    jmp_buf place;                   // where it goes on
+    bool started = false;
+    bool (*waits)(const void *) = 0; // whether it has to wait longer, given `what`; none: it does not wait
+    const void *what;
     std::vector<Store> stores;  // not yet done
     std::unique_ptr<char[]> stack;
     bool done = false;
@@ -71,7 +76,7 @@ struct Block {
 };
 static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned int current, threads, cluster;
 static std::function<void()> body;
 struct Load {
@@ -107,7 +112,26 @@ static void fail(const char *why) { fprintf(stderr, "%s\n", why), exit(3); }
 static Block &block(uint32 rank) { return blocks[blockIdx.x / cluster * cluster + rank]; }
 static Block &block() { return blocks[blockIdx.x]; }
 static unsigned char *memory() { return block().memory; }
-static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+// swapcontext would call the operating system for each switch, so only the start of a fiber uses its context.
+static void yield() {
+    if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+}
+static void go_on(Fiber &fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+}
+// The scheduler asks again in each round, and does not switch to the fiber before `waits` is false.
+template <typename Waits>
+static void yield_while(const Waits &waits) {
+    if (!waits()) return;
+    Fiber &own = fibers[current];
+    own.waits = [](const void *what) { return (*(const Waits *)what)(); };
+    own.what = &waits;
+    yield();
+    own.waits = 0;
+}
 static void enter() {
     body();
     if (!fibers[current].stores.empty()) fail("nobody waits for a store");
@@ -119,13 +143,11 @@ static void enter() {
 static void meet(int kind, unsigned int count) {
     const unsigned int first = current / count * count;
     const long meeting = ++fibers[current].meetings[kind];
-    for (;;) {
-        bool all = true;
+    yield_while([=] {
         for (unsigned int i = first; i < first + count && i < fibers.size(); ++i)
-            if (!fibers[i].done && fibers[i].meetings[kind] < meeting) all = false;
-        if (all) return;
-        yield();
-    }
+            if (!fibers[i].done && fibers[i].meetings[kind] < meeting) return true;
+        return false;
+    });
 }
 static void meet_warp() { meet(0, 32); }
 static void come(int kind) { ++fibers[current].meetings[kind]; }
@@ -147,7 +169,7 @@ static void launch(unsigned int grid, unsigned int block_threads, unsigned int c
         fiber.stack = std::make_unique<char[]>(STACK);
         getcontext(&fiber.context);
         fiber.context.uc_stack = {fiber.stack.get(), 0, STACK};
-        fiber.context.uc_link = &scheduler;
+        fiber.context.uc_link = 0;
         makecontext(&fiber.context, enter, 0);
     }
     const char *delay = getenv("EMULATED_DELAY");
@@ -161,8 +183,10 @@ static void launch(unsigned int grid, unsigned int block_threads, unsigned int c
         for (current = 0; current < fibers.size(); ++current) {
             if (fibers[current].done) continue;
             running = true;
+            Fiber &fiber = fibers[current];
+            if (fiber.waits && fiber.waits(fiber.what)) continue;
             threadIdx = {current % threads}, blockIdx = {current / threads};
-            swapcontext(&scheduler, &fibers[current].context);
+            go_on(fiber);
         }
     }
     for (Block &one : blocks) free(one.memory);
@@ -192,7 +216,8 @@ static inline void barrier_arrive(uint32 at, uint32 rank) {
 }
 static inline void barrier_arrive(uint32 at) { barrier_arrive(at, blockIdx.x % emulation::cluster); }
 static inline void barrier_wait(uint32 at, uint32 parity) {
-    while (emulation::block().barriers.at(at).phase == parity) emulation::yield();
+    const emulation::Barrier &b = emulation::block().barriers.at(at);
+    emulation::yield_while([&b, parity] { return b.phase == parity; });
 }
 static inline void barrier_wait_after(uint32 at, uint32 parity) { barrier_wait(at, parity); }
 static inline uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
@@ -212,9 +237,10 @@ static inline void named_barrier_arrive(int id, int threads) {
     if (++own.come == threads) own.come = 0, ++own.count;
 }
 static inline void named_barrier_sync(int id, int threads) {
-    const long before = emulation::block().meetings[id].count;
+    const emulation::Meeting &own = emulation::block().meetings[id];
+    const long before = own.count;
     named_barrier_arrive(id, threads);
-    while (emulation::block().meetings[id].count == before) emulation::yield();
+    emulation::yield_while([&own, before] { return own.count == before; });
 }
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}

@@ -15,7 +15,7 @@ from lowbit.tensor import CodebookTensor
 from lowbit_kernels import fused_step, host_compiler
 from lowbit_kernels.fused_step import COLUMN, Rule, Variant
 from lowbit_kernels.fused_step_cpu import StepKernelCpu
-from tests.optim.problems import parameters, rand, run
+from tests.optim.problems import is_beside, parameters, rand, run
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
 
@@ -49,20 +49,19 @@ def near_boundaries(format, signed):
         values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         values = values[values.isfinite()].unique()
     else:
-        values = Codebook(8 if format == "8bit" else 4, signed).table()
+        values = Codebook(8, signed).table()
     middle = (values[1:].double() + values[:-1].double()).div(2).float()
     edges = torch.cat([values, middle])
     up, down = (torch.nextafter(edges, torch.tensor(s)) for s in (9e9, -9e9))
     x = torch.cat([edges, up, down, rand(1000).clamp(-1, 1) * values.max(), torch.zeros(40)])
     if not signed:
         x = x.abs()
-    block = 128 if format == "4bit" else 256
     x = x.clamp(-values.max(), values.max())
-    x = torch.cat([x, torch.zeros(-len(x) % (block - 1))]).view(-1, block - 1)
+    x = torch.cat([x, torch.zeros(-len(x) % 255)]).view(-1, 255)
     return torch.cat([x, values.max().expand(len(x), 1)], dim=1)
 
 
-@states
+@pytest.mark.parametrize(("format", "signed"), [s for s in STATES if s[0] != "4bit"])
 def test_codes_are_the_nearest(format, signed):
     x = near_boundaries(format, signed)
     expected = CodebookTensor.from_float(x, format, signed=signed)
@@ -92,6 +91,9 @@ def test_every_code_is_decoded(format, signed, shape):
     assert torch.equal(pass_through(new, state), expected)
     other = CodebookTensor.from_float(new, format, signed=signed)
     assert torch.equal(state.scale, other.scale)
+    if format == "4bit":  # rounded stochastically: the value above or below
+        assert is_beside(state, new).all()
+        return
     # the kernel multiplies with the inverse, which may round to the other side of a boundary
     assert (state.codes != other.codes).sum() <= 1
 

@@ -92,14 +92,18 @@ def test_cpu(case) -> None:
     assert torch.equal(x, before)
 
 
+# The interpreter takes seconds for many tiles. A tile's indices do not depend on the format, and int8 has these cases.
+INTERPRETED_CASES = [
+    case for case in SMALL if case.name not in ("e4m3-several-tiles", "e4m3-long-rows-only")
+]
 INTERPRETED = """
 import json, torch
 from lowbit_kernels.launches import counted
-from tests.kernels.test_quantize_rowcol import OP, SMALL, extreme, reference, same
+from tests.kernels.test_quantize_rowcol import INTERPRETED_CASES, OP, extreme, reference, same
 
 torch.manual_seed(0)
 results = {}
-cases = {case.name: case.arguments() for case in SMALL}
+cases = {case.name: case.arguments() for case in INTERPRETED_CASES}
 cases |= {f"extreme-{format}": (extreme(), format) for format in ("int8", "e4m3", "e5m2")}
 factor = torch.rand(150)
 factor[5], factor[6], factor[8] = torch.inf, 0, 1e30
@@ -120,7 +124,7 @@ def under_triton() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "name", [*map(name_of, SMALL), *(f"extreme-{f}" for f in (*FORMATS, "factor"))]
+    "name", [*map(name_of, INTERPRETED_CASES), *(f"extreme-{f}" for f in (*FORMATS, "factor"))]
 )
 def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
     assert under_triton[name]

@@ -41,13 +41,17 @@ def run(optimizer, params, steps, first=0):
 
 
 def is_beside(stored, value):
-    """For each element of a second moment in 4 bits, whether it is the square above or below the exact `value`."""
-    scale = stored.scale.repeat_interleave(stored.block_size, -1)[
-        ..., : stored.cols_of(stored.shape)
-    ]
+    """For each element of a moment in 4 bits, whether it is the value of the table above or below the exact `value`, or
+    the smallest second moment there is."""
+    cols = stored.cols_of(stored.shape)
+    scale = stored.scale.repeat_interleave(stored.block_size, -1)[..., :cols]
     scale = scale.reshape(stored.shape).double()
-    level = (256 * stored.dequantize().double() / scale).sqrt()
-    return (level - (256 * value.double() / scale).sqrt().clamp_min(1)).abs() < 1.0001
+
+    def level(x):
+        y = x.double() / scale
+        return y.sign() * (49 * y.abs()).sqrt() if stored.signed else y.log2().clamp_min(-15)
+
+    return (level(stored.dequantize()) - level(value)).abs() < 1.0001
 
 
 def relative(a, b):

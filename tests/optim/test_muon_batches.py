@@ -129,8 +129,9 @@ def test_a_plan_is_kept_until_something_changes():
 # ---- stacks -------------------------------------------------------------------------------------------------
 
 
-@every
+@pytest.mark.parametrize("state", [name for name in FORMATS if name != "4bit"])
 def test_a_stack_equals_its_matrices(state):
+    """With 4 bits, random draws differ: they depend on the number of the parameter."""
     stack = nn.Parameter(rand(3, 80, 512))
     parts = [nn.Parameter(m.clone()) for m in stack.detach()]
     whole = Muon([stack], lr=0.1, state=state, stacked=True, adjust_lr_fn="match_rms_adamw")

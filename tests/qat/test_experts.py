@@ -251,12 +251,22 @@ def test_gradients(name, tokens, path) -> None:
     assert not any(found[key][empty].any() for key in ("up", "up_scale"))
 
 
-@both_scales
-@pytest.mark.parametrize("scheme", [WEIGHT, BOTH], ids=["weight", "both"])
-def test_compiled_without_new_graphs_for_other_tokens(scheme, scales) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "scales", "backend"),
+    [
+        (WEIGHT, "learned", "inductor"),  # a zero point that learns
+        (BOTH, "present", "inductor"),  # inputs that are rounded
+        (WEIGHT, "present", "aot_eager"),
+        (BOTH, "learned", "aot_eager"),
+    ],
+    ids=["weight-learned", "both-present", "weight-present-graph", "both-learned-graph"],
+)
+def test_compiled_without_new_graphs_for_other_tokens(scheme, scales, backend) -> None:
+    """Inductor takes seconds, so it compiles each scheme and each kind of scales once. The other two pairs make the
+    same graphs with gradients, which run without its code."""
     model = prepared(Model().bfloat16(), scheme, scales)
     torch._dynamo.reset()
-    counted = CompileCounterWithBackend("inductor")
+    counted = CompileCounterWithBackend(backend)
     run = torch.compile(model, fullgraph=True, backend=counted)
     for counts in ((3, 20, 5, 12), (0, 0, 37, 0), (8, 8, 9, 9), (1, 0, 0, 55)):
         ends, rows = offsets_of(counts), sum(counts)

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from lowbit.tensor import FakeQuantizedTensor, Int8WeightTensor
 from recipes import fsdp2
 from recipes.command_line import UserError
 from recipes.llama import Llama
+from tests.forked import Forks
 
 TINY = ["--set", "steps=6", "--set", "save_every=2", "--set", "log_every=1", "--set", "lr=1e-2"]
 
@@ -32,9 +35,10 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-def started(*options: str | Path, processes: int = 2) -> subprocess.Popen:
+def started(*options: str | Path) -> subprocess.Popen:
+    """Two processes, by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "recipes.fsdp2", *map(str, options)]
+    command += ["--nproc-per-node=2", "-m", "recipes.fsdp2", *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,
@@ -46,11 +50,36 @@ def started(*options: str | Path, processes: int = 2) -> subprocess.Popen:
     )
 
 
-def ran(*options: str | Path, processes: int = 2) -> str:
-    process = started(*options, processes=processes)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    return out
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with Forks("recipes.fsdp2", "torch._dynamo", environment=environment) as made:
+        yield made
+
+
+PROGRAM = "import sys; from recipes import fsdp2; sys.exit(fsdp2.main())"
+
+
+def forked(forks: Forks, *options: str | Path, processes: int = 2) -> list[int]:
+    """Processes with the variables that torchrun sets. Without torchrun they do not import torch again and again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        forks.start(
+            *(PROGRAM, *options), folder=Path.cwd(), RANK=rank, LOCAL_RANK=rank, **variables
+        )
+        for rank in map(str, range(processes))
+    ]
+
+
+def ran(forks: Forks, *options: str | Path, processes: int = 2) -> str:
+    """What all processes print."""
+    started = forked(forks, *options, processes=processes)
+    done = [forks.finished(process) for process in started]
+    assert not any(process.returncode for process in done), [process.stderr for process in done]
+    return "".join(process.stdout for process in done)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -68,11 +97,10 @@ def losses(run: Path) -> dict[int, float]:
         ("qat-int4", "Muon8bit"),
     ],
 )
-def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path):
+def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path, forks):
     out = tmp_path / "run"
-    made = ran(
-        "--low-bits", low_bits, "--optimizer", optimizer, "--data", source, "--out", out, *TINY
-    )
+    ways = ("--low-bits", low_bits, "--optimizer", optimizer)
+    made = ran(forks, *ways, "--data", source, "--out", out, *TINY)
     assert "held-out perplexity" in made
     found = losses(out)
     assert list(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
@@ -89,9 +117,11 @@ def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path)
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory) -> Path:
-    """A run of six steps on two processes."""
+    """A run of six steps on two processes, by torchrun."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    ran("--low-bits", "int8-weights", "--data", source, "--out", out, *TINY)
+    process = started("--low-bits", "int8-weights", "--data", source, "--out", out, *TINY)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
     return out
 
 
@@ -106,9 +136,9 @@ def as_killed(whole: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("processes", [2, 1, 4])
-def test_a_killed_run_goes_on(processes, whole, tmp_path):
+def test_a_killed_run_goes_on(processes, whole, tmp_path, forks):
     killed = as_killed(whole, tmp_path / "killed")
-    ran("--resume", killed, processes=processes)
+    ran(forks, "--resume", killed, processes=processes)
     expected, found = losses(whole), losses(killed)
     assert [*found] == [1, 2, 3, 4, 5, 6]
     if processes == 2:
@@ -122,7 +152,7 @@ def test_a_killed_run_goes_on(processes, whole, tmp_path):
         assert all(abs(found[step] - expected[step]) < 2e-3 * expected[step] for step in expected)
 
 
-def test_killed_for_real(source, tmp_path):
+def test_killed_for_real(source, tmp_path, forks):
     out = tmp_path / "run"
     process = started(
         "--data", source, "--out", out, "--set", "steps=5000", "--set", "save_every=3"
@@ -133,12 +163,14 @@ def test_killed_for_real(source, tmp_path):
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
     process.communicate(timeout=90)
     reached = fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1])
-    process = started("--resume", out)
+    processes = forked(forks, "--resume", out)
     while fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1]) <= reached:
-        assert process.poll() is None and time.monotonic() < deadline + 120
+        assert all(forks.status(p) is None for p in processes) and time.monotonic() < deadline + 120
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=90)
+    for process in processes:
+        os.kill(process, signal.SIGTERM)
+    for process in processes:
+        assert forks.finished(process, timeout=90).returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ class Someones(torch.optim.Optimizer):
 
 @pytest.fixture(autouse=True)
 def nothing_replaced_before():
-    gc.collect()
     replaced._REPLACED.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,15 @@ pytestmark = pytest.mark.gpu
 SCHEMES = {
     "int8": Int8Weight(),
     "int8-products": Int8Weight(True, True, True, always=True),
+    "int8-products-nearest": Int8Weight(True, True, True, stochastic_rounding=False, always=True),
     "bitnet": BitNet(),
     "bitnet-products": BitNet(True, True),
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+NEAREST = 0.02
+"""Relative error between devices without draws: a hidden activation may be on another side of a rounding."""
 
 
 def model_of(scheme, dtype):
@@ -42,6 +48,24 @@ def outcome(model, run, x):
     return {"output": y.detach(), "input": x.grad, **grads}
 
 
+def limits(scheme, dtype, x, expected):
+    """The largest relative error of each tensor of an outcome between the CPU and a GPU, by its name.
+
+    Stochastic rounding seeds its draws by the bits of the gradient, in which devices differ. So they draw
+    independently, and their distance is that of two draws on the CPU, 0.022 for the gradient of the input. It varies by
+    2% among pairs of seeds.
+    """
+    found = {
+        name: 1e-3 if scheme == Int8Weight() and dtype is torch.float32 else NEAREST
+        for name in expected
+    }
+    if getattr(scheme, "rounds_stochastically", False):
+        other = model_of(replace(scheme, seed=scheme.seed + 1), dtype)
+        drawn = outcome(other, other, x)
+        found = {n: max(bound, 1.1 * relative(drawn[n], expected[n])) for n, bound in found.items()}
+    return found
+
+
 @every_scheme
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -54,10 +78,9 @@ def test_gradients_by_name_as_on_the_cpu(scheme, dtype, compiled):
     with scaled_products() as calls:
         found = outcome(there, run, x.cuda())
     assert (calls["int8"] > 0) == (scheme != Int8Weight())
+    bounds = limits(scheme, dtype, x, expected)
     for name, value in expected.items():
-        # a hidden activation on another side of a rounding
-        limit = 0.02 if dtype is not torch.float32 or scheme != Int8Weight() else 1e-3
-        assert relative(found[name].cpu(), value) < limit, name
+        assert relative(found[name].cpu(), value) < bounds[name], name
 
 
 @every_scheme
