@@ -15,14 +15,14 @@ plus 0 and 1, and mirrored (without -1) where signed.
 nearest. A Llama of 316M parameters ends 2.1% higher with them than with float32 states, for two reasons, measured in
 benchmarks/LOG.md ("4 bits: squares and powers of two").
 
-*To nearest, a momentum keeps still.* In a step it moves by a tenth of the way to the gradient. That is often less than
-half the way to the next of 16 values, so it stays where it is. An optimizer's step therefore rounds 4 bits
-stochastically, so that the mean of what is stored is the moment itself.
+*Rounded to nearest, a momentum stays where it is.* In a step it moves by a tenth of the way to the gradient. That is
+often less than half the way to the next of 16 values. An optimizer's step therefore rounds 4 bits stochastically, so
+that the mean of what is stored is the moment itself.
 
 *Second moments of a block differ by more than 16 times.* A smaller one is stored as a sixteenth of the largest, and its
 weight moves too little. So the book without a sign holds powers of two, ``2**(code - 15)``. It has no zero, because an
 update divided by the root of zero blows up. Scales are powers of two as well: a moment that stays the same keeps its
-code when the largest of its block changes.
+value when the largest of its block changes.
 
 The signed book holds squares, ``(i / 7)**2`` and their negatives, i = 0..7, at ``code = 7 + i`` and ``7 - i``. Code 15
 is the next square, which no block has. With y the value divided by its block's scale, and 16 random bits ``r``, all in
@@ -42,7 +42,7 @@ root is off by some units in the last place, so i is wrong only if z lies next t
 place of k, or k in place of k - 1. With ``i = k - 1`` the left side is almost ``65536 (2 i + 1)``, above the right side
 for all r. With ``i = k`` it is almost 0 or negative, below the right side for all r. The level is k in both cases.
 
-Earlier versions stored the tables of the paper. ``earlier=True`` decodes them.
+Earlier versions stored the tables of the paper: the grids "dynamic" and "linear".
 
 Nearest in constant time
 ------------------------
@@ -81,6 +81,15 @@ FLOAT8_MAX = 448.0
 _CELLS = 2**16
 
 
+GRIDS = {
+    (8, True): ("dynamic",),
+    (8, False): ("dynamic",),
+    (4, True): ("squares", "dynamic"),
+    (4, False): ("powers", "linear"),
+}
+"""By bits and sign: the grid of states, and after it that of earlier versions."""
+
+
 @dataclass(frozen=True)
 class Codebook:
     """The table of a width and a sign.
@@ -88,32 +97,36 @@ class Codebook:
     Args:
         bits: 4 or 8.
         signed: values in [-1, 1] (first moments) or in [0, 1] (second moments).
-        earlier: the values in which earlier versions stored 4 bits: a dynamic map if signed, else ``i / 16``.
+        grid: the name of the values, one of `GRIDS`. None is the first, in which states are stored.
     """
 
     bits: int
     signed: bool
-    earlier: bool = False
+    grid: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):
             raise ValueError(f"a codebook has 4 or 8 bits, got bits={self.bits!r}")
         if not isinstance(self.signed, bool):
             raise ValueError(f"signed must be True or False, got {self.signed!r}")
-        if not isinstance(self.earlier, bool) or (self.earlier and self.bits != 4):
+        accepted = GRIDS[self.bits, self.signed]
+        if self.grid is None:
+            object.__setattr__(self, "grid", accepted[0])
+        elif self.grid not in accepted:
             raise ValueError(
-                f"earlier must be False, or True with 4 bits, got {self.earlier!r} with {self.bits} bits"
+                f"grid must be {' or '.join(map(repr, accepted))} with {self.bits} bits and signed={self.signed}, got "
+                f"{self.grid!r}"
             )
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether `encode_stochastically` takes this book."""
-        return self.bits == 4 and not self.earlier
+        return self.grid in ("squares", "powers")
 
     @property
     def scales_are_powers(self) -> bool:
         """Whether blocks of this book are divided by a power of two, not below their largest magnitude."""
-        return self.rounds_stochastically and not self.signed
+        return self.grid == "powers"
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
         """float32 ``[2**bits]``, ascending. One tensor per device, shared: do not write to it.
@@ -137,7 +150,7 @@ class Codebook:
         """
         if x.dtype != torch.float32:
             raise TypeError(f"encode takes float32, got {x.dtype}; convert with x.float()")
-        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed, self.earlier)
+        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed, self.grid)
 
     def encode_stochastically(self, x: Tensor, random: Tensor) -> Tensor:
         """The codes of the values above and below, in proportion to the distances: see the module.
@@ -155,7 +168,9 @@ class Codebook:
             ValueError: the book rounds to nearest only, or ``random`` has another shape.
         """
         if not self.rounds_stochastically:
-            raise ValueError(f"{self} is not rounded stochastically; accepted: 4 bits, not earlier")
+            raise ValueError(
+                f"{self} is not rounded stochastically; accepted: the grids 'squares' and 'powers'"
+            )
         if x.dtype != torch.float32:
             raise TypeError(
                 f"encode_stochastically takes float32, got {x.dtype}; convert with x.float()"
@@ -176,11 +191,11 @@ class Codebook:
         """float32 values of uint8 ``codes`` (each below ``2**bits``), any shape."""
         if codes.dtype != torch.uint8:
             raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
-        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed, self.earlier)
+        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed, self.grid)
 
     def decode_packed(self, packed: Tensor, size: int) -> Tensor:
         """float32 values ``[..., size]`` of codes packed by ``lowbit.packing.pack(codes, 4)``; 4-bit books only."""
-        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed, self.earlier)
+        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed, self.grid)
         return values if values.shape[-1] == size else values[..., :size].contiguous()
 
     def cells(self) -> Cells:
@@ -189,7 +204,9 @@ class Codebook:
         Raises:
             ValueError: this is a book of 4 bits, whose codes are computed.
         """
-        return _cells(self.bits, self.signed, self.earlier)
+        if self.bits == 4:
+            raise ValueError("the books of 4 bits have no cells: see the module")
+        return _cells(self.signed)
 
 
 def _square_above_or_below(z: Tensor, root: Tensor, random: Tensor) -> Tensor:
@@ -312,14 +329,15 @@ def _check_block(book: Codebook | torch.dtype, block: int) -> None:
 
 
 @functools.cache
-def _values(bits: int, signed: bool, earlier: bool = False) -> np.ndarray:
+def _values(book: Codebook) -> np.ndarray:
     """The table, computed in float64 and rounded once: float32 ``[2**bits]``, ascending."""
-    if bits == 4 and not signed:
-        codes = np.arange(16.0)
-        return ((codes + 1) / 16 if earlier else 2 ** (codes - 15)).astype(np.float32)
-    if bits == 4 and not earlier:
-        roots = np.arange(-7.0, 9.0)
-        return (roots * np.abs(roots) / 49).astype(np.float32)
+    bits, signed, codes = book.bits, book.signed, np.arange(16.0)
+    if book.grid == "powers":
+        return (2 ** (codes - 15)).astype(np.float32)
+    if book.grid == "linear":
+        return ((codes + 1) / 16).astype(np.float32)
+    if book.grid == "squares":
+        return ((codes - 7) * np.abs(codes - 7) / 49).astype(np.float32)
     first, last = (1, bits - 2) if signed else (2, bits - 1)
     rank = np.arange(first, 2 ** (last + 1), dtype=np.float64)
     decade = np.floor(np.log2(rank))
@@ -356,10 +374,9 @@ class Cells(NamedTuple):
 
 
 @functools.cache
-def _cells(bits: int, signed: bool, earlier: bool) -> Cells:
-    if bits == 4:
-        raise ValueError("the books of 4 bits have no cells: see the module")
-    values = _values(bits, signed, earlier)
+def _cells(signed: bool) -> Cells:
+    """Of the book of 8 bits."""
+    values = _values(Codebook(8, signed))
     values = values[values >= 0]
     midpoints, below = boundaries(values)
     boundary_bits = below.view(np.uint32)
@@ -385,7 +402,7 @@ class _Tables(NamedTuple):
 def _on_device(book: Codebook, device: torch.device) -> _Tables:
     if device.type != "cpu":
         return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
-    values = _values(book.bits, book.signed, book.earlier)
+    values = _values(book)
     return _Tables(
         torch.from_numpy(values.copy()),
         torch.from_numpy(steps(boundaries(values)[1])),
@@ -439,14 +456,14 @@ def _from_float8(codes: Tensor) -> Tensor:
 
 # Operators hide the cached tables from tracing (torch.compile, fake tensors, a tensor subclass under either).
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed, bool earlier) -> Tensor")
-_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed, bool earlier) -> Tensor")
-_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed, bool earlier) -> Tensor")
+_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed, str grid) -> Tensor")
+_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed, str grid) -> Tensor")
+_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed, str grid) -> Tensor")
 _LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
-def _encode(x: Tensor, bits: int, signed: bool, earlier: bool) -> Tensor:
-    step = _on_device(Codebook(bits, signed, earlier), x.device).step
+def _encode(x: Tensor, bits: int, signed: bool, grid: str) -> Tensor:
+    step = _on_device(Codebook(bits, signed, grid), x.device).step
     return ranks(x, step).to(torch.uint8)
 
 
@@ -457,13 +474,13 @@ def ranks(x: Tensor, step: Tensor) -> Tensor:
     return code.add_(raw).bitwise_right_shift_(16).abs_().view(x.shape)
 
 
-def _decode(codes: Tensor, bits: int, signed: bool, earlier: bool) -> Tensor:
-    values = _on_device(Codebook(bits, signed, earlier), codes.device).values
+def _decode(codes: Tensor, bits: int, signed: bool, grid: str) -> Tensor:
+    values = _on_device(Codebook(bits, signed, grid), codes.device).values
     return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
-def _decode_packed(packed: Tensor, signed: bool, earlier: bool) -> Tensor:
-    pairs = _on_device(Codebook(4, signed, earlier), packed.device).pairs
+def _decode_packed(packed: Tensor, signed: bool, grid: str) -> Tensor:
+    pairs = _on_device(Codebook(4, signed, grid), packed.device).pairs
     values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 

@@ -120,8 +120,8 @@ def gpu() -> TrainingConfig:
     About 16 s a run on a datacentre GPU.
 
     The quick start's learning rate of 1.5e-3 is at the edge of stability for these short runs: equal runs ended up to
-    2% apart, and 4-bit states 4 to 11% below float32 ones, as damped updates help there. Its updates are also so large
-    that bfloat16 has enough bits for them. This rate avoids both.
+    2% apart, and 4-bit states, which were rounded to nearest then, 4 to 11% below float32 ones, as damped updates help
+    there. Its updates are also so large that bfloat16 has enough bits for them. This rate avoids both.
     """
     base = quickstart.gpu()
     return dataclasses.replace(

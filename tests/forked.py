@@ -51,8 +51,11 @@ class Forks:
                 os.kill(process, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(f"process {process}", timeout)
             time.sleep(0.01)
-        out, err = (Path(self._outputs.name, f"{process}.{end}").read_text() for end in ENDS)
-        return subprocess.CompletedProcess(process, status, out, err)
+        return subprocess.CompletedProcess(process, status, *self.printed(process))
+
+    def printed(self, process: int) -> list[str]:
+        """The output and the errors of a process of `start` so far."""
+        return [Path(self._outputs.name, f"{process}.{end}").read_text() for end in ENDS]
 
     def run(
         self, code: str, *arguments: object, folder: Path, **environment: str

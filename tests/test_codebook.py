@@ -20,7 +20,7 @@ from lowbit.codebook import (
 )
 
 SQUARES, POWERS = Codebook(4, True), Codebook(4, False)
-DYNAMIC, LINEAR = (Codebook(4, signed, earlier=True) for signed in (True, False))
+DYNAMIC, LINEAR = Codebook(4, True, "dynamic"), Codebook(4, False, "linear")
 BOOKS = [Codebook(bits, signed) for bits, signed in itertools.product((4, 8), (True, False))]
 BOOKS += [DYNAMIC, LINEAR]
 FORMATS = [*BOOKS, torch.float8_e4m3fn]
@@ -28,8 +28,7 @@ IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "dynamic4", "linear4", "f
 
 
 def name(book: Codebook) -> str:
-    kinds = ("dynamic", "linear") if book.earlier else ("signed", "unsigned")
-    kind = kinds[not book.signed]
+    kind = book.grid if book in (DYNAMIC, LINEAR) else "signed" if book.signed else "unsigned"
     return f"{kind}{book.bits}"
 
 
@@ -193,9 +192,9 @@ def test_strides_and_empty_tensors(book: Codebook) -> None:
 @pytest.mark.parametrize("book", BOOKS, ids=name)
 def test_operators_are_registered_well(book: Codebook) -> None:
     x = torch.rand(3, 5)
-    arguments = (x, book.bits, book.signed, book.earlier)
+    arguments = (x, book.bits, book.signed, book.grid)
     torch.library.opcheck(torch.ops.lowbit.codebook_encode.default, arguments)
-    arguments = (book.encode(x), book.bits, book.signed, book.earlier)
+    arguments = (book.encode(x), book.bits, book.signed, book.grid)
     torch.library.opcheck(torch.ops.lowbit.codebook_decode.default, arguments)
 
 
@@ -325,9 +324,9 @@ def test_wrong_arguments() -> None:
         Codebook(5, True)
     with pytest.raises(ValueError, match="signed must be"):
         Codebook(8, 1)  # type: ignore[arg-type]
-    for bits, signed, earlier in ((8, True, True), (8, False, True), (4, False, 1)):
-        with pytest.raises(ValueError, match=r"earlier must be False, or True with 4 bits"):
-            Codebook(bits, signed, earlier)  # type: ignore[arg-type]
+    for bits, signed, grid in ((8, True, "squares"), (4, False, "dynamic"), (4, True, "powers")):
+        with pytest.raises(ValueError, match=f"grid must be .* with {bits} bits .*, got '{grid}'"):
+            Codebook(bits, signed, grid)
     with pytest.raises(TypeError, match=r"encode takes float32, got torch\.float64"):
         book.encode(x.double())
     with pytest.raises(TypeError, match=r"decode takes uint8 codes, got torch\.int64"):

@@ -111,7 +111,7 @@ def test_powers_of_two_above() -> None:
     assert power_of_two_above(x)[:-1].tolist() == expected and power_of_two_above(x)[-1].isnan()
 
 
-def test_a_moment_keeps_its_code_when_the_largest_of_its_block_changes() -> None:
+def test_a_moment_keeps_its_value_when_the_largest_of_its_block_changes() -> None:
     """Scales are powers of two, so every moment is on the table of every scale that reaches it."""
     x = 2.0 ** -torch.randint(0, 12, (1, 128)).float()
     for largest in (1.0, 1.3, 3.9, 7.0):
@@ -141,9 +141,9 @@ def test_blockwise(book: Codebook) -> None:
 
 def test_other_books_are_refused() -> None:
     x, random = torch.rand(2, 8), torch.zeros(2, 8, dtype=torch.int32)
-    earlier = [Codebook(4, signed, earlier=True) for signed in (True, False)]
+    earlier = [Codebook(4, True, "dynamic"), Codebook(4, False, "linear")]
     for book in (Codebook(8, True), Codebook(8, False), *earlier):
-        with pytest.raises(ValueError, match="not rounded stochastically; accepted: 4 bits"):
+        with pytest.raises(ValueError, match="not rounded stochastically; accepted: the grids"):
             book.encode_stochastically(x, random)
     with pytest.raises(ValueError, match="float8_e4m3fn is not rounded stochastically"):
         quantize_blockwise(x, torch.float8_e4m3fn, 8, random)

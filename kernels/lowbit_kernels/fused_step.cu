@@ -580,9 +580,9 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     else load_tile<false>(work, t, at);
     if (GROUPED && at.far) load_far(work, t, at);
 
-    float c[8], g[8], w[8], x0[8] = {}, x1[8] = {}, x2[8] = {};
+    float c[COEFFICIENTS], g[8], w[8], x0[8] = {}, x1[8] = {}, x2[8] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) c[i] = k.c[i];
+    for (int i = 0; i < COEFFICIENTS; ++i) c[i] = k.c[i];
     work.grad.decode(g);
     work.param.decode(w);
     if constexpr (ROUNDING == CORRECTED) decode_corrected(work.correction, w);

@@ -15,6 +15,7 @@ enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
 enum { NEAREST, STOCHASTIC, CORRECTED };
 
 static constexpr int TILE = 256;
+static constexpr int COEFFICIENTS = 12;
 static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
 
 DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
@@ -64,7 +65,7 @@ struct Group {
 
 // The numbers that `prepare` computes for every tensor.
 struct alignas(16) Scalars {
-    float c[8];
+    float c[COEFFICIENTS];
     uint32 keys[4][2];  // of the random bits of the weight and of each state
 };
 
@@ -89,7 +90,7 @@ DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
 
 // ---- the algorithm -----------------------------------------------------------------------------------------------
 
-DEVICE void update_element(const float c[8], float g, float &w, float s[3]) { UPDATE }
+DEVICE void update_element(const float *c, float g, float &w, float s[3]) { UPDATE }
 
 // Count the step of a tensor, and compute the numbers that depend on it and the keys of the random bits.
 DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
@@ -98,10 +99,10 @@ DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &ou
     double lr = group.lr;
     if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
     const double *h = group.h;
-    double c[8] = {};
+    double c[COEFFICIENTS] = {};
     HYPER
     { PREPARE }
-    for (int j = 0; j < 8; ++j) out.c[j] = (float)c[j];
+    for (int j = 0; j < COEFFICIENTS; ++j) out.c[j] = (float)c[j];
     if constexpr (RANDOM) {
         for (int slot = 0; slot <= STATES; ++slot) {
             const uint64 words[3] = {group.seed, (uint64)t, tensor.key + slot};

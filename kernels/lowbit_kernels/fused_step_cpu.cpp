@@ -420,7 +420,7 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
     float *__restrict__ x0 = decode_state<0>(s, n, table, own[2]);
     float *__restrict__ x1 = decode_state<1>(s, n, table, own[3]);
     float *__restrict__ x2 = decode_state<2>(s, n, table, own[4]);
-    float c[8];
+    float c[COEFFICIENTS];
     memcpy(c, k.c, sizeof(c));
     for (int i = 0; i < n; ++i) {
         float x[3] = {STATES > 0 ? x0[i] : 0.0f, STATES > 1 ? x1[i] : 0.0f, STATES > 2 ? x2[i] : 0.0f};

@@ -12,10 +12,12 @@ With gradient g (negated to maximize), moments m and v, step t counted from 1::
 All arithmetic is float32. The update uses the moments before they are encoded again, and the weight is rounded to its
 own dtype once.
 
-By the Cauchy-Schwarz inequality, exact moments obey ``abs(m) <= largest_ratio(beta1, beta2) * sqrt(v)``. Moments that
-were rounded to few bits may not: where the gradients of a block differ by a factor of a hundred, a small m may be
-stored as a value many times its size. So the quotient is clamped to this bound, and no update is larger than one of
-exact moments could be.
+By the Cauchy-Schwarz inequality, exact moments obey ``abs(m) <= largest_ratio(beta1, beta2) * sqrt(v)``, as long as the
+betas stay the same. Moments in 4 bits may not: where the gradients of a block differ by a factor of a hundred, a small
+m may be stored as a value many times its size. So with 4 bits the quotient is clamped to this bound.
+
+A maximum, as amsgrad has it, would collect what stochastic rounding adds to v. So with amsgrad, "4bit" keeps v and s in
+8 bits.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def reference(
     weight_decay: float,
     maximize: bool = False,
     decoupled_weight_decay: bool = True,
+    state: str = "fp32",
 ) -> None:
     """One step in place, on plain tensors of one shape; see the module for the formula.
 
@@ -57,6 +60,7 @@ def reference(
         exp_avg, exp_avg_sq, max_exp_avg_sq: m, v and s; `max_exp_avg_sq` with amsgrad only.
         step: t, float64 without dimensions.
         decoupled_weight_decay: AdamW, otherwise Adam.
+        state: the format of the states; "4bit" clamps the quotient.
     """
     beta1, beta2 = betas
     if maximize:
@@ -71,8 +75,10 @@ def reference(
     # Numerator and denominator are multiplied by `root`, so that the corrections of both moments act on scalars.
     root = (1 - beta2**step).sqrt()
     update = second.sqrt().add_(eps * root)
-    largest = largest_ratio(beta1, beta2)
-    torch.div(exp_avg, update, out=update).clamp_(-largest, largest)
+    torch.div(exp_avg, update, out=update)
+    if state == "4bit":
+        largest = largest_ratio(beta1, beta2)
+        update.clamp_(-largest, largest)
     update.mul_(lr * root / (1 - beta1**step))
     if weight_decay and decoupled_weight_decay:
         param.mul_(1 - lr * weight_decay)
@@ -80,7 +86,7 @@ def reference(
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
-    """The largest magnitude of m / sqrt(v) after any gradients, infinite if beta1**2 >= beta2. The result lies a little
+    """The largest magnitude of m / sqrt(v) of exact moments, infinite if beta1**2 >= beta2. The result lies a little
     above it, so that rounding in float32 does not reach it."""
     if beta1**2 >= beta2:
         return math.inf
@@ -132,15 +138,23 @@ class AdamBase(LowbitOptimizer):
         if self.decoupled:
             lines.append("w *= c[2];")
         second = "s[2]" if group["amsgrad"] else "s[1]"
-        lines.append(f"const float q = quotient(s[0], sqrtf({second}) + c[1]);")
-        lines.append("w -= (fabsf(q) > c[7] ? copysignf(c[7], q) : q) * c[0];")  # a NaN stays one
+        lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
+        if group["state"] == "4bit":  # a NaN stays one
+            lines.append("q = fabsf(q) > c[7] ? copysignf(c[7], q) : q;")
+        lines.append("w -= q * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
+    def state_format(self, group: dict[str, Any], name: str) -> str:
+        if group["state"] == "4bit" and group["amsgrad"] and not self.state_names(group)[name]:
+            return "8bit"
+        return group["state"]
+
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return (*group["betas"], group["eps"], group["weight_decay"])
+        betas: tuple[float, float] = group["betas"]
+        return (*betas, group["eps"], group["weight_decay"], largest_ratio(*betas))
 
 
-_HYPER = ("beta1", "beta2", "eps", "weight_decay")
+_HYPER = ("beta1", "beta2", "eps", "weight_decay", "largest")
 _PREPARE = """
 double root = sqrt(1.0 - pow(beta2, t));
 c[0] = lr * root / (1.0 - pow(beta1, t));
@@ -150,7 +164,7 @@ c[3] = 1.0 - beta1;
 c[4] = beta2;
 c[5] = 1.0 - beta2;
 c[6] = weight_decay;
-c[7] = beta1 * beta1 >= beta2 ? 1e300 : 1.0001 * (1.0 - beta1) / sqrt((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2));
+c[7] = largest;
 """
 
 

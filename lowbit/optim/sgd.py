@@ -9,10 +9,10 @@ With gradient g (negated to maximize) and momentum b, whose first value is the g
 
 Because states start at zero, the first step is the ordinary one without dampening.
 
-A step changes the momentum by a share of 1 - momentum, and a change below half the distance of two codes is lost, but
-for 4 bits, which are rounded stochastically (see `lowbit.optim.lion`). The loss of a small network (600 steps) was at
-most 0.3% above that with a float32 momentum for "bf16", "8bit" and "float8". With "4bit" another network (500 steps)
-was less than 0.1% above for momentum = 0.9, and 8% for 0.99.
+A step changes the momentum by a share of 1 - momentum. To nearest, a change below half the distance of two codes is
+lost; 4 bits are rounded stochastically instead (see `lowbit.optim.lion`). The loss of a small network (600 steps) was
+at most 0.3% above that with a float32 momentum for "bf16", "8bit" and "float8". With "4bit" another network (500
+steps) was less than 0.1% above for momentum = 0.9, and 8% for 0.99.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CodebookTensor: an optimizer state with 4 or 8 bits an element, or in float8.
 
-Values are stored blockwise: the scale of a block is its largest magnitude, the code of an element the nearest entry of
-a table (`lowbit.codebook`; 8-bit optimizers, arXiv 2110.02861; 4-bit ones, arXiv 2309.01507). A step of an optimizer
-rounds 4 bits stochastically in place of to nearest.
+Values are stored blockwise: the scale of a block is its largest magnitude, or the power of two above it for second
+moments in 4 bits; the code of an element is the nearest entry of a table (`lowbit.codebook`; 8-bit optimizers, arXiv
+2110.02861; 4-bit ones, arXiv 2309.01507). A step of an optimizer rounds 4 bits stochastically in place of to nearest.
 
 Blocks never cross a row. A tensor of shape (d0, ..., dn) is viewed as [d0, mid..., cols], where `cols` is the
 product of the fewest trailing dimensions that reaches the block size; dimension 0 is never one of them. Blocks
@@ -21,9 +21,9 @@ would round to zero takes the smallest positive code (the 4-bit table has no zer
 moment by a second moment of zero makes updates thousands of times too large, as soon as the magnitudes of the gradients
 in a block differ by a factor of a thousand.
 
-4 bits have had two tables, and the metadata `grid` names the one in use: "squares" (signed) and "powers" (unsigned)
-today, "dynamic" and "linear" in files of earlier versions, which lack the name; None for all other formats. Tensors of
-earlier versions decode as before, and `copy_` into a new tensor takes their values.
+4 bits have another table than in earlier versions, and the metadata `grid` names it: "squares" (signed) and "powers"
+(unsigned) today, "dynamic" and "linear" for files of earlier versions, which lack the name; None for all other formats.
+Tensors of earlier versions decode as before, and `copy_` into a new tensor takes their values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise, scale_blocks
+from lowbit.codebook import GRIDS, Codebook, dequantize_blockwise, quantize_blockwise, scale_blocks
 from lowbit.packing import pack, packed_size
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 
@@ -50,11 +50,9 @@ class _Format:
 FORMATS = {"4bit": _Format(4, 128), "8bit": _Format(8, 256), "float8": _Format(8, 256)}
 
 
-def grids(format: str, signed: bool) -> tuple[str | None, str | None]:
+def grids(format: str, signed: bool) -> tuple[str | None, ...]:
     """The grid of a format today, and that of earlier versions; None where the format has one table."""
-    if format != "4bit":
-        return None, None
-    return ("squares", "dynamic") if signed else ("powers", "linear")
+    return GRIDS[4, signed] if format == "4bit" else (None,)
 
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
@@ -180,7 +178,7 @@ class CodebookTensor(LowbitTensor):
     def _book(self) -> Codebook | torch.dtype:
         if self.format == "float8":
             return torch.float8_e4m3fn
-        return Codebook(FORMATS[self.format].bits, self.signed, self.is_earlier)
+        return Codebook(FORMATS[self.format].bits, self.signed, self.grid)
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
         return row_layout(self.flat_from or self.shape, self.block_size)
@@ -209,7 +207,7 @@ class CodebookTensor(LowbitTensor):
     def missing_in_earlier_files(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         if "grid" in found or not {"format", "signed"} <= {*found}:
             return {}
-        return {"grid": grids(found["format"], found["signed"])[1]}
+        return {"grid": grids(found["format"], bool(found["signed"]))[-1]}
 
     @classmethod
     def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +222,7 @@ class CodebookTensor(LowbitTensor):
         if type(block_size) is not int or block_size < 2 or block_size % 2:
             raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
         grid = {**cls.missing_in_earlier_files(data), **data}["grid"]
-        accepted = tuple(dict.fromkeys(grids(format, signed)))
+        accepted = grids(format, signed)
         if grid not in accepted:
             raise ValueError(
                 f"grid must be {' or '.join(map(repr, accepted))} with format={format!r} and signed={signed}, got "

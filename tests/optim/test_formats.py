@@ -17,7 +17,7 @@ from tests.optim.problems import FORMATS, LOW, parameters, rand, relative, run, 
 low = pytest.mark.parametrize("state", LOW)
 every = pytest.mark.parametrize("state", FORMATS)
 algorithms = pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam], ids=lambda c: c.__name__)
-# relative error of the change in 30 steps with independent gradients: measured 0.17, 0.011, 0.033 and 0.002
+# relative error of the change in 30 steps with independent gradients: measured 0.25, 0.011, 0.033 and 0.002
 BOUND = {"4bit": 0.3, "8bit": 0.02, "float8": 0.05, "bf16": 0.005}
 
 
@@ -75,22 +75,60 @@ def largest_update(step, lr=1e-3, beta1=0.9, beta2=0.999):
     return 1.001 * lr * ratio * math.sqrt(1 - beta2**step) / (1 - beta1**step)
 
 
-@pytest.mark.parametrize("fused", [None, False], ids=["kernel", "eager"])
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.5), (0.9, 0.5)], ids=str)
-def test_no_update_is_larger_than_exact_moments_allow(betas, fused):
-    """Small first moments that are rounded up. With beta1**2 >= beta2 there is no bound, and NaN stays visible."""
+kernel_or_not = pytest.mark.parametrize("fused", [None, False], ids=["kernel", "eager"])
+
+
+@kernel_or_not
+@pytest.mark.parametrize("cls", [optim.AdamW4bit, optim.AdEMAMix4bit], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)], ids=str)
+def test_no_update_is_larger_than_exact_moments_allow(betas, cls, fused):
+    """Small first moments that are rounded up. A NaN stays visible."""
     p = nn.Parameter(torch.zeros(64, 512))
-    optimizer = optim.AdamW4bit([p], lr=1e-3, betas=betas, weight_decay=0.0, fused=fused)
+    slow = {"alpha": 0.0} if cls is optim.AdEMAMix4bit else {}  # a slow moment has no bound
+    betas = (*betas, 0.9999) if slow else betas
+    optimizer = cls([p], lr=1e-3, betas=betas, weight_decay=0.0, fused=fused, **slow)
     scales = 10.0 ** -(4 * torch.rand(64, 512))
     for step in range(1, 20):
         before = p.detach().clone()
         p.grad = rand(64, 512, seed=step) * scales
         optimizer.step()
-        if betas[0] ** 2 < betas[1]:
-            assert (p - before).abs().max() <= largest_update(step, 1e-3, *betas)
+        assert (p - before).abs().max() <= largest_update(step, 1e-3, *betas[:2])
     p.grad[3, 5] = math.nan
     optimizer.step()
     assert p[3, 5].isnan() and p[0].isfinite().all()
+
+
+@kernel_or_not
+def test_float32_states_follow_torch_when_betas_change(fused):
+    """Then moments may differ more than constant betas allow, and only 4 bits are clamped."""
+    params = parameters((64, 128)), parameters((64, 128))
+    mine = optim.AdamW(params[0], lr=1e-3, state="fp32", fused=fused)
+    theirs = torch.optim.AdamW(params[1], lr=1e-3)
+    for step in range(60):
+        for optimizer in (mine, theirs):
+            if step == 50:
+                optimizer.param_groups[0]["betas"] = (0.9, 0.95)
+        for p in (params[0][0], params[1][0]):
+            p.grad = torch.ones_like(p)
+        mine.step()
+        theirs.step()
+    assert relative(params[0][0], params[1][0]) < 1e-5
+
+
+@kernel_or_not
+def test_a_maximum_collects_no_rounding(fused):
+    """amsgrad keeps the largest second moment of all steps."""
+    params = {state: nn.Parameter(torch.zeros(32, 128)) for state in ("4bit", "fp32")}
+    made = {
+        state: optim.AdamW([p], state=state, betas=(0.9, 0.99), amsgrad=True, lr=0.0, fused=fused)
+        for state, p in params.items()
+    }
+    for step in range(300):
+        for state, p in params.items():
+            p.grad = rand(32, 128, seed=step)
+            made[state].step()
+    stored, exact = (made[s].state[params[s]]["max_exp_avg_sq"] for s in ("4bit", "fp32"))
+    assert stored.format == "8bit" and relative(stored.dequantize(), exact) < 0.1
 
 
 @every

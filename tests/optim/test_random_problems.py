@@ -67,9 +67,8 @@ def test_every_step_is_the_references(several, state, amsgrad, decoupled, option
         t = torch.tensor(float(step), dtype=torch.float64)
         for p, (weight, grad, *moments) in zip(params, before, strict=True):
             expected = weight.clone()
-            reference(
-                *(expected, grad, *moments), step=t, decoupled_weight_decay=decoupled, **options
-            )
+            own = {"state": state, "decoupled_weight_decay": decoupled, **options}
+            reference(*(expected, grad, *moments), step=t, **own)
             unit = torch.finfo(p.dtype).eps if p.dtype.itemsize == 2 else 2e-6
             scale = weight.abs() + 10 * options["lr"]
             assert ((p - expected).abs() <= 1.1 * unit * scale).all()

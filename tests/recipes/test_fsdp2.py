@@ -76,10 +76,19 @@ def forked(forks: Forks, *options: str | Path, processes: int = 2) -> list[int]:
 
 def ran(forks: Forks, *options: str | Path, processes: int = 2) -> str:
     """What all processes print."""
-    started = forked(forks, *options, processes=processes)
-    done = [forks.finished(process) for process in started]
-    assert not any(process.returncode for process in done), [process.stderr for process in done]
-    return "".join(process.stdout for process in done)
+    running = forked(forks, *options, processes=processes)
+    printed = ""
+    while running:
+        for process in list(running):
+            if (status := forks.status(process)) is not None:
+                out, err = forks.printed(process)
+                running.remove(process)
+                printed += out
+                for other in running if status else ():  # they would wait for this one
+                    os.kill(other, signal.SIGKILL)
+                assert status == 0, err
+        time.sleep(0.01)
+    return printed
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -283,6 +283,10 @@ def in_spec(name: str, value: Any, of: str = "format") -> Change:
     return change
 
 
+def other_format(t: Any) -> None:
+    t.format, t.grid = "8bit", None
+
+
 def one_row(t: Tensor) -> Tensor:
     return t[:1].clone()
 
@@ -346,7 +350,8 @@ BAD: dict[str, tuple[str, Change, str]] = {
         r"was flattened from \(8, 96\), which has other elements",
     ),
     "format of a state": (BOOK, attribute("format", "5bit"), r"'4bit', '8bit', .* got '5bit'"),
-    "other format": (BOOK, attribute("format", "8bit"), r"codes of .*expected shape"),
+    "other format": (BOOK, attribute("format", "8bit"), r"grid must be None with format='8bit'"),
+    "other format, other grid": (BOOK, other_format, r"codes of .*expected shape"),
     "signed": (BOOK, attribute("signed", 1), r"signed must be True or False, got 1"),
     "block size": (BOOK, attribute("block_size", 0), r"block_size must be .*got 0"),
     "odd block size": (BOOK, attribute("block_size", 127), r"block_size must be .*got 127"),
