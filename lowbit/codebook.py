@@ -375,7 +375,7 @@ class Cells(NamedTuple):
 
 @functools.cache
 def _cells(signed: bool) -> Cells:
-    """Of the book of 8 bits."""
+    """The cells of the 8-bit book with or without a sign."""
     values = _values(Codebook(8, signed))
     values = values[values >= 0]
     midpoints, below = boundaries(values)

@@ -451,7 +451,7 @@ struct State {
                     if (!(at.mask >> i & 1)) x[i] = 0.0f;  // must not count in the absmax
             }
             uint32 random[8] = {};
-            if constexpr (FORMAT == STATE_4BIT) draw(t, k.keys[SLOT + 1], at.element, random);
+            if constexpr (is_stochastic(SLOT)) draw(t, k.keys[SLOT + 1], at.element, random);
             scale = encode_codes<SLOT>(x, random, lane, table, codes);
         } else {
             if constexpr (is_stochastic(SLOT)) {

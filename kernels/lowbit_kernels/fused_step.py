@@ -12,7 +12,7 @@ The step is no operator of ``torch.ops``: its operands are addresses in a table,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Table:
     values: np.ndarray
     first: int = 0
     shift: int = 1
-    cells: np.ndarray | None = None
+    cells: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,7 @@ class Variant:
         for table, signed in zip(self.tables, self.signed, strict=True):
             if table is not None:
                 values.append(table.values)
-                if table.cells is not None:
-                    cells.append(_kernel_cells(table, table.cells, signed))
+                cells.append(_kernel_cells(table, signed))
         return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
 
     def source(self, primitives: str = "ptx.cuh", kernel: str = "fused_step.cu") -> str:
@@ -176,7 +175,7 @@ class Variant:
         for i in range(MAX_STATES):
             table = self.tables[i] if i < len(self.tables) else None
             defines[f"FORMAT_{i}"] = STATES[self.formats[i] if i < len(self.formats) else "fp32"]
-            defines[f"CELLS_{i}"] = 0 if table is None or table.cells is None else len(table.cells)
+            defines[f"CELLS_{i}"] = len(table.cells) if table else 0
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         return program(defines, primitives, "random_bits.h", "fused_step.h", kernel)
@@ -257,10 +256,10 @@ class StepKernel:
         return torch.cuda.current_stream(self.device).cuda_stream
 
 
-def _kernel_cells(table: Table, cells: np.ndarray, signed: bool) -> np.ndarray:
+def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
     """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits subtracted."""
-    rank = cells >> table.shift
-    words = cells.astype(np.int64)
+    rank = table.cells >> table.shift
+    words = table.cells.astype(np.int64)
     if not signed:  # a second moment never becomes zero
         words[rank == 0] = 1 << table.shift
     cell = np.arange(table.first, table.first + len(words), dtype=np.int64)

@@ -41,9 +41,7 @@ class StepKernelCpu:
         self._step.restype = None
         address, number = ctypes.c_void_p, ctypes.c_longlong
         self._step.argtypes = [*([address] * 4), number, address, number]
-        pieces = [
-            _pieces(table.values) for table in variant.tables if table and table.cells is not None
-        ]
+        pieces = [_pieces(table.values) for table in variant.tables if table and len(table.cells)]
         self._tables = np.concatenate([variant.table_words(), *pieces])
         self._address = self._tables.ctypes.data
 

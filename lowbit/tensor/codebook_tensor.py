@@ -108,9 +108,13 @@ class CodebookTensor(LowbitTensor):
         """
         if block_size is None and format in FORMATS:
             block_size = FORMATS[format].block_size
-        asked = {"format": format, "signed": bool(signed), "block_size": block_size}
-        asked["grid"] = grids(format, bool(signed))[0]
-        meta = cls.meta_from_json(asked)
+        signed = bool(signed)
+        meta = cls.meta_from_json(
+            {
+                **{"format": format, "signed": signed, "block_size": block_size},
+                "grid": grids(format, signed)[0],
+            }
+        )
         shapes = inner_shapes(shape, format, meta["block_size"])
         tensors = {
             name: torch.zeros(s, dtype=dtype, device=device) for name, (s, dtype) in shapes.items()
@@ -145,7 +149,8 @@ class CodebookTensor(LowbitTensor):
     @property
     def rounds_stochastically(self) -> bool:
         """Whether `encode_rows` takes random bits."""
-        return self.grid is not None and not self.is_earlier
+        book = self._book()
+        return isinstance(book, Codebook) and book.rounds_stochastically
 
     @property
     def is_earlier(self) -> bool:

@@ -77,8 +77,12 @@ def forked(forks: Forks, *options: str | Path, processes: int = 2) -> list[int]:
 def ran(forks: Forks, *options: str | Path, processes: int = 2) -> str:
     """What all processes print."""
     running = forked(forks, *options, processes=processes)
-    printed = ""
+    printed, deadline = "", time.monotonic() + 240
     while running:
+        if time.monotonic() > deadline:
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+            raise AssertionError([forks.printed(process) for process in running])
         for process in list(running):
             if (status := forks.status(process)) is not None:
                 out, err = forks.printed(process)
