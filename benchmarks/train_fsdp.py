@@ -1,5 +1,7 @@
 """A training step under FSDP2 on the GPUs of one host, low-bit beside plain bfloat16.
 
+On one GPU nothing is exchanged, and the step shows what FSDP2 itself costs.
+
 The models are the 1.2B Llama of `train_llama`, and one of the shape of Llama 3 8B.
 
 Each block is sharded and compiled by itself; the last norm and the embedding, tied to the head, are sharded with the
@@ -59,8 +61,8 @@ HOST_REPEATS = 5
 
 
 def ranks() -> int:
-    """How many GPUs take part: all, and at most `MOST_RANKS`; on a CPU two processes."""
-    return max(2, min(torch.cuda.device_count(), MOST_RANKS))
+    """How many processes take part: one a GPU, and at most `MOST_RANKS`; without GPUs two."""
+    return min(torch.cuda.device_count(), MOST_RANKS) or 2
 
 
 def fake_quantize_blocks(model: Llama) -> None:
@@ -285,5 +287,6 @@ def train_fsdp() -> Iterator[Problem]:
     shapes = {"1.2B": (LLAMA_1B_CONFIG, (4, 4096)), "8B": (LLAMA_8B_CONFIG, (2, 4096))}
     for name, (config, batch) in shapes.items():
         chosen = list(candidates(batch, config))
-        title = f"{name}, {ranks()} GPUs, batch {batch[0]} x {batch[1]} a rank"
+        count = "1 rank" if ranks() == 1 else f"{ranks()} ranks"
+        title = f"{name}, {count}, batch {batch[0]} x {batch[1]} a rank"
         yield Problem(title, chosen, chosen[0].name)
