@@ -115,6 +115,15 @@ def test_a_rank_that_fails(how: str, seconds: float, error: type[Exception], tex
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RuntimeError, match="2 GPUs are needed and 1 visible"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="2 GPUs are needed and 0 visible"):
         measure_sharded(low_bit(), 2)
+
+
+def test_one_process_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, expected in ((0, 2), (1, 1), (2, 2), (8, train_fsdp.MOST_RANKS)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert train_fsdp.ranks() == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = [problem.name for problem in train_fsdp.train_fsdp()]
+    assert names == ["1.2B, 1 rank, batch 4 x 4096 a rank", "8B, 1 rank, batch 2 x 4096 a rank"]
