@@ -239,7 +239,7 @@ def sharded_cells(row: Row, result: Result, bandwidth: float) -> list[str]:
         f"{cost.tokens / cost.seconds / 1e3:.1f}",
         f"{cost.sent / 2**30:.2f}",
         f"{cost.sent / cost.parameters:.2f}",
-        f"{cost.sent / cost.gathered:.2f}",
+        f"{cost.sent / cost.gathered:.2f}" if cost.gathered else "",
         str(cost.products),
         "" if cost.peak is None else f"{cost.peak:.2f}",
         f"{cost.forward * 1e3:.1f} / {cost.backward * 1e3:.1f}",

@@ -127,3 +127,12 @@ def test_one_process_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     names = [problem.name for problem in train_fsdp.train_fsdp()]
     assert names == ["1.2B, 1 rank, batch 4 x 4096 a rank", "8B, 1 rank, batch 2 x 4096 a rank"]
+
+
+def test_nothing_gathered_is_an_empty_cell() -> None:
+    candidate = tiny(low_bit())
+    cost = ShardedCost(1.0, 32, 100, 0, 0, 45, None, 0.1, 0.2)
+    row = Row(candidate, cost)
+    cells = train_fsdp.sharded_cells(row, Result(Problem("1 rank", [candidate]), [row]), 1.0)
+    found = dict(zip(train_fsdp.SHARDED_TABLE.columns, cells, strict=True))
+    assert (found["gathered GiB"], found["B/parameter"], found["B/element"]) == ("0.00", "0.00", "")
