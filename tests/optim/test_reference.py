@@ -78,7 +78,9 @@ def test_the_reference_is_the_textbooks(cls, options):
         step = torch.tensor(t, dtype=torch.float64)
         bound(cls.reference, group)(p, g, step=step, **states)
         assert relative(p, q) < 1e-13
-        assert all(relative(states[name], others[name]) < 1e-13 for name in states)
+        for name, state in states.items():
+            # Two forms of exp may differ in the last bit of beta3, which is 1e-12 of 1 - beta3.
+            assert relative(state, others[name]) < (1e-11 if name == "exp_avg_slow" else 1e-13)
 
 
 # ---- the kernel's rule --------------------------------------------------------------------------------------
