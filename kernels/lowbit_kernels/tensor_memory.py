@@ -16,13 +16,12 @@ import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lowbit_kernels import host_compiler, launcher
 from lowbit_kernels.sources import program
 
-_DTYPE, _DEVICE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "device", "shape", "layout"))
+_DTYPE, _DEVICE, _SHAPE = map(operator.attrgetter, ("dtype", "device", "shape"))
 _WORDS = 6
 """Words of a layout with three dimensions. There is room for these at first."""
 _DESCRIBE = 5
@@ -55,8 +54,6 @@ def read(tensors: list[Any]) -> Memory | None:
 
 
 def _in_python(tensors: list[Any]) -> Memory:
-    if not all(layout is torch.strided for layout in map(_LAYOUT, tensors)):
-        raise TypeError("sparse")
     addresses = np.array(list(map(Tensor.data_ptr, tensors)), np.int64)
     layouts = [list(map(name, tensors)) for name in (_DEVICE, _DTYPE, _SHAPE)]
     return Memory(addresses.tobytes(), layouts, all(map(Tensor.is_contiguous, tensors)))

@@ -17,6 +17,7 @@ import operator
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import chain, compress
 from typing import Any
 
@@ -30,10 +31,10 @@ from lowbit.optim.launch import Item, Launch, compiled, has_own_memory, variant
 from lowbit.optim.rounded import RoundedLaunch
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit.tensor.dtensor import local
-from lowbit_kernels import host_compiler, nvrtc, tensor_memory
+from lowbit_kernels import host_compiler, nvrtc
 from lowbit_kernels.fused_step import Variant
 from lowbit_kernels.sources import FLOAT_MACROS
-from lowbit_kernels.tensor_memory import Memory, Watch
+from lowbit_kernels.tensor_memory import Watch
 from lowbit_kernels.warned import warn_once
 
 _GRAD = operator.attrgetter("grad")
@@ -92,14 +93,14 @@ class FusedStep:
         taken = {id(params[index]) for launch in self.launches for index in launch.indices}
         self._is_taken = [id(key) in taken for key in optimizer.state]
         tensors = self._tensors_of(optimizer)
+        self._tensors = list(map(_weak, tensors))
         parts = list(map(local, tensors))
         self._has_codes = [isinstance(part, CodebookTensor) for part in parts]
         self._is_plain = [
             isinstance(part, Tensor) and not isinstance(part, CodebookTensor) for part in parts
         ]
         self._is_sharded = any(isinstance(t, DTensor) for t in tensors)
-        self._coded = list(map(weakref.ref, compress(tensors, self._has_codes)))
-        self._memory = self._memory_of(tensors)
+        self._addresses = self._addresses_of(tensors)
         self._watch = None if self._is_sharded else _watch(optimizer.state, self._is_taken)
 
     # ---- each step ------------------------------------------------------------------------------------------
@@ -107,7 +108,8 @@ class FusedStep:
     def holds(self, optimizer: Any) -> bool:
         """Whether this still describes the optimizer; if so, it takes the gradients of this step.
 
-        This is most of the host's work in a step. Python loops would take three times as long as `map` and `compress`.
+        This is most of the host's work in a step. Compiled code asks each weight, state and gradient
+        (`lowbit_kernels.tensor_memory`); for the rest Python loops would take longer than `map` and `compress`.
         """
         groups, params = optimizer.param_groups, _params(optimizer)
         if not self.launches or list(map(id, params)) != self._params:
@@ -131,31 +133,24 @@ class FusedStep:
         return self._take_gradients(groups, params)
 
     def _states_hold(self, optimizer: Any) -> bool:
-        """Whether the states are the same memory as before. Memory of codes does not say how they are to be decoded, so
-        that a state with codes must also be the same object."""
+        """Whether the states are the same tensor objects as before, each in the same memory."""
         if self._watch is not None:
             return self._watch.holds(optimizer.state)
         if len(optimizer.state) != len(self._is_taken):
             return False
         tensors = self._tensors_of(optimizer)
-        if len(tensors) != len(self._has_codes):
-            return False
-        coded = compress(tensors, self._has_codes)
-        if not all(map(operator.is_, coded, map(operator.call, self._coded))):
-            return False
-        found = self._memory_of(tensors)
-        return found is not None and found == self._memory
+        return _are_same(tensors, self._tensors) and self._addresses_of(tensors) == self._addresses
 
     def _tensors_of(self, optimizer: Any) -> list[Any]:
         """The states of the parameters that kernels update."""
         owned = compress(optimizer.state.values(), self._is_taken)
         return list(chain.from_iterable(map(dict.values, owned)))
 
-    def _memory_of(self, tensors: list[Any]) -> Memory | None:
+    def _addresses_of(self, tensors: list[Any]) -> list[int]:
         if self._is_sharded:
             tensors = list(map(local, tensors))
         inner = chain.from_iterable(map(_INNER, compress(tensors, self._has_codes)))
-        return tensor_memory.read([*compress(tensors, self._is_plain), *inner])
+        return list(map(Tensor.data_ptr, chain(compress(tensors, self._is_plain), inner)))
 
     def _take_gradients(self, groups: list[dict[str, Any]], params: list[Tensor]) -> bool:
         moved = {index: local_grad(params[index]) for index in self._sharded}
@@ -184,6 +179,14 @@ class FusedStep:
 def _params(optimizer: Any) -> list[Any]:
     """All parameters, in the order of their indices."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _weak(value: Any) -> Callable[[], Any]:
+    return weakref.ref(value) if isinstance(value, Tensor) else lambda: value
+
+
+def _are_same(found: list[Any], kept: list[Callable[[], Any]]) -> bool:
+    return len(found) == len(kept) and all(map(operator.is_, found, map(operator.call, kept)))
 
 
 def _watch(state: Any, is_taken: list[bool]) -> Watch | None:

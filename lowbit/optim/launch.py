@@ -71,7 +71,7 @@ class Launch:
     params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
     gradients: Memory | None = None  # whose addresses are in the table
-    uploaded: np.ndarray | None = None
+    uploaded: np.ndarray | None = None  # the words on the device; None: other than `words`
     kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
@@ -176,6 +176,7 @@ class Launch:
             addresses = self._by_row(found.numbers())
             self.rows[:, COLUMN["grad"]] = addresses
             self.rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
+            self.uploaded = None
             missing = addresses == 0
             if np.count_nonzero(missing) and self.rows[missing, COLUMN["numel"]].any():
                 return False
