@@ -11,6 +11,7 @@ The step is no operator of ``torch.ops``: its operands are addresses in a table,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -134,12 +135,12 @@ class Variant:
             format == "4bit" or (format == "bf16" and stochastic) for format, stochastic in each
         )
 
-    @property
+    @functools.cached_property
     def is_scaled(self) -> bool:
         """Whether some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
         return any(format in ("float8", "8bit", "4bit") for format in self.formats)
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes."""
         return RESIDENT_THREADS if self.is_scaled else 256

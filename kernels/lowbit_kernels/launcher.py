@@ -155,8 +155,8 @@ def tell(error: BaseException) -> None:
 def _for_cuda() -> ctypes.CDLL:
     """The launcher, set up for CUDA. Raises RuntimeError, OSError or AttributeError where that cannot be."""
     addresses = [
-        *addresses_of(_torch_library("cpu"), TORCH_FUNCTIONS),
-        *addresses_of(_torch_library("cuda"), TORCH_CUDA_FUNCTIONS),
+        *addresses_of(torch_library("cpu"), TORCH_FUNCTIONS),
+        *addresses_of(torch_library("cuda"), TORCH_CUDA_FUNCTIONS),
         *addresses_of(ctypes.CDLL("libcuda.so.1"), DRIVER_FUNCTIONS),
     ]
     return loaded(addresses, "cuda")
@@ -182,7 +182,7 @@ def loaded(addresses: list[int], device: str) -> ctypes.CDLL:
     made.set_up(
         (ctypes.c_void_p * len(addresses))(*addresses),
         BUILT_FOR,
-        getattr(_torch_library("cpu"), f"aoti_torch_device_type_{device}")(),
+        getattr(torch_library("cpu"), f"aoti_torch_device_type_{device}")(),
         ctypes.byref(launches.listening_now),
     )
     return made
@@ -194,7 +194,7 @@ def register(
     """Make the launcher the kernel of ``<space>::<name>`` for a dispatch key; `number` is its number of the op."""
     python = f"{space}::{python_name(name)}".encode()
     kernel = made.kernel_of(number, python, arguments.encode())
-    entry, shim = ctypes.c_void_p(), _torch_library("cpu")
+    entry, shim = ctypes.c_void_p(), torch_library("cpu")
     error = shim.aoti_torch_library_init_impl(
         space.encode(), key, b"lowbit", 0, ctypes.byref(entry)
     )
@@ -207,7 +207,7 @@ def register(
 
 
 @functools.cache
-def _torch_library(part: str) -> ctypes.CDLL:
+def torch_library(part: str) -> ctypes.CDLL:
     """torch's own library of this name, whose C functions the launcher calls."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_{part}.so"))
 
@@ -265,4 +265,4 @@ def _launch(launch: Launch | CublasProduct) -> list[int]:
 def _dtype(dtype: torch.dtype) -> int:
     """torch's number of a dtype."""
     name = str(dtype).removeprefix("torch.")
-    return getattr(_torch_library("cpu"), f"aoti_torch_dtype_{name}")()
+    return getattr(torch_library("cpu"), f"aoti_torch_dtype_{name}")()

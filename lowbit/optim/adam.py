@@ -22,6 +22,7 @@ A maximum, as amsgrad has it, would collect what stochastic rounding adds to v. 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -127,22 +128,8 @@ class AdamBase(LowbitOptimizer):
         return super()._loaded_state(group, param, saved, name)
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.fused_step import Rule
-
-        lines = ["g = -g;"] if group["maximize"] else []
-        if not self.decoupled:
-            lines.append("g += c[6] * w;")
-        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
-        if group["amsgrad"]:  # fmaxf would drop a NaN
-            lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
-        if self.decoupled:
-            lines.append("w *= c[2];")
-        second = "s[2]" if group["amsgrad"] else "s[1]"
-        lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
-        if group["state"] == "4bit":  # a NaN stays one
-            lines.append("q = fabsf(q) > c[7] ? copysignf(c[7], q) : q;")
-        lines.append("w -= q * c[0];")
-        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
+        clamps = group["state"] == "4bit"
+        return _rule(self.decoupled, group["maximize"], group["amsgrad"], clamps)
 
     def state_format(self, group: dict[str, Any], name: str) -> str:
         if group["state"] == "4bit" and group["amsgrad"] and not self.state_names(group)[name]:
@@ -152,6 +139,26 @@ class AdamBase(LowbitOptimizer):
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         betas: tuple[float, float] = group["betas"]
         return (*betas, group["eps"], group["weight_decay"], largest_ratio(*betas))
+
+
+@functools.cache  # each step asks for it
+def _rule(decoupled: bool, maximize: bool, amsgrad: bool, clamps: bool) -> Rule:
+    from lowbit_kernels.fused_step import Rule
+
+    lines = ["g = -g;"] if maximize else []
+    if not decoupled:
+        lines.append("g += c[6] * w;")
+    lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
+    if amsgrad:  # fmaxf would drop a NaN
+        lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
+    if decoupled:
+        lines.append("w *= c[2];")
+    second = "s[2]" if amsgrad else "s[1]"
+    lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
+    if clamps:  # a NaN stays one
+        lines.append("q = fabsf(q) > c[7] ? copysignf(c[7], q) : q;")
+    lines.append("w -= q * c[0];")
+    return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
 
 _HYPER = ("beta1", "beta2", "eps", "weight_decay", "largest")

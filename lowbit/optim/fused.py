@@ -34,9 +34,11 @@ from lowbit.tensor.dtensor import local
 from lowbit_kernels import host_compiler, nvrtc
 from lowbit_kernels.fused_step import Variant
 from lowbit_kernels.sources import FLOAT_MACROS
+from lowbit_kernels.tensor_memory import Watch
 from lowbit_kernels.warned import warn_once
 
-_GRAD, _CODES, _SCALE = map(operator.attrgetter, ("grad", "codes", "scale"))
+_GRAD = operator.attrgetter("grad")
+_INNER = operator.attrgetter(*CodebookTensor.tensor_attrs)
 
 
 class FusedStep:
@@ -99,13 +101,15 @@ class FusedStep:
         ]
         self._is_sharded = any(isinstance(t, DTensor) for t in tensors)
         self._addresses = self._addresses_of(tensors)
+        self._watch = None if self._is_sharded else _watch(optimizer.state, self._is_taken)
 
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, optimizer: Any) -> bool:
         """Whether this still describes the optimizer; if so, it takes the gradients of this step.
 
-        This is most of the host's work in a step. Python loops would take three times as long as `map` and `compress`.
+        This is most of the host's work in a step. Compiled code asks each weight, state and gradient
+        (`lowbit_kernels.tensor_memory`); for the rest Python loops would take longer than `map` and `compress`.
         """
         groups, params = optimizer.param_groups, _params(optimizer)
         if not self.launches or list(map(id, params)) != self._params:
@@ -130,6 +134,8 @@ class FusedStep:
 
     def _states_hold(self, optimizer: Any) -> bool:
         """Whether the states are the same tensor objects as before, each in the same memory."""
+        if self._watch is not None:
+            return self._watch.holds(optimizer.state)
         if len(optimizer.state) != len(self._is_taken):
             return False
         tensors = self._tensors_of(optimizer)
@@ -143,9 +149,8 @@ class FusedStep:
     def _addresses_of(self, tensors: list[Any]) -> list[int]:
         if self._is_sharded:
             tensors = list(map(local, tensors))
-        coded = list(compress(tensors, self._has_codes))
-        memory = chain(compress(tensors, self._is_plain), map(_CODES, coded), map(_SCALE, coded))
-        return list(map(Tensor.data_ptr, memory))
+        inner = chain.from_iterable(map(_INNER, compress(tensors, self._has_codes)))
+        return list(map(Tensor.data_ptr, chain(compress(tensors, self._is_plain), inner)))
 
     def _take_gradients(self, groups: list[dict[str, Any]], params: list[Tensor]) -> bool:
         moved = {index: local_grad(params[index]) for index in self._sharded}
@@ -157,7 +162,7 @@ class FusedStep:
                 for index, param in zip(indices, own, strict=True)
             ]
             self.rest.append(Job(groups[group], own, indices, grads))
-        return all(launch.take(moved) for launch in self.launches)
+        return all(launch.take_moved(moved) for launch in self.launches)
 
     def jobs(self) -> list[Job]:
         """The work of this step, with its gradients."""
@@ -182,6 +187,15 @@ def _weak(value: Any) -> Callable[[], Any]:
 
 def _are_same(found: list[Any], kept: list[Callable[[], Any]]) -> bool:
     return len(found) == len(kept) and all(map(operator.is_, found, map(operator.call, kept)))
+
+
+def _watch(state: Any, is_taken: list[bool]) -> Watch | None:
+    """The compiled form of `FusedStep._states_hold`; None where it cannot be compiled, or cannot look into `state`."""
+    try:
+        made = Watch(state, is_taken, (CodebookTensor, CodebookTensor.tensor_attrs))
+    except (RuntimeError, OSError, AttributeError):
+        return None
+    return made if made.holds(state) else None
 
 
 # ---- which kernel ------------------------------------------------------------------------------------------

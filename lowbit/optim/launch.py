@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+import struct
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -23,11 +23,13 @@ from lowbit.optim.job import GradScale
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit.tensor.dtensor import local
-from lowbit_kernels import fused_step
+from lowbit_kernels import fused_step, tensor_memory
 from lowbit_kernels.fused_step import COLUMN, StepKernel, Table, Variant
 from lowbit_kernels.fused_step_cpu import StepKernelCpu
+from lowbit_kernels.tensor_memory import Memory
 
 _GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "layout", "shape"))
+_WIDTH = len(fused_step.TENSOR)
 
 
 class Item(NamedTuple):
@@ -59,9 +61,7 @@ class Launch:
     variant: Variant
     indices: list[int]  # of its parameters in the optimizer
     wrapped: bool  # some parameter is a DTensor, or has its weight inside
-    dtypes: set[torch.dtype]  # of the weights
-    addresses: list[int]
-    shapes: list[torch.Size]
+    weights: Any  # what `_seen` says of the weights
     tiles: int
     locate: Tensor
     scalars: Tensor
@@ -70,16 +70,15 @@ class Launch:
     others: np.ndarray  # bitwise or of all addresses of a parameter except its gradient's
     params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
-    dense: bool = False  # whether a gradient's memory is simply its values
-    gradients: list[int] = field(default_factory=list)  # their addresses, as they are in the table
-    uploaded: np.ndarray | None = None
+    gradients: Memory | None = None  # whose addresses are in the table
+    uploaded: np.ndarray | None = None  # the words on the device; None: other than `words`
     kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
     def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Self:
         """The launch that updates these items, whose states exist."""
         made = cls._over(optimizer, variant, items, items)
-        made.take({})
+        made.take(made.grads)
         return made
 
     @classmethod
@@ -91,9 +90,9 @@ class Launch:
                 "a CUDA graph is being captured, and this step is not like the last one; take one step with the same "
                 "parameters, gradients and options before the capture"
             )
-        width, groups = len(fused_step.TENSOR), len(optimizer.param_groups)
-        words = np.zeros(len(pieces) * width + groups * fused_step.GROUP_WORDS, np.int64)
-        rows = words[: len(pieces) * width].reshape(-1, width)
+        groups = len(optimizer.param_groups)
+        words = np.zeros(len(pieces) * _WIDTH + groups * fused_step.GROUP_WORDS, np.int64)
+        rows = words[: len(pieces) * _WIDTH].reshape(-1, _WIDTH)
         pairs = zip(rows, pieces, strict=True)
         others = np.array([_fill(row, optimizer, piece, variant) for row, piece in pairs])
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
@@ -101,13 +100,11 @@ class Launch:
         rows[:, COLUMN["first_tile"]] = first
         total = int(counts.sum())
         scratch, table = (len(pieces), fused_step.SCALARS_WORDS), torch.from_numpy(words)
-        made = cls(
+        return cls(
             variant=variant,
             indices=[item.param_index for item in items],
             wrapped=any(item.own is not item.param for item in items),
-            dtypes={item.own.dtype for item in items},
-            addresses=cls._addresses_of([item.own for item in items]),
-            shapes=[item.own.shape for item in items],
+            weights=cls._seen([item.own for item in items]),
             tiles=total,
             locate=copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
@@ -117,67 +114,74 @@ class Launch:
             params=[item.param for item in items],
             grads=[item.grad for item in items],
         )
-        made.dense = are_dense(made.grads)
-        return made
 
     @staticmethod
-    def _addresses_of(weights: list[Tensor]) -> list[int]:
-        return list(map(Tensor.data_ptr, weights))
+    def _seen(weights: list[Tensor]) -> Any:
+        """Everything about the weights on which the table depends, to compare; None: they have no memory."""
+        return tensor_memory.read(weights)
 
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, params: list[Any]) -> bool:
-        """Whether weights and gradients still have their addresses, shapes and dtypes; takes up the gradients.
+        """Whether weights and gradients are as before, the gradients perhaps elsewhere. If so, takes the gradients,
+        except those of a wrapped launch: ranks may first have to exchange data for them.
 
         Args:
             params: the parameters of this launch.
         """
-        own = list(map(states.memory, params)) if self.wrapped else params
-        if self._addresses_of(own) != self.addresses or set(map(_DTYPE, own)) != self.dtypes:
-            return False
-        if own[0].device != self.table.device:
-            return False
-        if not _are_shaped(own, self.shapes) or not all(map(Tensor.is_contiguous, own)):
+        weights = list(map(states.memory, params)) if self.wrapped else params
+        seen = self._seen(weights)
+        if seen is None or seen != self.weights:
             return False
         grads = list(map(_GRAD, params))
         inner = map(local, grads) if self.wrapped else grads
         if not all(map(has_own_memory, set(map(type, inner)))):  # nor has None
             return False
-        if set(map(_DTYPE, grads)) != {self.variant.grad}:
-            return False
-        self.dense = are_dense(grads)  # a sparse gradient never is
-        if not self.dense and set(map(_LAYOUT, grads)) != {torch.strided}:
-            return False
-        if not _are_shaped(grads, map(_SHAPE, params) if self.wrapped else self.shapes):
-            return False
-        self.params, self.grads = params, grads
-        return True
+        self.params = params
+        if not self.wrapped:
+            found = tensor_memory.read(grads)
+            if found is None or self.gradients is None or found.layouts != self.gradients.layouts:
+                return False
+            return self.take(grads, found)
+        self.grads = grads
+        return (
+            all(map(operator.eq, map(_SHAPE, grads), map(_SHAPE, params)))
+            and set(map(_DTYPE, grads)) == {self.variant.grad}
+            and set(map(_LAYOUT, grads)) == {torch.strided}
+        )
 
-    def take(self, moved: dict[int, Tensor]) -> bool:
-        """Make the gradients ready to be read.
+    def take_moved(self, moved: dict[int, Tensor]) -> bool:
+        """`take` the gradients of a wrapped launch, those of DTensors from `moved`, by index of the parameter."""
+        each = zip(self.indices, self.grads, strict=True)
+        return not self.wrapped or self.take([moved.get(index, grad) for index, grad in each])
+
+    def take(self, grads: list[Tensor], found: Memory | None = None) -> bool:
+        """Make gradients ready to be read.
 
         Args:
-            moved: the gradients for which ranks had to exchange data, by index of the parameter.
+            grads: the gradients, this rank's parts, in the order of the parameters.
+            found: their memory, if it has been read.
 
         Returns:
             Whether all gradients have memory. A gradient may have been resized to none.
         """
-        if self.wrapped:
-            each = zip(self.indices, self.grads, strict=True)
-            self.grads = [moved.get(index, grad) for index, grad in each]
-            self.dense = are_dense(self.grads)
-        if not self.dense:
-            self.grads = [grad.resolve_neg().contiguous() for grad in self.grads]
-        found = list(map(Tensor.data_ptr, self.grads))
-        if found == self.gradients:
-            return True
-        addresses = self._by_row(np.array(found, np.int64))
-        rows = self.tensor_words()
-        rows[:, COLUMN["grad"]] = addresses
-        rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
-        all_there = bool(((addresses != 0) | (rows[:, COLUMN["numel"]] == 0)).all())
-        self.gradients = found if all_there else []
-        return all_there
+        found = found or tensor_memory.read(grads)
+        if found is None or not found.are_contiguous or any(map(Tensor.is_neg, grads)):
+            grads = [grad.resolve_neg().contiguous() for grad in grads]
+            found = tensor_memory.read(grads)
+        self.grads, before, self.gradients = grads, self.gradients, None
+        if found is None:
+            return False
+        if before is None or found.addresses != before.addresses:
+            addresses = self._by_row(found.numbers())
+            self.rows[:, COLUMN["grad"]] = addresses
+            self.rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
+            self.uploaded = None
+            missing = addresses == 0
+            if np.count_nonzero(missing) and self.rows[missing, COLUMN["numel"]].any():
+                return False
+        self.gradients = found
+        return True
 
     def _by_row(self, gradients: np.ndarray) -> np.ndarray:
         """The addresses of the gradients, by row of the table instead of by parameter; 0 for one without memory."""
@@ -203,7 +207,7 @@ class Launch:
         address = table.data_ptr()
         kernel(
             address,
-            address + self.tensor_words().nbytes,
+            address + self.rows.nbytes,
             self.scalars,
             self.locate,
             count=len(self.others),
@@ -220,29 +224,26 @@ class Launch:
 
     # ---- the table ------------------------------------------------------------------------------------------
 
-    def tensor_words(self) -> np.ndarray:
-        width = len(fused_step.TENSOR)
-        return self.words[: len(self.others) * width].reshape(-1, width)
-
-    def group_words(self) -> np.ndarray:
-        width = fused_step.GROUP_WORDS
-        return self.words[len(self.others) * len(fused_step.TENSOR) :].reshape(-1, width)
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """The rows of tensors in `words`."""
+        return self.words[: len(self.others) * _WIDTH].reshape(-1, _WIDTH)
 
     def _scratch(self) -> tuple[Any, ...]:
         """The memory of this launch that the kernel reads or writes, besides the table."""
         return self.locate, self.scalars
 
     def _write_groups(self, optimizer: Any) -> None:
-        for words, group in zip(self.group_words(), optimizer.param_groups, strict=True):
-            lr = group["lr"]
-            words[1] = 0
+        at = self.rows.nbytes
+        for group in optimizer.param_groups:
+            lr, hyper = group["lr"], optimizer.hyper(group)
             if _is_read_on_device(lr, self.table.device):
-                words[1], words[2] = lr.data_ptr(), lr.dtype == torch.float64
+                rate = 0.0, lr.data_ptr(), lr.dtype == torch.float64
             else:
-                words[:1].view(np.float64)[0] = float(lr)
-            words[3] = np.uint64(group["seed"] % 2**64).astype(np.int64)
-            hyper = optimizer.hyper(group)
-            words[4 : 4 + len(hyper)].view(np.float64)[:] = hyper
+                rate = float(lr), 0, False
+            numbers = *rate, group["seed"] % 2**64, *hyper
+            struct.pack_into(f"=dQQQ{len(hyper)}d", self.words.data, at, *numbers)
+            at += 8 * fused_step.GROUP_WORDS
 
     def _upload(self, optimizer: Any) -> Tensor:
         """The table as it is now, where the kernel reads it."""
@@ -258,8 +259,8 @@ class Launch:
             optimizer.__dict__.setdefault("_captured", []).append(kept)
             return table.copy_(source, non_blocking=True)
         if self.uploaded is None or not np.array_equal(self.uploaded, self.words):
-            self.uploaded = self.words.copy()
-            source = _pinned(self.uploaded, self.table.device)
+            source = _pinned(self.words, self.table.device)
+            self.uploaded = source.numpy()
             self.table.copy_(source, non_blocking=True)
         return self.table
 
@@ -310,22 +311,14 @@ def _start(tensor: Tensor, item: Item) -> int:
     return tensor.data_ptr() + tensor.nbytes // item.rows * item.start
 
 
-def _are_shaped(tensors: list[Tensor], shapes: Iterable[torch.Size]) -> bool:
-    return all(map(operator.eq, map(_SHAPE, tensors), shapes))  # a list of shapes would take longer
-
-
-def are_dense(grads: list[Tensor]) -> bool:
-    """Whether the memory of gradients is simply their values."""
-    try:
-        return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
-    except RuntimeError:  # some layouts have no is_contiguous
-        return False
-
-
 def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
     """The values in memory from which a GPU can copy while the host goes on. torch frees it only after the copy."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    pinned.numpy()[:] = values
+    return pinned
 
 
 def copied(values: np.ndarray, device: torch.device) -> Tensor:

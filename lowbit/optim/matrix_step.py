@@ -46,7 +46,7 @@ from lowbit.optim.fused import (
     scattered,
 )
 from lowbit.optim.job import GradScale, Job
-from lowbit.optim.launch import Item, Launch, are_dense, has_own_memory, variant
+from lowbit.optim.launch import Item, Launch, has_own_memory, variant
 from lowbit.optim.orthogonalize import orthogonalize
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
@@ -376,7 +376,7 @@ class HalfLaunch(Launch):
         `count_from` sets the counters of this launch."""
         self.counters = self.scalars.new_zeros(len(self.positions), dtype=states.STEP)
         own = self.counters.data_ptr() + self.counters.itemsize * np.arange(len(self.positions))
-        self.tensor_words()[:, COLUMN["step"]] = own
+        self.rows[:, COLUMN["step"]] = own
 
     def count_from(self, state: Mapping[Tensor, Any], job: Job) -> None:
         """Make the counters those of the parameters, because random bits depend on the step."""
@@ -403,12 +403,10 @@ class HalfLaunch(Launch):
             buffer: is written in place of the weights, [parameters of the batch, ...].
         """
         self.params = [job.params[i] for i in self.positions]
-        self.grads = [grads[i] for i in self.positions]
-        self.dense = are_dense(self.grads)
-        self.take({})
+        self.take([grads[i] for i in self.positions])
         if buffer is not None:
             size = buffer[0].nbytes
-            rows = self.tensor_words()
+            rows = self.rows
             rows[:, COLUMN["param"]] = places = buffer.data_ptr() + size * np.array(self.positions)
             rows[:, COLUMN["aligned"]] &= places & 15 == 0
         self.run(self.half, GradScale(coefficient, None))

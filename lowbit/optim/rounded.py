@@ -73,7 +73,7 @@ class RoundedLaunch(Launch):
         cut = [list(_cut(optimizer, variant, item)) for item in items]
         made = cls._over(optimizer, variant, items, [piece for pieces in cut for piece in pieces])
         made._plan(cut)
-        made.take({})
+        made.take(made.grads)
         return made
 
     def _plan(self, cut: list[list[Item]]) -> None:
@@ -101,18 +101,20 @@ class RoundedLaunch(Launch):
             self.steps = self.scalars.new_zeros(len(self.pieces), dtype=states.STEP)
             for _, first, last in self.counted:
                 own = self.steps.data_ptr() + self.steps.itemsize * np.arange(first, last)
-                self.tensor_words()[first:last, COLUMN["step"]] = own
+                self.rows[first:last, COLUMN["step"]] = own
 
     def _pass(self, first: int, end: int) -> Pass:
-        rows = self.tensor_words()[first:end]
+        rows = self.rows[first:end]
         counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
         rows[:, COLUMN["first_tile"]] = begin = np.cumsum(counts) - counts
         tiles = int(counts.sum())
         return Pass(first, end, tiles, copied(fused_step.locate(begin, tiles), self.table.device))
 
     @staticmethod
-    def _addresses_of(weights: list[Tensor]) -> list[int]:
-        return []  # the weights are looked up in each step
+    def _seen(weights: list[Tensor]) -> Any:
+        return [
+            (w.device, w.dtype, w.shape, w.is_contiguous()) for w in weights
+        ]  # looked up in each step
 
     def _by_row(self, gradients: np.ndarray) -> np.ndarray:
         owners = [piece.owner for piece in self.pieces]
@@ -129,7 +131,7 @@ class RoundedLaunch(Launch):
         device = self.table.device
         self.values = torch.empty(self.size, dtype=torch.float32, device=device)
         offsets = self.values.itemsize * np.array([piece.offset for piece in self.pieces])
-        self.tensor_words()[:, COLUMN["param"]] = self.values.data_ptr() + offsets
+        self.rows[:, COLUMN["param"]] = self.values.data_ptr() + offsets
         self.skip = None if scale.skip is None else scale.skip.to(device)
         for index, first, last in self.counted:
             assert self.steps is not None
@@ -138,7 +140,7 @@ class RoundedLaunch(Launch):
         self.values = self.skip = None
 
     def _launch(self, table: Tensor, kernel: Any, control: Tensor | None) -> None:
-        groups = table.data_ptr() + self.tensor_words().nbytes
+        groups = table.data_ptr() + self.rows.nbytes
         width = 8 * len(fused_step.TENSOR)
         for first, end, tiles, locate in self.passes:
             taken = [self._taken(piece) for piece in self.pieces[first:end]]

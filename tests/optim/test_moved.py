@@ -13,8 +13,18 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lowbit import optim
 from lowbit.optim import fused
 from lowbit.rounding import join_bf16
+from lowbit_kernels import tensor_memory
 from tests.optim.counted import launched
 from tests.optim.problems import rand, relative
+
+
+@pytest.fixture(autouse=True, params=["compiled", "in Python"])
+def checks(request, monkeypatch):
+    """The two forms in which a step looks for what has moved."""
+    if request.param == "in Python":
+        monkeypatch.setattr(tensor_memory, "_compiled", lambda: None)
+        monkeypatch.setattr(fused, "_watch", lambda *_: None)
+
 
 MEMORY = {
     "zeros": lambda tensor: torch.zeros_like(tensor),
