@@ -3,6 +3,7 @@
 
 #define DEVICE static __device__ __forceinline__
 #define MEMBER __device__ __forceinline__
+#define NOINLINE __device__ __noinline__
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]  // its size is given at launch
 
 DEVICE unsigned int float_bits(float x) { return __float_as_uint(x); }
@@ -130,6 +131,17 @@ DEVICE float divide_exactly(float a, float b) {
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
 
+// x, with a magnitude of at most `limit`, which is not negative. A NaN stays one.
+DEVICE float limited(float x, float limit) {
+#if __CUDA_ARCH__ >= 860
+    float result;
+    asm("min.ftz.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(limit));
+    return result;
+#else
+    return fabsf(x) > limit ? copysignf(limit, x) : x;
+#endif
+}
+
 // a * b, clamped to 0..1; NaN becomes 0.
 DEVICE float clamped_product(float a, float b) { return __saturatef(a * b); }
 
@@ -185,17 +197,22 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
 #endif
 }
 
-// The next number, for the whole warp, of a counter in shared memory. The 1 to add is hidden from the compiler, which
-// would otherwise count the active lanes first, and that takes longer.
+// The next number, for the whole warp, of a counter in shared memory. For an addition, the compiler would count the
+// active lanes first, which takes longer than an increment up to a limit that is never reached.
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {
-    unsigned int n = 0, one;
-    asm("add.u32 %0, %1, 1;" : "=r"(one) : "r"(lane));
+    unsigned int n = 0;
     if (lane == 0)
-        asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+        asm volatile("atom.shared.inc.u32 %0, [%1], 0xfffffffe;"
                      : "=r"(n)
-                     : "r"((unsigned int)__cvta_generic_to_shared(counter)), "r"(one));
+                     : "r"((unsigned int)__cvta_generic_to_shared(counter)));
     return __shfl_sync(0xffffffff, n, 0);
 }
+
+// A condition that is the same in all lanes of the warp, which the compiler cannot know of itself.
+DEVICE bool for_warp(bool condition) { return __any_sync(0xffffffff, condition); }
+
+// `x` of the lane whose number is the lowest five bits of `from`, for all lanes of a warp at once.
+DEVICE float from_lane(float x, unsigned int from) { return __shfl_sync(0xffffffff, x, from); }
 
 // A number that other blocks count up; what they wrote before is then visible (sm_70 and newer).
 DEVICE unsigned int load_acquire(const unsigned int *p) {
@@ -204,6 +221,13 @@ DEVICE unsigned int load_acquire(const unsigned int *p) {
     return x;
 }
 DEVICE void sleep_shortly() { __nanosleep(50); }
+
+// The same pointer, which the compiler takes for another one.
+template <typename T>
+DEVICE T *hidden(T *p) {
+    asm volatile("" : "+l"(p));
+    return p;
+}
 
 // Loads a struct, 16 bytes at a time, through the read-only cache: no thread may write to it during the kernel. The
 // compiler drops loads of unused members.

@@ -139,8 +139,8 @@ class AdamBase(LowbitOptimizer):
             lines.append("w *= c[2];")
         second = "s[2]" if group["amsgrad"] else "s[1]"
         lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
-        if group["state"] == "4bit":  # a NaN stays one
-            lines.append("q = fabsf(q) > c[7] ? copysignf(c[7], q) : q;")
+        if group["state"] == "4bit":
+            lines.append("q = limited(q, c[7]);")
         lines.append("w -= q * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 
