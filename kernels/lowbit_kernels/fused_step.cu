@@ -675,8 +675,8 @@ DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n
 
 // Any tile. A function of its own, so that it takes no registers of the short path.
 DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, float square) {
-    const Tensor tensor = constant_load(hidden(t));
-    step_at(tensor, constant_load(hidden(k)), factor, locate_lane(tensor, n, lane), lane, table, square);
+    t = hidden(t), k = hidden(k);
+    step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table, square);
 }
 
 // The tensor of a tile: the last one that begins at this tile or before.
