@@ -590,15 +590,20 @@ DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
 }
 
 template <bool VECTOR>
-DEVICE void store_tile(Work &work, const Tensor &t, const Offsets &at, int lane) {
+DEVICE void store_weights(Work &work, const Tensor &t, const Offsets &at) {
     work.param.store<VECTOR>(t.param, at);
-    if constexpr (STATES > 0) work.s0.store<VECTOR>(t, at, lane);
-    if constexpr (STATES > 1) work.s1.store<VECTOR>(t, at, lane);
-    if constexpr (STATES > 2) work.s2.store<VECTOR>(t, at, lane);
     if constexpr (ROUNDING == CORRECTED) {
         if constexpr (VECTOR) store_vector(t.correction + at.element, work.correction);
         else store_items<unsigned char>(t.correction + at.element, at.mask, at.far, work.correction);
     }
+}
+
+template <int SLOT>
+DEVICE void encode_and_store(State<SLOT> &state, const Tensor &t, const Scalars &k, const Offsets &at, int lane,
+                             const uint32 *table, float x[8]) {
+    state.encode(t, k, at, lane, table, x);
+    if (at.whole) state.template store<true>(t, at, lane);
+    else state.template store<false>(t, at, lane);
 }
 
 // Replace the first `at.far` elements by those a tile further on.
@@ -659,18 +664,18 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     } else {
         work.param.encode(w);
     }
-    if constexpr (STATES > 0) work.s0.encode(t, k, at, lane, table, x0);
-    if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
-    if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
-
-    if (at.whole) store_tile<true>(work, t, at, lane);
-    else store_tile<false>(work, t, at, lane);
+    if (at.whole) store_weights<true>(work, t, at);
+    else store_weights<false>(work, t, at);
+    if constexpr (STATES > 0) encode_and_store(work.s0, t, k, at, lane, table, x0);
+    if constexpr (STATES > 1) encode_and_store(work.s1, t, k, at, lane, table, x1);
+    if constexpr (STATES > 2) encode_and_store(work.s2, t, k, at, lane, table, x2);
 }
 
 // A tile on the short path; `n` counts the tiles of the tensor.
 DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, float square) {
-    const Scalars scalars = constant_load(k);
-    step_at(constant_load(t), scalars, factor, locate_short(scalars, n, lane), lane, table, square);
+    const Offsets at = locate_short(*k, n, lane);
+    if constexpr (STATES < 3) step_at(constant_load(t), *k, factor, at, lane, table, square);
+    else step_at(*t, *k, factor, at, lane, table, square);  // read where needed, to save registers
 }
 
 // Any tile. A function of its own, so that it takes no registers of the short path.
