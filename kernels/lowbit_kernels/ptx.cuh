@@ -98,11 +98,15 @@ DEVICE float larger_magnitude(float a, float b) {
     return result;
 }
 
-// The larger of each 16-bit half (sm_90 and newer).
+// The larger of each 16-bit half, in one instruction on sm_90 and newer.
 DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
+#if __CUDA_ARCH__ >= 900
     unsigned int result;
     asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
+#else
+    return max(a & 0xffff0000, b & 0xffff0000) | max(a & 0xffff, b & 0xffff);
+#endif
 }
 
 DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
