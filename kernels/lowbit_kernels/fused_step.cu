@@ -48,13 +48,14 @@ struct Offsets {  // of a lane's eight elements
     int count;              // elements to read, 0..8
     int far;                // the first `far` elements lie one tile further on
     uint32 mask;            // bit i: element i belongs to the tile
+    bool in_block;          // whether the lane's blocks have elements, be they of other lanes
     bool vector;            // whether 16-byte loads reach all eight
     bool whole;             // whether 16-byte stores also do
 };
 
-// The first tiles of a tensor take a short path if the tensor has a single row, 16-byte accesses reach all elements, and
-// the random bits are those of whole octets in 32 bits. All other tiles take a path for all cases. Two paths, and not
-// one with branches, because what depends on the case would be computed for each tile.
+// How many tiles of a tensor take the short path, the first ones: all whole tiles, if the tensor has a single row,
+// 16-byte accesses reach all elements, and the random bits are those of whole octets whose numbers have 32 bits. All
+// other tiles take the path for all cases. On one path for both, every tile would pay for the tests of what it is.
 DEVICE uint32 short_tiles(const Tensor &t) {
     const uint64 last = t.first_index + t.cols;
     const bool octets = !RANDOM || (t.run == 0 && t.first_index % 8 == 0 && last >> 35 == 0);
@@ -69,12 +70,13 @@ DEVICE Offsets locate_short(const Scalars &k, uint32 n, int lane) {
     at.of_128 = octet / 16, at.of_256 = n;
     at.index = (uint64)(k.first_octet + octet) * 8, at.left = 8;
     at.count = 8, at.far = 0, at.mask = 0xff;
-    at.vector = at.whole = true;
+    at.in_block = at.vector = at.whole = true;
     return at;
 }
 
 DEVICE int limited(uint64 elements, int most) { return elements < most ? (int)elements : most; }
 
+// Find `index` and `left`.
 DEVICE void find_index(const Tensor &t, Offsets &at) {
     at.index = t.first_index + at.element, at.left = 8;
     if (RANDOM && t.run != 0) {
@@ -98,6 +100,7 @@ DEVICE Offsets locate_lane(const Tensor &t, uint32 n, int lane) {
     at.mask = end <= 0 ? 0 : 0xff >> (end < 8 ? 8 - end : 0);
     if (lane == 0) at.mask = at.mask >> before << before | (1u << at.far) - 1;
     at.count = at.mask == 0 ? 0 : GROUPED && t.aligned ? limited(t.numel - at.element, 8) : end < 8 ? end : 8;
+    at.in_block = at.count > 0 || lane / 16 * 128 < size;
     at.vector = t.aligned && at.count == 8;
     at.whole = at.vector && at.mask == 0xff && at.far == 0;
     find_index(t, at);
@@ -116,9 +119,10 @@ DEVICE Offsets far_of(const Tensor &t, const Offsets &at) {
 
 // ---- stochastic rounding ---------------------------------------------------------------------------------------------
 
-__constant__ uint32 MULTIPLIERS[16] = {
-    multiplier(0), multiplier(1), multiplier(2), multiplier(3), multiplier(4), multiplier(5), multiplier(6), multiplier(7),
-    multiplier(0), multiplier(1), multiplier(2), multiplier(3), multiplier(4), multiplier(5), multiplier(6), multiplier(7)};
+__constant__ uint32 MULTIPLIERS[16] = {  // of an octet's elements, and of the next one's
+    multiplier(0), multiplier(1), multiplier(2), multiplier(3), multiplier(4), multiplier(5),
+    multiplier(6), multiplier(7), multiplier(0), multiplier(1), multiplier(2), multiplier(3),
+    multiplier(4), multiplier(5), multiplier(6), multiplier(7)};
 
 // Random bits of a lane's elements, of which the upper 16 count.
 DEVICE void draw(const Tensor &t, const uint32 *keys, const Offsets &at, uint32 random[8]) {
@@ -128,6 +132,7 @@ DEVICE void draw(const Tensor &t, const uint32 *keys, const Offsets &at, uint32 
 #pragma unroll
         for (int i = 0; i < 8; ++i) random[i] = h * multiplier(i);
     } else if (at.left >= 8) {
+        // of two octets
         const uint32 first = hash(keys, at.index >> 3), second = hash(keys, (at.index >> 3) + 1);
 #pragma unroll
         for (int i = 0; i < 8; ++i) random[i] = (i < 8 - skipped ? first : second) * MULTIPLIERS[i + skipped];
@@ -135,7 +140,7 @@ DEVICE void draw(const Tensor &t, const uint32 *keys, const Offsets &at, uint32 
         uint64 index = at.index;
         int left = at.left;
 #pragma unroll 1
-        for (int j = 0; j < 8; ++j) {  // rare: one after another, for less code
+        for (int j = 0; j < 8; ++j) {  // of several runs, which is rare: one after another, for less code
 #pragma unroll
             for (int i = 0; i < 7; ++i) random[i] = random[i + 1];
             random[7] = hash(keys, index >> 3) * MULTIPLIERS[index & 7];
@@ -339,14 +344,14 @@ DEVICE uint32 power_bits(float x, float inverse, uint32 random) {
     return float_bits(clamped_product(x, inverse)) + (masked_or(random, 0xffff0000, 0x8000) >> 9);
 }
 
-// The lowest bytes, or the highest with `pair` 0x0073, of four words.
+// A byte of each of four words, the lowest or, with `pair` 0x0073, the highest; the highest's sign with 0x00fb.
 DEVICE uint32 gather(uint32 a, uint32 b, uint32 c, uint32 d, uint32 pair) {
     return permute(permute(a, b, pair), permute(c, d, pair), 0x5410);
 }
 
 // 0xff for each negative one of four floats.
 DEVICE uint32 signs_of(float a, float b, float c, float d) {
-    return permute(permute(float_bits(a), float_bits(b), 0x00fb), permute(float_bits(c), float_bits(d), 0x00fb), 0x5410);
+    return gather(float_bits(a), float_bits(b), float_bits(c), float_bits(d), 0x00fb);
 }
 
 // Codes of 8 bits of four elements.
@@ -392,7 +397,8 @@ DEVICE uint32 eight_powers(const float x[8], const uint32 random[8], float inver
 }
 
 template <int SLOT, int WORDS>
-DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float square, float scale, float x[8]) {
+DEVICE void decode_codes(const Raw<WORDS> &raw, int lane, const uint32 *table, float square, float scale,
+                         float x[8]) {
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -405,15 +411,11 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float squar
         if constexpr (FORMATS[SLOT] == STATE_8BIT) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(raw.word[i / 4], i % 4)]) * scale;
-        } else if constexpr (is_signed(SLOT)) {
+        } else {  // each lane of the block multiplies the value of one code
+            const float power = bits_float((uint32)(112 + lane % 16) << 23);
+            const float value = (is_signed(SLOT) ? square : power) * scale;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = from_lane(square, raw.word[0] >> 4 * i) * scale;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {  // the code is the end of an exponent
-                const uint32 moved = i < 6 ? raw.word[0] << (23 - 4 * i & 31) : raw.word[0] >> (4 * i - 23 & 31);
-                x[i] = bits_float(masked_or(moved, 0x07800000, 112 << 23)) * scale;
-            }
+            for (int i = 0; i < 8; ++i) x[i] = from_lane_of_half(value, raw.word[0] >> 4 * i);
         }
     }
 }
@@ -434,8 +436,9 @@ DEVICE float encode_codes(const float x[8], const uint32 random[8], int lane, co
         largest = first ? of_first : of_second;
     }
     constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;  // 2**-100, 2**126
+    largest = largest > FLOOR ? largest : FLOOR;
     const uint32 kept = has_powers(SLOT) ? largest + 0x7fffff & 0xff800000 : largest;  // the power of two above
-    float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : kept);
+    float scale = bits_float(largest >= LIMIT ? 0x7fffffff : kept);
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {  // scale / 448, correctly rounded
         const float estimate = scale * (1.0f / 448.0f);
         scale = fmaf(fmaf(-448.0f, estimate, scale), 1.0f / 448.0f, estimate);
@@ -491,7 +494,7 @@ struct State {
             const char *p = (const char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) load_vector(p, codes);
             else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
-            scale = VECTOR || at.count ? t.scale[SLOT][scale_at(at)] : 0.0f;
+            scale = VECTOR || at.in_block ? t.scale[SLOT][scale_at(at)] : 0.0f;
         } else {
             values.template load<VECTOR>(t.state[SLOT], at);
         }
@@ -500,8 +503,8 @@ struct State {
         if constexpr (has_scale(SLOT)) replace_first(codes, there.codes, count);
         else values.take_far(there.values, count);
     }
-    MEMBER void decode(const uint32 *table, float square, float x[8]) const {
-        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, table, square, scale, x);
+    MEMBER void decode(int lane, const uint32 *table, float square, float x[8]) const {
+        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, lane, table, square, scale, x);
         else values.decode(x);
     }
     MEMBER void encode(const Tensor &t, const Scalars &k, const Offsets &at, int lane, const uint32 *table,
@@ -648,9 +651,9 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     work.grad.decode(g);
     work.param.decode(w);
     if constexpr (ROUNDING == CORRECTED) decode_corrected(work.correction, w);
-    if constexpr (STATES > 0) work.s0.decode(table, square, x0);
-    if constexpr (STATES > 1) work.s1.decode(table, square, x1);
-    if constexpr (STATES > 2) work.s2.decode(table, square, x2);
+    if constexpr (STATES > 0) work.s0.decode(lane, table, square, x0);
+    if constexpr (STATES > 1) work.s1.decode(lane, table, square, x1);
+    if constexpr (STATES > 2) work.s2.decode(lane, table, square, x2);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float s[3] = {x0[i], x1[i], x2[i]};
@@ -678,7 +681,7 @@ DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n
     else step_at(*t, *k, factor, at, lane, table, square);  // read where needed, to save registers
 }
 
-// Any tile. A function of its own, so that it takes no registers of the short path.
+// Any tile. What it needs of the table is read where it needs it, not before the paths part.
 DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, float square) {
     t = hidden(t), k = hidden(k);
     step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table, square);
@@ -739,10 +742,8 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
             prefetch_tiles(constant_load(tensors + tensor_of(tensors, locate, ahead)), ahead, WARPS);
         const uint32 i = tensor_of(tensors, locate, tile);
         const uint2 own = __ldg((const uint2 *)&scalars[i].first_tile);  // and short_tiles
-        const uint32 tile_of_tensor = tile - own.x;
-        if (for_warp(tile_of_tensor < own.y))
-            step_short(tensors + i, scalars + i, factor, tile_of_tensor, lane, square);
-        else
-            step_any(tensors + i, scalars + i, factor, tile_of_tensor, lane, square);
+        const uint32 in_tensor = tile - own.x;
+        if (for_warp(in_tensor < own.y)) step_short(tensors + i, scalars + i, factor, in_tensor, lane, square);
+        else step_any(tensors + i, scalars + i, factor, in_tensor, lane, square);
     }
 }

@@ -56,9 +56,9 @@ class Rule:
             name, writes ``c[0]`` .. ``c[11]``.
         update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
             not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``;
-            on a GPU it is faster than ``/``, which would take most of the time. ``limited(x, most)`` clamps x to
-            ``-most .. most`` and keeps a NaN. Multiply a factor with ``g`` before the second ``g``: ``g * g`` alone
-            may overflow.
+            on a GPU it is faster than ``/``, which would take most of the time. ``limit_magnitude(x, most)``
+            clamps x to ``-most .. most`` and keeps a NaN. Multiply a factor with ``g`` before the second ``g``:
+            ``g * g`` alone may overflow.
     """
 
     hyper: tuple[str, ...]

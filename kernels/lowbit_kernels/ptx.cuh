@@ -3,7 +3,6 @@
 
 #define DEVICE static __device__ __forceinline__
 #define MEMBER __device__ __forceinline__
-#define NOINLINE __device__ __noinline__
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]  // its size is given at launch
 
 DEVICE unsigned int float_bits(float x) { return __float_as_uint(x); }
@@ -135,14 +134,14 @@ DEVICE float divide_exactly(float a, float b) {
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
 
-// x, with a magnitude of at most `limit`, which is not negative. A NaN stays one.
-DEVICE float limited(float x, float limit) {
+// x clamped to -most .. most; `most` is not negative. A NaN stays one.
+DEVICE float limit_magnitude(float x, float most) {
 #if __CUDA_ARCH__ >= 860
     float result;
-    asm("min.ftz.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(limit));
+    asm("min.ftz.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(most));
     return result;
 #else
-    return fabsf(x) > limit ? copysignf(limit, x) : x;
+    return fabsf(x) > most ? copysignf(most, x) : x;
 #endif
 }
 
@@ -215,8 +214,8 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
 // A condition that is the same in all lanes of the warp, which the compiler cannot know of itself.
 DEVICE bool for_warp(bool condition) { return __any_sync(0xffffffff, condition); }
 
-// `x` of the lane whose number is the lowest five bits of `from`, for all lanes of a warp at once.
-DEVICE float from_lane(float x, unsigned int from) { return __shfl_sync(0xffffffff, x, from); }
+// `x` of another lane of the same half warp, whose number is the lowest four bits of `from`; for all lanes at once.
+DEVICE float from_lane_of_half(float x, unsigned int from) { return __shfl_sync(0xffffffff, x, from, 16); }
 
 // A number that other blocks count up; what they wrote before is then visible (sm_70 and newer).
 DEVICE unsigned int load_acquire(const unsigned int *p) {
@@ -226,7 +225,7 @@ DEVICE unsigned int load_acquire(const unsigned int *p) {
 }
 DEVICE void sleep_shortly() { __nanosleep(50); }
 
-// The same pointer, which the compiler takes for another one.
+// The same pointer, but the compiler takes it for another one: it reads nothing through it before this place.
 template <typename T>
 DEVICE T *hidden(T *p) {
     asm volatile("" : "+l"(p));

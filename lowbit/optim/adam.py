@@ -140,7 +140,7 @@ class AdamBase(LowbitOptimizer):
         second = "s[2]" if group["amsgrad"] else "s[1]"
         lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
         if group["state"] == "4bit":
-            lines.append("q = limited(q, c[7]);")
+            lines.append("q = limit_magnitude(q, c[7]);")
         lines.append("w -= q * c[0];")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 

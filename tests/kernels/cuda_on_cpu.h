@@ -14,7 +14,6 @@
 
 #define DEVICE static inline
 #define MEMBER inline
-#define NOINLINE __attribute__((noinline))
 #define __global__
 #define __constant__ static
 #define __shared__ static
@@ -115,12 +114,12 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     meet(first, first + 32);
     return n;
 }
-DEVICE float from_lane(float x, unsigned int from) {
+DEVICE float from_lane_of_half(float x, unsigned int from) {
     using namespace emulation;
     const unsigned int first = current / 32 * 32;
     memcpy(&fibers[current].given, &x, 4);
     meet(first, first + 32);
-    memcpy(&x, &fibers[first + from % 32].given, 4);
+    memcpy(&x, &fibers[current / 16 * 16 + from % 16].given, 4);
     meet(first, first + 32);
     return x;
 }
@@ -163,7 +162,7 @@ DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
 DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
     return (unsigned int)max((int)a >> 16, (int)b >> 16) << 16 | (max((int16_t)a, (int16_t)b) & 0xffff);
 }
-DEVICE float limited(float x, float limit) { return fabsf(x) > limit ? copysignf(limit, x) : x; }
+DEVICE float limit_magnitude(float x, float most) { return fabsf(x) > most ? copysignf(most, x) : x; }
 DEVICE float multiply_exactly(float a, float b) { return a * b; }
 DEVICE float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float divide_exactly(float a, float b) { return a / b; }
@@ -258,6 +257,7 @@ template <typename T>
 DEVICE T __ldcg(const T *p) { return stream_load(p); }
 
 DEVICE bool for_warp(bool condition) { return condition; }
+
 template <typename T>
 DEVICE T *hidden(T *p) { return p; }
 DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int y) { return (x & mask) | y; }
