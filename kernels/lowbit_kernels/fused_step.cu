@@ -298,13 +298,6 @@ struct Floats {
 
 // ---- states in few bits ------------------------------------------------------------------------------------------
 
-// The first state with codes of 4 bits and a sign, or STATES. All such states have the same values.
-DEVICE constexpr int first_squares() {
-    int slot = 0;
-    while (slot < STATES && (FORMATS[slot] != STATE_4BIT || !is_signed(slot))) ++slot;
-    return slot;
-}
-
 // Size of the tables in shared memory.
 static constexpr int TABLE_WORDS = CODES ? values_before(STATES) + cells_before(STATES) : 1;
 __shared__ uint32 table[TABLE_WORDS];
@@ -397,8 +390,7 @@ DEVICE uint32 eight_powers(const float x[8], const uint32 random[8], float inver
 }
 
 template <int SLOT, int WORDS>
-DEVICE void decode_codes(const Raw<WORDS> &raw, int lane, const uint32 *table, float square, float scale,
-                         float x[8]) {
+DEVICE void decode_codes(const Raw<WORDS> &raw, int lane, const uint32 *table, float scale, float x[8]) {
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -413,7 +405,7 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, int lane, const uint32 *table, f
             for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(raw.word[i / 4], i % 4)]) * scale;
         } else {  // each lane of the block multiplies the value of one code
             const float power = bits_float((uint32)(112 + lane % 16) << 23);
-            const float value = (is_signed(SLOT) ? square : power) * scale;
+            const float value = (is_signed(SLOT) ? bits_float(values[lane % 16]) : power) * scale;
 #pragma unroll
             for (int i = 0; i < 8; ++i) x[i] = from_lane_of_half(value, raw.word[0] >> 4 * i);
         }
@@ -503,8 +495,8 @@ struct State {
         if constexpr (has_scale(SLOT)) replace_first(codes, there.codes, count);
         else values.take_far(there.values, count);
     }
-    MEMBER void decode(int lane, const uint32 *table, float square, float x[8]) const {
-        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, lane, table, square, scale, x);
+    MEMBER void decode(int lane, const uint32 *table, float x[8]) const {
+        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, lane, table, scale, x);
         else values.decode(x);
     }
     MEMBER void encode(const Tensor &t, const Scalars &k, const Offsets &at, int lane, const uint32 *table,
@@ -637,9 +629,8 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
     if constexpr (STATES > 2) State<2>::prefetch_values(t, from, to);
 }
 
-// `square`: the value of the code lane % 16, if a state has codes of 4 bits with a sign.
-DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offsets &at, int lane, const uint32 *table,
-                    float square) {
+DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offsets &at, int lane,
+                    const uint32 *table) {
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
     else load_tile<false>(work, t, at);
@@ -651,9 +642,9 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     work.grad.decode(g);
     work.param.decode(w);
     if constexpr (ROUNDING == CORRECTED) decode_corrected(work.correction, w);
-    if constexpr (STATES > 0) work.s0.decode(lane, table, square, x0);
-    if constexpr (STATES > 1) work.s1.decode(lane, table, square, x1);
-    if constexpr (STATES > 2) work.s2.decode(lane, table, square, x2);
+    if constexpr (STATES > 0) work.s0.decode(lane, table, x0);
+    if constexpr (STATES > 1) work.s1.decode(lane, table, x1);
+    if constexpr (STATES > 2) work.s2.decode(lane, table, x2);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float s[3] = {x0[i], x1[i], x2[i]};
@@ -675,16 +666,16 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
 }
 
 // A tile on the short path; `n` counts the tiles of the tensor.
-DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, float square) {
+DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
     const Offsets at = locate_short(*k, n, lane);
-    if constexpr (STATES < 3) step_at(constant_load(t), *k, factor, at, lane, table, square);
-    else step_at(*t, *k, factor, at, lane, table, square);  // read where needed, to save registers
+    if constexpr (STATES < 3) step_at(constant_load(t), *k, factor, at, lane, table);
+    else step_at(*t, *k, factor, at, lane, table);  // read where needed, to save registers
 }
 
 // Any tile. What it needs of the table is read where it needs it, not before the paths part.
-DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, float square) {
+DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
     t = hidden(t), k = hidden(k);
-    step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table, square);
+    step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table);
 }
 
 // The tensor of a tile: the last one that begins at this tile or before.
@@ -729,8 +720,6 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
     __syncthreads();
     const float factor = SCALED ? control[0] : 1.0f;
     const int lane = threadIdx.x % 32;
-    constexpr int SQUARES = first_squares();
-    const float square = SQUARES < STATES ? bits_float(table[values_before(SQUARES) + lane % 16]) : 0.0f;
     // A block owns WARPS neighbouring tiles of every gridDim.x * WARPS. Each warp takes the next free one of them: with
     // fixed tiles, warps that the scheduler favours would finish long before the others.
     for (;;) {
@@ -743,7 +732,7 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
         const uint32 i = tensor_of(tensors, locate, tile);
         const uint2 own = __ldg((const uint2 *)&scalars[i].first_tile);  // and short_tiles
         const uint32 in_tensor = tile - own.x;
-        if (for_warp(in_tensor < own.y)) step_short(tensors + i, scalars + i, factor, in_tensor, lane, square);
-        else step_any(tensors + i, scalars + i, factor, in_tensor, lane, square);
+        if (for_warp(in_tensor < own.y)) step_short(tensors + i, scalars + i, factor, in_tensor, lane);
+        else step_any(tensors + i, scalars + i, factor, in_tensor, lane);
     }
 }
