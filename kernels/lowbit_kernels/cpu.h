@@ -14,3 +14,4 @@
 DEVICE float bits_float(unsigned int bits) { float x; memcpy(&x, &bits, 4); return x; }
 DEVICE unsigned int float_bits(float x) { unsigned int bits; memcpy(&bits, &x, 4); return bits; }
 DEVICE float quotient(float a, float b) { return a / b; }
+DEVICE float limit_magnitude(float x, float most) { return fabsf(x) > most ? copysignf(most, x) : x; }

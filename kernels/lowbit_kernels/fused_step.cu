@@ -43,22 +43,51 @@ struct Offsets {  // of a lane's eight elements
     uint64 element;         // in the tensor
     uint64 half_byte;       // in bytes, in codes of 4 bits
     uint64 of_128, of_256;  // in the scales of blocks of that many elements
+    uint64 index;           // global index of the first element, for random bits
+    int left;               // elements of its run from there on, at most 8
     int count;              // elements to read, 0..8
     int far;                // the first `far` elements lie one tile further on
     uint32 mask;            // bit i: element i belongs to the tile
+    bool in_block;          // whether the lane's blocks have elements, be they of other lanes
     bool vector;            // whether 16-byte loads reach all eight
     bool whole;             // whether 16-byte stores also do
 };
 
-// Whether a tile is whole, of a tensor with a single row, and 16-byte accesses reach all of its elements.
-DEVICE bool is_whole(const Tensor &t, uint32 tile) {
-    return t.aligned && t.tiles_a_row == 0 && (uint64)(tile - (uint32)t.first_tile + 1) * TILE <= t.cols;
+// How many tiles of a tensor take the short path, the first ones: all whole tiles, if the tensor has a single row,
+// 16-byte accesses reach all elements, and the random bits are those of whole octets whose numbers have 32 bits. All
+// other tiles take the path for all cases. On one path for both, every tile would pay for the tests of what it is.
+DEVICE uint32 short_tiles(const Tensor &t) {
+    const uint64 last = t.first_index + t.cols;
+    const bool octets = !RANDOM || (t.run == 0 && t.first_index % 8 == 0 && last >> 35 == 0);
+    return t.aligned && t.tiles_a_row == 0 && octets && t.cols >> 35 == 0 ? (uint32)(t.cols / TILE) : 0;
+}
+
+// Of a lane of a tile on the short path; `n` counts the tiles of the tensor.
+DEVICE Offsets locate_short(const Scalars &k, uint32 n, int lane) {
+    const uint32 octet = n * (TILE / 8) + lane;
+    Offsets at;
+    at.element = (uint64)octet * 8, at.half_byte = (uint64)octet * 4;
+    at.of_128 = octet / 16, at.of_256 = n;
+    at.index = (uint64)(k.first_octet + octet) * 8, at.left = 8;
+    at.count = 8, at.far = 0, at.mask = 0xff;
+    at.in_block = at.vector = at.whole = true;
+    return at;
 }
 
 DEVICE int limited(uint64 elements, int most) { return elements < most ? (int)elements : most; }
 
-DEVICE Offsets locate_lane(const Tensor &t, uint32 tile, int lane) {
-    const Start start = start_of(t, tile - (uint32)t.first_tile);
+// Find `index` and `left`.
+DEVICE void find_index(const Tensor &t, Offsets &at) {
+    at.index = t.first_index + at.element, at.left = 8;
+    if (RANDOM && t.run != 0) {
+        const uint64 runs = at.element / t.run, in_run = at.element - runs * t.run;
+        at.index = t.first_index + runs * t.stride + in_run, at.left = limited(t.run - in_run, 8);
+    }
+}
+
+// `n` counts the tiles of the tensor.
+DEVICE Offsets locate_lane(const Tensor &t, uint32 n, int lane) {
+    const Start start = start_of(t, n);
     const int size = limited(start.to_row_end, TILE);
     const int before = GROUPED && t.aligned ? (int)start.element & 7 : 0;  // elements of lane 0 before the tile
     const int first = lane * 8 - before, end = size - first;
@@ -71,8 +100,10 @@ DEVICE Offsets locate_lane(const Tensor &t, uint32 tile, int lane) {
     at.mask = end <= 0 ? 0 : 0xff >> (end < 8 ? 8 - end : 0);
     if (lane == 0) at.mask = at.mask >> before << before | (1u << at.far) - 1;
     at.count = at.mask == 0 ? 0 : GROUPED && t.aligned ? limited(t.numel - at.element, 8) : end < 8 ? end : 8;
+    at.in_block = at.count > 0 || lane / 16 * 128 < size;
     at.vector = t.aligned && at.count == 8;
     at.whole = at.vector && at.mask == 0xff && at.far == 0;
+    find_index(t, at);
     return at;
 }
 
@@ -82,31 +113,39 @@ DEVICE Offsets far_of(const Tensor &t, const Offsets &at) {
     there.element += TILE;
     there.count = limited(t.numel - there.element, 8);
     there.vector = there.count == 8;
+    find_index(t, there);
     return there;
 }
 
 // ---- stochastic rounding ---------------------------------------------------------------------------------------------
 
-DEVICE uint64 global_index(const Tensor &t, uint64 element) {
-    if (t.run == 0) return t.first_index + element;
-    return t.first_index + element / t.run * t.stride + element % t.run;
-}
+__constant__ uint32 MULTIPLIERS[16] = {  // of an octet's elements, and of the next one's
+    multiplier(0), multiplier(1), multiplier(2), multiplier(3), multiplier(4), multiplier(5),
+    multiplier(6), multiplier(7), multiplier(0), multiplier(1), multiplier(2), multiplier(3),
+    multiplier(4), multiplier(5), multiplier(6), multiplier(7)};
 
-// Random bits of eight neighbouring elements.
-DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 random[8]) {
-    uint64 first = t.first_index + element, left = 8;  // elements of the run from here on
-    if (t.run != 0) first = global_index(t, element), left = t.run - element % t.run;
-    if ((first & 7) == 0 && left >= 8) {
-        const uint32 h = hash(keys, first >> 3);
+// Random bits of a lane's elements, of which the upper 16 count.
+DEVICE void draw(const Tensor &t, const uint32 *keys, const Offsets &at, uint32 random[8]) {
+    const int skipped = (int)at.index & 7;  // elements of the first octet before these
+    if (at.left >= 8 && skipped == 0) {
+        const uint32 h = hash(keys, at.index >> 3);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) random[i] = h * multiplier(i) >> 16;
+        for (int i = 0; i < 8; ++i) random[i] = h * multiplier(i);
+    } else if (at.left >= 8) {
+        // of two octets
+        const uint32 first = hash(keys, at.index >> 3), second = hash(keys, (at.index >> 3) + 1);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) random[i] = (i < 8 - skipped ? first : second) * MULTIPLIERS[i + skipped];
     } else {
+        uint64 index = at.index;
+        int left = at.left;
 #pragma unroll 1
-        for (uint64 j = 0; j < 8; ++j) {  // rare: one after another, for less code
-            const uint64 index = j < left ? first + j : global_index(t, element + j);
+        for (int j = 0; j < 8; ++j) {  // of several runs, which is rare: one after another, for less code
 #pragma unroll
             for (int i = 0; i < 7; ++i) random[i] = random[i + 1];
-            random[7] = hash(keys, index >> 3) * multiplier((int)(index & 7)) >> 16;
+            random[7] = hash(keys, index >> 3) * MULTIPLIERS[index & 7];
+            ++index;
+            if (--left == 0) index += t.stride - t.run, left = limited(t.run, 8);
         }
     }
 }
@@ -114,10 +153,10 @@ DEVICE void draw(const Tensor &t, const uint32 *keys, uint64 element, uint32 ran
 // Round a lane's elements stochastically to bf16, which are then the upper halves of `x`.
 DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, const Offsets &at, float x[8]) {
     uint32 random[8] = {};
-    draw(t, keys, at.element, random);
+    draw(t, keys, at, random);
     if (GROUPED && at.far) {
         uint32 further[8] = {};
-        draw(t, keys, at.element + TILE, further);
+        draw(t, keys, far_of(t, at), further);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             if (i < at.far) random[i] = further[i];
@@ -128,12 +167,12 @@ DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, const Offs
     constexpr uint32 LAST = 0x7f7f0000;  // the largest bf16; beyond it the sum may carry into infinity
     if (float_bits(largest) <= LAST) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = bits_float(float_bits(x[i]) + random[i]);
+        for (int i = 0; i < 8; ++i) x[i] = bits_float(float_bits(x[i]) + (random[i] >> 16));
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const uint32 bits = float_bits(x[i]), magnitude = bits & 0x7fffffff;
-            if (magnitude <= LAST) x[i] = bits_float(bits + random[i]);
+            if (magnitude <= LAST) x[i] = bits_float(bits + (random[i] >> 16));
             else if (magnitude > 0x7f800000) x[i] = bits_float(0x7fff0000);
         }
     }
@@ -261,6 +300,7 @@ struct Floats {
 
 // Size of the tables in shared memory.
 static constexpr int TABLE_WORDS = CODES ? values_before(STATES) + cells_before(STATES) : 1;
+__shared__ uint32 table[TABLE_WORDS];
 
 // Codes are looked up by magnitude. The upper bits of y = |x| / scale are the index of a cell, and at most one boundary
 // between two codes falls into a cell. The highest byte of a cell's word is the rank of the cell's smallest element.
@@ -276,7 +316,7 @@ DEVICE uint32 ranked(const uint32 *table, float x, float inverse) {
     return word + shift_in(float_bits(y), float_bits(x), 25 - SHIFT);  // the rank is the highest byte
 }
 
-// The bits of 2**23 + level, for the level of the square that |x| is rounded to, from its 16 random bits.
+// The bits of 2**23 + level, for the level of the square that |x| is rounded to.
 DEVICE uint32 square_level(float x, float inverse, uint32 random) {
     constexpr float SHIFT = 8388608.0f;  // 2**23
     const float z = 49.0f * saturated_product(x, inverse);
@@ -285,47 +325,72 @@ DEVICE uint32 square_level(float x, float inverse, uint32 random) {
     // level is k in both cases.
     const float shifted = add_down(approximate_root(z), SHIFT), i = shifted - SHIFT;
     const float rest = fmaf(-i, i, z), distance = fmaf(2.0f, i, 1.0f);
-    const float draw = bits_float(0x3f800040u + (random << 7));  // 1 + (random + 0.5) / 65536: the threshold is exact
-    const float threshold = fmaf(draw, distance, -distance);
-    return float_bits(shifted + (rest > threshold ? 1.0f : 0.0f));
+    // (random + 0.5) / 65536, exactly, from 128 + random / 65536
+    const float draw = bits_float((random >> 16) + 0x43000000u) - bits_float(0x42ffffff);
+    // The result is below 0 exactly if `rest` exceeds the threshold, because it is rounded once.
+    return float_bits(shifted) + (float_bits(fmaf(draw, distance, -rest)) >> 31);
 }
 
-// 112 + code, for the code of the power of two that `x` is rounded to, from its 16 random bits. `inverse` is a power of
-// two. The random bits carry from the mantissa of the product into its exponent.
-DEVICE uint32 power_level(float x, float inverse, uint32 random) {
-    const int bits = (int)(float_bits(clamped_product(x, inverse)) + (random << 7 | 64));
-    return (uint32)(bits > 112 << 23 ? bits : 112 << 23) >> 23;
+// Bits of a float32 with the exponent 112 + code, for the code of the power of two that `x` is rounded to, if it is not
+// below 0. `inverse` is a power of two. The random bits carry from the mantissa of the product into its exponent.
+DEVICE uint32 power_bits(float x, float inverse, uint32 random) {
+    return float_bits(clamped_product(x, inverse)) + (masked_or(random, 0xffff0000, 0x8000) >> 9);
 }
 
-// The lowest bytes, or the highest with `pair` 0x0073, of four words.
-DEVICE uint32 gather(const uint32 word[4], uint32 pair) {
-    return permute(permute(word[0], word[1], pair), permute(word[2], word[3], pair), 0x5410);
+// A byte of each of four words, the lowest or, with `pair` 0x0073, the highest; the highest's sign with 0x00fb.
+DEVICE uint32 gather(uint32 a, uint32 b, uint32 c, uint32 d, uint32 pair) {
+    return permute(permute(a, b, pair), permute(c, d, pair), 0x5410);
 }
 
-// Codes 0..15 or 0..255 of four elements, in four bytes. `random`: their bits, for codes of 4 bits.
+// 0xff for each negative one of four floats.
+DEVICE uint32 signs_of(float a, float b, float c, float d) {
+    return gather(float_bits(a), float_bits(b), float_bits(c), float_bits(d), 0x00fb);
+}
+
+// Codes of 8 bits of four elements.
 template <int SLOT>
-DEVICE uint32 four_codes(const float x[4], const uint32 random[4], const uint32 *table, float inverse) {
-    constexpr bool FOUR_BITS = FORMATS[SLOT] == STATE_4BIT;
+DEVICE uint32 four_codes(const float x[4], const uint32 *table, float inverse) {
     uint32 rank[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (has_powers(SLOT)) rank[i] = power_level(x[i], inverse, random[i]);
-        else if constexpr (FOUR_BITS) rank[i] = square_level(x[i], inverse, random[i]);
-        else rank[i] = ranked<SLOT>(table, x[i], inverse);
-    }
-    const uint32 ranks = gather(rank, FOUR_BITS ? 0x0040 : 0x0073);
-    if constexpr (has_powers(SLOT)) return ranks & 0x0f0f0f0f;
+    for (int i = 0; i < 4; ++i) rank[i] = ranked<SLOT>(table, x[i], inverse);
+    const uint32 ranks = gather(rank[0], rank[1], rank[2], rank[3], 0x0073);
     if constexpr (!is_signed(SLOT)) return ranks;
-    constexpr uint32 ONES = 0x01010101, ZERO = (values_of(SLOT) / 2 - 1) * ONES;  // the code of 0, four times
-    const uint32 signs = permute(permute(float_bits(x[0]), float_bits(x[1]), 0x00fb),
-                                 permute(float_bits(x[2]), float_bits(x[3]), 0x00fb), 0x5410);
-    // The highest rank of 8 bits, 1.0, has no negative.
-    const uint32 positive = ranks + ZERO, negative = (FOUR_BITS ? ranks : ranks - (ranks >> 7 & ONES)) ^ ZERO;
+    constexpr uint32 ONES = 0x01010101, ZERO = 127 * ONES;  // the code of 0, four times
+    const uint32 signs = signs_of(x[0], x[1], x[2], x[3]);
+    // The highest rank, 1.0, has no negative.
+    const uint32 positive = ranks + ZERO, negative = (ranks - (ranks >> 7 & ONES)) ^ ZERO;
     return (positive & ~signs) | (negative & signs);
 }
 
+// Codes of 4 bits of eight elements, squares with a sign.
+DEVICE uint32 eight_squares(const float x[8], const uint32 random[8], float inverse) {
+    uint32 level[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) level[i] = square_level(x[i], inverse, random[i]);
+    const uint32 even = gather(level[0], level[2], level[4], level[6], 0x0040);
+    const uint32 odd = gather(level[1], level[3], level[5], level[7], 0x0040);
+    const uint32 levels = even + (odd << 4);
+    const uint32 signs = (signs_of(x[0], x[2], x[4], x[6]) & 0x0f0f0f0f) |
+                         (signs_of(x[1], x[3], x[5], x[7]) & 0xf0f0f0f0);
+    constexpr uint32 ZERO = 0x77777777;
+    return ((levels + ZERO) & ~signs) | ((levels ^ ZERO) & signs);
+}
+
+// Codes of 4 bits of eight elements, powers of two. Elements i and i + 4 share a word.
+DEVICE uint32 eight_powers(const float x[8], const uint32 random[8], float inverse) {
+    uint32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32 low = power_bits(x[i], inverse, random[i]), high = power_bits(x[i + 4], inverse, random[i + 4]);
+        const uint32 halves = larger_halves(permute(low, high, 0x7632), 0x38003800);  // no exponent below 112
+        const uint32 moved = i < 2 ? halves >> (7 - 4 * i & 31) : halves << (4 * i - 7 & 31);
+        codes |= moved & 0x000f000f << 4 * i;
+    }
+    return codes;
+}
+
 template <int SLOT, int WORDS>
-DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale, float x[8]) {
+DEVICE void decode_codes(const Raw<WORDS> &raw, int lane, const uint32 *table, float scale, float x[8]) {
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -338,16 +403,11 @@ DEVICE void decode_codes(const Raw<WORDS> &raw, const uint32 *table, float scale
         if constexpr (FORMATS[SLOT] == STATE_8BIT) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(raw.word[i / 4], i % 4)]) * scale;
-        } else if constexpr (is_signed(SLOT)) {
-            const uint32 even = raw.word[0] & 0x0f0f0f0f, odd = raw.word[0] >> 4 & 0x0f0f0f0f;
+        } else {  // each lane of the block multiplies the value of one code
+            const float power = bits_float((uint32)(112 + lane % 16) << 23);
+            const float value = (is_signed(SLOT) ? bits_float(values[lane % 16]) : power) * scale;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = bits_float(values[byte_of(i & 1 ? odd : even, i / 2)]) * scale;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {  // the code is the end of an exponent
-                const uint32 moved = i < 6 ? raw.word[0] << (23 - 4 * i & 31) : raw.word[0] >> (4 * i - 23 & 31);
-                x[i] = bits_float((moved & 0x07800000) | 112 << 23) * scale;
-            }
+            for (int i = 0; i < 8; ++i) x[i] = from_lane_of_half(value, raw.word[0] >> 4 * i);
         }
     }
 }
@@ -368,8 +428,9 @@ DEVICE float encode_codes(const float x[8], const uint32 random[8], int lane, co
         largest = first ? of_first : of_second;
     }
     constexpr uint32 FLOOR = 0x0d800000, LIMIT = 0x7e800000;  // 2**-100, 2**126
+    largest = largest > FLOOR ? largest : FLOOR;
     const uint32 kept = has_powers(SLOT) ? largest + 0x7fffff & 0xff800000 : largest;  // the power of two above
-    float scale = bits_float(largest < FLOOR ? FLOOR : largest >= LIMIT ? 0x7fffffff : kept);
+    float scale = bits_float(largest >= LIMIT ? 0x7fffffff : kept);
     if constexpr (FORMATS[SLOT] == STATE_FLOAT8) {  // scale / 448, correctly rounded
         const float estimate = scale * (1.0f / 448.0f);
         scale = fmaf(fmaf(-448.0f, estimate, scale), 1.0f / 448.0f, estimate);
@@ -384,14 +445,10 @@ DEVICE float encode_codes(const float x[8], const uint32 random[8], int lane, co
                 word += ~((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) >> 7 & 0x01010101;
             raw.word[i] = word;
         }
+    } else if constexpr (FORMATS[SLOT] == STATE_8BIT) {
+        raw.word[0] = four_codes<SLOT>(x, table, inverse), raw.word[1] = four_codes<SLOT>(x + 4, table, inverse);
     } else {
-        const uint32 first = four_codes<SLOT>(x, random, table, inverse);
-        const uint32 second = four_codes<SLOT>(x + 4, random + 4, table, inverse);
-        if constexpr (FORMATS[SLOT] == STATE_8BIT) {
-            raw.word[0] = first, raw.word[1] = second;
-        } else {
-            raw.word[0] = permute((first | first >> 4) & 0x00ff00ff, (second | second >> 4) & 0x00ff00ff, 0x6420);
-        }
+        raw.word[0] = is_signed(SLOT) ? eight_squares(x, random, inverse) : eight_powers(x, random, inverse);
     }
     return scale;
 }
@@ -429,7 +486,7 @@ struct State {
             const char *p = (const char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) load_vector(p, codes);
             else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
-            scale = VECTOR || at.count ? t.scale[SLOT][scale_at(at)] : 0.0f;
+            scale = VECTOR || at.in_block ? t.scale[SLOT][scale_at(at)] : 0.0f;
         } else {
             values.template load<VECTOR>(t.state[SLOT], at);
         }
@@ -438,8 +495,8 @@ struct State {
         if constexpr (has_scale(SLOT)) replace_first(codes, there.codes, count);
         else values.take_far(there.values, count);
     }
-    MEMBER void decode(const uint32 *table, float x[8]) const {
-        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, table, scale, x);
+    MEMBER void decode(int lane, const uint32 *table, float x[8]) const {
+        if constexpr (has_scale(SLOT)) decode_codes<SLOT>(codes, lane, table, scale, x);
         else values.decode(x);
     }
     MEMBER void encode(const Tensor &t, const Scalars &k, const Offsets &at, int lane, const uint32 *table,
@@ -451,7 +508,7 @@ struct State {
                     if (!(at.mask >> i & 1)) x[i] = 0.0f;  // must not count in the absmax
             }
             uint32 random[8] = {};
-            if constexpr (is_stochastic(SLOT)) draw(t, k.keys[SLOT + 1], at.element, random);
+            if constexpr (is_stochastic(SLOT)) draw(t, k.keys[SLOT + 1], at, random);
             scale = encode_codes<SLOT>(x, random, lane, table, codes);
         } else {
             if constexpr (is_stochastic(SLOT)) {
@@ -528,15 +585,20 @@ DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
 }
 
 template <bool VECTOR>
-DEVICE void store_tile(Work &work, const Tensor &t, const Offsets &at, int lane) {
+DEVICE void store_weights(Work &work, const Tensor &t, const Offsets &at) {
     work.param.store<VECTOR>(t.param, at);
-    if constexpr (STATES > 0) work.s0.store<VECTOR>(t, at, lane);
-    if constexpr (STATES > 1) work.s1.store<VECTOR>(t, at, lane);
-    if constexpr (STATES > 2) work.s2.store<VECTOR>(t, at, lane);
     if constexpr (ROUNDING == CORRECTED) {
         if constexpr (VECTOR) store_vector(t.correction + at.element, work.correction);
         else store_items<unsigned char>(t.correction + at.element, at.mask, at.far, work.correction);
     }
+}
+
+template <int SLOT>
+DEVICE void encode_and_store(State<SLOT> &state, const Tensor &t, const Scalars &k, const Offsets &at, int lane,
+                             const uint32 *table, float x[8]) {
+    state.encode(t, k, at, lane, table, x);
+    if (at.whole) state.template store<true>(t, at, lane);
+    else state.template store<false>(t, at, lane);
 }
 
 // Replace the first `at.far` elements by those a tile further on.
@@ -567,14 +629,8 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
     if constexpr (STATES > 2) State<2>::prefetch_values(t, from, to);
 }
 
-DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 tile, int lane, const uint32 *table) {
-    Offsets at;
-    if (__builtin_expect(is_whole(t, tile), 1)) {
-        const uint64 element = (uint64)(tile - (uint32)t.first_tile) * TILE + lane * 8;
-        at = {element, element / 2, element / 128, element / 256, 8, 0, 0xff, true, true};
-    } else {
-        at = locate_lane(t, tile, lane);
-    }
+DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offsets &at, int lane,
+                    const uint32 *table) {
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
     else load_tile<false>(work, t, at);
@@ -586,9 +642,9 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     work.grad.decode(g);
     work.param.decode(w);
     if constexpr (ROUNDING == CORRECTED) decode_corrected(work.correction, w);
-    if constexpr (STATES > 0) work.s0.decode(table, x0);
-    if constexpr (STATES > 1) work.s1.decode(table, x1);
-    if constexpr (STATES > 2) work.s2.decode(table, x2);
+    if constexpr (STATES > 0) work.s0.decode(lane, table, x0);
+    if constexpr (STATES > 1) work.s1.decode(lane, table, x1);
+    if constexpr (STATES > 2) work.s2.decode(lane, table, x2);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float s[3] = {x0[i], x1[i], x2[i]};
@@ -602,16 +658,28 @@ DEVICE void step_tile(const Tensor &t, const Scalars &k, float factor, uint32 ti
     } else {
         work.param.encode(w);
     }
-    if constexpr (STATES > 0) work.s0.encode(t, k, at, lane, table, x0);
-    if constexpr (STATES > 1) work.s1.encode(t, k, at, lane, table, x1);
-    if constexpr (STATES > 2) work.s2.encode(t, k, at, lane, table, x2);
+    if (at.whole) store_weights<true>(work, t, at);
+    else store_weights<false>(work, t, at);
+    if constexpr (STATES > 0) encode_and_store(work.s0, t, k, at, lane, table, x0);
+    if constexpr (STATES > 1) encode_and_store(work.s1, t, k, at, lane, table, x1);
+    if constexpr (STATES > 2) encode_and_store(work.s2, t, k, at, lane, table, x2);
+}
 
-    if (at.whole) store_tile<true>(work, t, at, lane);
-    else store_tile<false>(work, t, at, lane);
+// A tile on the short path; `n` counts the tiles of the tensor.
+DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
+    const Offsets at = locate_short(*k, n, lane);
+    if constexpr (STATES < 3) step_at(constant_load(t), *k, factor, at, lane, table);
+    else step_at(*t, *k, factor, at, lane, table);  // read where needed, to save registers
+}
+
+// Any tile. What it needs of the table is read where it needs it, not before the paths part.
+DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
+    t = hidden(t), k = hidden(k);
+    step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table);
 }
 
 // The tensor of a tile: the last one that begins at this tile or before.
-DEVICE int tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
+DEVICE uint32 tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
     int low = locate[tile / LOCATE], high = locate[tile / LOCATE + 1];
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -632,6 +700,9 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
     const Tensor &tensor = tensors[i];
     if (control && control[1] != 0.0f) return;
     prepare_tensor(tensor, groups[tensor.group], scalars[i]);
+    scalars[i].first_tile = (uint32)tensor.first_tile;
+    scalars[i].short_tiles = short_tiles(tensor);
+    scalars[i].first_octet = (uint32)(tensor.first_index / 8);
 }
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor of every LOCATE-th tile, and that of the last tile.
@@ -640,7 +711,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
      const uint32 *__restrict__ source, uint32 tiles, const float *__restrict__ control) {
     constexpr int WARPS = THREADS / 32;
-    __shared__ uint32 table[TABLE_WORDS];
     __shared__ uint32 taken;
     if (control && control[1] != 0.0f) return;
     if constexpr (CODES) {
@@ -659,7 +729,10 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
         const uint32 ahead = first + gridDim.x * WARPS;
         if (n % WARPS == 0 && lane == 0 && ahead < tiles)
             prefetch_tiles(constant_load(tensors + tensor_of(tensors, locate, ahead)), ahead, WARPS);
-        const int i = tensor_of(tensors, locate, tile);
-        step_tile(constant_load(tensors + i), constant_load(scalars + i), factor, tile, lane, table);
+        const uint32 i = tensor_of(tensors, locate, tile);
+        const uint2 own = __ldg((const uint2 *)&scalars[i].first_tile);  // and short_tiles
+        const uint32 in_tensor = tile - own.x;
+        if (for_warp(in_tensor < own.y)) step_short(tensors + i, scalars + i, factor, in_tensor, lane);
+        else step_any(tensors + i, scalars + i, factor, in_tensor, lane);
     }
 }

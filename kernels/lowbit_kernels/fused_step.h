@@ -67,6 +67,8 @@ struct Group {
 struct alignas(16) Scalars {
     float c[COEFFICIENTS];
     uint32 keys[4][2];  // of the random bits of the weight and of each state
+    // On a GPU, for its short path: `first_tile` of Tensor, the tiles that take this path, and first_index / 8.
+    uint32 first_tile, short_tiles, first_octet, unused;
 };
 
 // ---- states in few bits ------------------------------------------------------------------------------------------

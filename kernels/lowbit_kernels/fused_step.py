@@ -44,7 +44,7 @@ TENSOR = (
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
 GROUP_WORDS = 4 + MAX_HYPER
-SCALARS_WORDS = 10
+SCALARS_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class Rule:
             name, writes ``c[0]`` .. ``c[11]``.
         update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
             not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``;
-            on a GPU it is faster than ``/``, which would take most of the time. Multiply a factor with ``g`` before
-            the second ``g``: ``g * g`` alone may overflow.
+            on a GPU it is faster than ``/``, which would take most of the time. ``limit_magnitude(x, most)``
+            clamps x to ``-most .. most`` and keeps a NaN. Multiply a factor with ``g`` before the second ``g``:
+            ``g * g`` alone may overflow.
     """
 
     hyper: tuple[str, ...]

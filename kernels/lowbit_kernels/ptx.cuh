@@ -97,11 +97,15 @@ DEVICE float larger_magnitude(float a, float b) {
     return result;
 }
 
-// The larger of each 16-bit half (sm_90 and newer).
+// The larger of each 16-bit half, in one instruction on sm_90 and newer.
 DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
+#if __CUDA_ARCH__ >= 900
     unsigned int result;
     asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
+#else
+    return max(a & 0xffff0000, b & 0xffff0000) | max(a & 0xffff, b & 0xffff);
+#endif
 }
 
 DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
@@ -129,6 +133,17 @@ DEVICE float divide_exactly(float a, float b) {
 
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
+
+// x clamped to -most .. most; `most` is not negative. A NaN stays one.
+DEVICE float limit_magnitude(float x, float most) {
+#if __CUDA_ARCH__ >= 860
+    float result;
+    asm("min.ftz.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(most));
+    return result;
+#else
+    return fabsf(x) > most ? copysignf(most, x) : x;
+#endif
+}
 
 // a * b, clamped to 0..1; NaN becomes 0.
 DEVICE float clamped_product(float a, float b) { return __saturatef(a * b); }
@@ -185,17 +200,22 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
 #endif
 }
 
-// The next number, for the whole warp, of a counter in shared memory. The 1 to add is hidden from the compiler, which
-// would otherwise count the active lanes first, and that takes longer.
+// The next number, for the whole warp, of a counter in shared memory. For an addition, the compiler would count the
+// active lanes first, which takes longer than an increment up to a limit that is never reached.
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {
-    unsigned int n = 0, one;
-    asm("add.u32 %0, %1, 1;" : "=r"(one) : "r"(lane));
+    unsigned int n = 0;
     if (lane == 0)
-        asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+        asm volatile("atom.shared.inc.u32 %0, [%1], 0xfffffffe;"
                      : "=r"(n)
-                     : "r"((unsigned int)__cvta_generic_to_shared(counter)), "r"(one));
+                     : "r"((unsigned int)__cvta_generic_to_shared(counter)));
     return __shfl_sync(0xffffffff, n, 0);
 }
+
+// A condition that is the same in all lanes of the warp, which the compiler cannot know of itself.
+DEVICE bool for_warp(bool condition) { return __any_sync(0xffffffff, condition); }
+
+// `x` of another lane of the same half warp, whose number is the lowest four bits of `from`; for all lanes at once.
+DEVICE float from_lane_of_half(float x, unsigned int from) { return __shfl_sync(0xffffffff, x, from, 16); }
 
 // A number that other blocks count up; what they wrote before is then visible (sm_70 and newer).
 DEVICE unsigned int load_acquire(const unsigned int *p) {
@@ -204,6 +224,13 @@ DEVICE unsigned int load_acquire(const unsigned int *p) {
     return x;
 }
 DEVICE void sleep_shortly() { __nanosleep(50); }
+
+// The same pointer, but the compiler takes it for another one: it reads nothing through it before this place.
+template <typename T>
+DEVICE T *hidden(T *p) {
+    asm volatile("" : "+l"(p));
+    return p;
+}
 
 // Loads a struct, 16 bytes at a time, through the read-only cache: no thread may write to it during the kernel. The
 // compiler drops loads of unused members.

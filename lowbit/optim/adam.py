@@ -155,8 +155,8 @@ def _rule(decoupled: bool, maximize: bool, amsgrad: bool, clamps: bool) -> Rule:
         lines.append("w *= c[2];")
     second = "s[2]" if amsgrad else "s[1]"
     lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
-    if clamps:  # a NaN stays one
-        lines.append("q = fabsf(q) > c[7] ? copysignf(c[7], q) : q;")
+    if clamps:
+        lines.append("q = limit_magnitude(q, c[7]);")
     lines.append("w -= q * c[0];")
     return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 

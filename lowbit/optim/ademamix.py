@@ -201,9 +201,9 @@ class AdEMAMix(LowbitOptimizer):
             "s[2] = c[6] * s[2] + c[7] * g * g;",
         ]
         lines += ["w *= c[4];", "const float below = sqrtf(s[2]);", "float fast = s[0];"]
-        if group["state"] == "4bit":  # a NaN stays one
+        if group["state"] == "4bit":
             lines.append("const float most = c[8] * below;")
-            lines.append("fast = fabsf(fast) > most ? copysignf(most, fast) : fast;")
+            lines.append("fast = limit_magnitude(fast, most);")
         lines.append("w -= quotient(fast * c[0] + s[1] * c[1], below + c[3]);")
         return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
 

@@ -15,6 +15,7 @@
 #define DEVICE static inline
 #define MEMBER inline
 #define __global__
+#define __constant__ static
 #define __shared__ static
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(name) alignas(1024) static unsigned char name[228 * 1024]
@@ -113,6 +114,15 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     meet(first, first + 32);
     return n;
 }
+DEVICE float from_lane_of_half(float x, unsigned int from) {
+    using namespace emulation;
+    const unsigned int first = current / 32 * 32;
+    memcpy(&fibers[current].given, &x, 4);
+    meet(first, first + 32);
+    memcpy(&x, &fibers[current / 16 * 16 + from % 16].given, 4);
+    meet(first, first + 32);
+    return x;
+}
 DEVICE void prefetch(const void *p, unsigned int bytes) {
     if (((uintptr_t)p | bytes) % 16) __builtin_trap();
 }
@@ -152,6 +162,7 @@ DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
 DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
     return (unsigned int)max((int)a >> 16, (int)b >> 16) << 16 | (max((int16_t)a, (int16_t)b) & 0xffff);
 }
+DEVICE float limit_magnitude(float x, float most) { return fabsf(x) > most ? copysignf(most, x) : x; }
 DEVICE float multiply_exactly(float a, float b) { return a * b; }
 DEVICE float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float divide_exactly(float a, float b) { return a / b; }
@@ -244,6 +255,12 @@ template <typename T>
 DEVICE T __ldg(const T *p) { return stream_load(p); }
 template <typename T>
 DEVICE T __ldcg(const T *p) { return stream_load(p); }
+
+DEVICE bool for_warp(bool condition) { return condition; }
+
+template <typename T>
+DEVICE T *hidden(T *p) { return p; }
+DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int y) { return (x & mask) | y; }
 
 template <typename T>
 DEVICE T constant_load(const T *p) {

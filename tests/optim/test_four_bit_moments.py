@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.codebook import Codebook
+from lowbit.codebook import Codebook, quantize_blockwise
 from lowbit.optim import LowbitOptimizer
+from lowbit.optim import state as states
+from lowbit.packing import pack
+from lowbit.rounding import bits_at, keys
 from lowbit_kernels.fused_step import Rule
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -98,6 +101,21 @@ def test_equal_draws_everywhere(device, cls):
             assert (mine.scale == 4).all() and (theirs.scale == 4).all()
             assert torch.equal(mine.codes, theirs.codes), shape
     assert launched() == 8
+
+
+@kinds
+@pytest.mark.parametrize("base", [0, 8, 5, 2**35 - 2048, 2**35 + 16, 3 * 2**36 + 1])
+def test_draws_of_any_global_index(device, cls, base, monkeypatch):
+    """A GPU's kernel has a short path for whole octets whose numbers have 32 bits."""
+    monkeypatch.setattr(states, "global_index", lambda _: (base, ()))
+    values = moments(cls, 16, 256).clamp(-4.0, 4.0)
+    values.view(-1)[::128] = 4.0
+    found = stored(on(device, values.shape, cls, seed=7), values.to(device))
+    key = keys(7, torch.tensor(1), torch.tensor(1))  # of step 1, and of the first state
+    random = bits_at(base + torch.arange(values.numel()), *key).view_as(values)
+    codes, _ = quantize_blockwise(values, Codebook(4, cls is StoredSigned), 128, random)
+    assert torch.equal(found.codes.cpu(), pack(codes, 4))
+    assert launched() == 1
 
 
 def test_scales_of_second_moments_are_powers_of_two(device):
