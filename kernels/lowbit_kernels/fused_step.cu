@@ -48,7 +48,7 @@ struct Offsets {  // of a lane's eight elements
     int count;              // elements to read, 0..8
     int far;                // the first `far` elements lie one tile further on
     uint32 mask;            // bit i: element i belongs to the tile
-    bool in_block;          // whether the lane's blocks have elements, be they of other lanes
+    bool in_block;          // whether the lane's blocks have elements, its own or other lanes'
     bool vector;            // whether 16-byte loads reach all eight
     bool whole;             // whether 16-byte stores also do
 };

@@ -30,7 +30,7 @@ earlier API and three functions."""
 
 
 class Memory(NamedTuple):
-    """The memory of some tensors. Two of them are equal if and only if all that they say is."""
+    """The memory of some tensors. Two are equal exactly if all three fields are."""
 
     addresses: bytes
     """int64 for each tensor; 0 for one without memory."""
@@ -96,7 +96,7 @@ class _Watched(ctypes.Structure):
 class Watch:
     """Tells whether dicts still hold the same tensors, in the same memory, at about 15 ns a tensor.
 
-    It keeps no tensor alive, and notes when one dies. Before that, no other object can have the id of one.
+    It keeps no tensor alive, and notes when one dies. Until then no other object can have its id.
 
     Args:
         owner: a dict of dicts.
@@ -162,10 +162,20 @@ def _python_function(name: str) -> int | None:
     return ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
 
 
-@functools.cache
 def _library() -> ctypes.PyDLL:
-    """The compiled file. Raises RuntimeError without a compiler."""
-    library = host_compiler.library(program({}, "tensor_memory.cpp"))
+    """The compiled file. Raises RuntimeError where it cannot be compiled."""
+    found = _library_or_error()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+@functools.cache  # also the error: each new plan of a step asks, and a compiler may take a second to fail
+def _library_or_error() -> ctypes.PyDLL | str:
+    try:
+        library = host_compiler.library(program({}, "tensor_memory.cpp"))
+    except RuntimeError as error:
+        return str(error)
     # Unlike CDLL, PyDLL keeps the GIL, and raises the exception that Python has after a call.
     return ctypes.PyDLL("tensor_memory", handle=library._handle)
 

@@ -112,9 +112,8 @@ class RoundedLaunch(Launch):
 
     @staticmethod
     def _seen(weights: list[Tensor]) -> Any:
-        return [
-            (w.device, w.dtype, w.shape, w.is_contiguous()) for w in weights
-        ]  # looked up in each step
+        # Not where they are: each step looks that up.
+        return [(w.device, w.dtype, w.shape, w.is_contiguous()) for w in weights]
 
     def _by_row(self, gradients: np.ndarray) -> np.ndarray:
         owners = [piece.owner for piece in self.pieces]

@@ -79,6 +79,29 @@ def test_no_tensors(form):
     assert tensor_memory.read([]).numbers().tolist() == []
 
 
+def test_a_compiler_that_fails_is_run_once(monkeypatch):
+    """Each new plan of a step makes a `Watch`, and a compiler may take a second to fail."""
+    runs = []
+
+    def fail(source):
+        runs.append(source)
+        raise RuntimeError("the compiler fails")
+
+    cached = [f for f in vars(tensor_memory).values() if hasattr(f, "cache_clear")]
+    for function in cached:
+        function.cache_clear()
+    monkeypatch.setattr(host_compiler, "library", fail)
+    try:
+        for _ in range(3):
+            assert tensor_memory.read([torch.ones(3)]) is not None
+            with pytest.raises(RuntimeError, match="the compiler fails"):
+                Watch({}, [], (CodebookTensor, CodebookTensor.tensor_attrs))
+    finally:
+        for function in cached:
+            function.cache_clear()
+    assert len(runs) == 1
+
+
 # ---- states ------------------------------------------------------------------------------------------------
 
 
