@@ -101,11 +101,17 @@ Scales = Literal["float", "e8m0", "e4m3", "double"]
 
 
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """The leading `shape` of a padded tensor: a view, or `t` itself where nothing was padded."""
+    """The leading `shape` of a padded tensor: a contiguous copy, as modules may choose a product by the strides of a
+    weight. `t` itself where nothing was padded."""
+    if t.shape == torch.Size(shape):
+        return t
+    if torch.compiler.is_compiling():
+        # Inductor 2.13 merges a slice into what computed `t`, and on CPUs the merged loop over groups of more than 8
+        # elements leaves out the last, cut one: its elements stay uninitialized. It computes all of a strided tensor.
+        return t.as_strided(shape, t.stride()).contiguous()
     for dim, size in enumerate(shape):
-        if t.shape[dim] != size:
-            t = t.narrow(dim, 0, size)
-    return t
+        t = t.narrow(dim, 0, size)
+    return t.contiguous()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
+from lowbit.scheme import crop
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.fsdp import as_bytes
@@ -109,7 +110,7 @@ class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
     def rows(self, indices: Tensor) -> Tensor:
         codes = as_bytes(self.codes)[indices].view(self.codes.dtype)
         scale = self.scale[indices // BLOCK].repeat_interleave(BLOCK, -1)
-        return (codes.float() * scale)[..., : self.shape[-1]].to(self.dtype)
+        return crop((codes.float() * scale).to(self.dtype), (*indices.shape, self.shape[-1]))
 
     def row_codes(self) -> Codes:
         return self.codes, self.scale

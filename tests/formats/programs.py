@@ -40,10 +40,11 @@ ASYMMETRIC_INPUT = Spec(Int(8), PerToken(), "asymmetric")
 class EveryPreset(nn.Module):
     """A linear of each preset, and an embedding and convolutions in several. Each gives an output of its own."""
 
-    def __init__(self, linears: list[str]) -> None:
+    def __init__(self, linears: list[str], features: int) -> None:
         super().__init__()
-        self.linears = nn.ModuleDict({name: nn.Linear(FEATURES, 48) for name in linears})
-        self.embeddings = nn.ModuleDict({n: nn.Embedding(40, 64) for n in ("int4", "int8", "nf4")})
+        self.linears = nn.ModuleDict({name: nn.Linear(features, 48) for name in linears})
+        names = ("int4", "int8", "nf4")
+        self.embeddings = nn.ModuleDict({n: nn.Embedding(40, features // 2) for n in names})
         self.convolutions = nn.ModuleDict({n: nn.Conv2d(3, 8, 3) for n in ("int8", "float8")})
 
     def forward(self, x: Tensor, tokens: Tensor, image: Tensor) -> dict[str, Tensor]:
@@ -52,23 +53,27 @@ class EveryPreset(nn.Module):
         return found | {f"conv_{name}": c(image) for name, c in self.convolutions.items()}
 
 
-def inputs(dtype: torch.dtype, batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype, batch: int = 4, features: int = FEATURES
+) -> tuple[Tensor, Tensor, Tensor]:
     """Seeded inputs of `EveryPreset`; all have the same batch."""
     generator = torch.Generator().manual_seed(batch)
-    x = torch.randn(batch, FEATURES, generator=generator).to(dtype)
+    x = torch.randn(batch, features, generator=generator).to(dtype)
     tokens = torch.randint(0, 40, (batch, 5), generator=generator)
     return x, tokens, torch.randn(batch, 3, 9, 9, generator=generator).to(dtype)
 
 
-def every_preset(dtype: torch.dtype, linears: list[str] | None = None) -> EveryPreset:
+def every_preset(
+    dtype: torch.dtype, linears: list[str] | None = None, features: int = FEATURES
+) -> EveryPreset:
     """The model, quantized."""
     torch.manual_seed(0)
     linears = list(LINEARS) if linears is None else linears
-    model = EveryPreset(linears).to(dtype).eval()
+    model = EveryPreset(linears, features).to(dtype).eval()
     schemes = {f"linears.{name}": LINEARS[name] for name in linears}
     if static := {key: s for key, s in schemes.items() if key.endswith("_static")}:
         with lowbit.calibrate(model, static):
-            model(*inputs(dtype))
+            model(*inputs(dtype, features=features))
     schemes |= {f"embeddings.{n}": LINEARS[n] for n in model.embeddings}
     schemes |= {f"convolutions.{n}": LINEARS[n] for n in model.convolutions}
     report = lowbit.quantize_(model, schemes, filter_fn=lambda module, name: True)

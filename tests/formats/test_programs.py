@@ -185,28 +185,31 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("lowbit
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("dtype", "names"),
+    ("dtype", "names", "features"),
     [
-        (torch.float32, list(LINEARS)),
+        (torch.float32, list(LINEARS), FEATURES),
         # Those with a product of their own in 16 bits, as a compiler takes seconds for each preset. The test of the
-        # decompositions has all of them in 16 bits.
-        (torch.bfloat16, ["int4", "int8", "int8xint8", "float8", "nf4"]),
+        # decompositions has all of them in 16 bits. The last group of a row is cut.
+        (
+            torch.bfloat16,
+            ["int4", "int4_asymmetric", "int8", "int8_groups", "int8xint8", "float8", "nf4"],
+            140,
+        ),
     ],
     ids=["every preset, float32", "bfloat16"],
 )
 def test_a_package_runs_without_lowbit(
-    dtype: torch.dtype, names: list[str], tmp_path: Path
+    dtype: torch.dtype, names: list[str], features: int, tmp_path: Path
 ) -> None:
-    model, path = every_preset(dtype, names), tmp_path / "model.pt2"
-    report = lowbit.export(
-        model, path, "aoti", example_inputs=inputs(dtype), dynamic_shapes=batch_of()
-    )
+    model, path = every_preset(dtype, names, features), tmp_path / "model.pt2"
+    first, again = (inputs(dtype, batch, features) for batch in (4, 7))
+    report = lowbit.export(model, path, "aoti", example_inputs=first, dynamic_shapes=batch_of())
     assert len(report.converted) == len(names) + 5 and report.nbytes == path.stat().st_size
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
-    torch.save(inputs(dtype, 7), tmp_path / "inputs.pt")
+    torch.save(again, tmp_path / "inputs.pt")
     files = (path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
     assert in_fresh_process(_WITHOUT_LOWBIT, *files, with_lowbit=False) == []
-    found, expected = torch.load(tmp_path / "outputs.pt"), model(*inputs(dtype, 7))
+    found, expected = torch.load(tmp_path / "outputs.pt"), model(*again)
     worst = {name: relative(found[name], expected[name]) for name in expected}
     assert max(worst.values()) < (1e-5 if dtype is torch.float32 else 5e-3), worst
 

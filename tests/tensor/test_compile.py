@@ -52,6 +52,26 @@ def test_a_block_by_inductor(case):
     assert counter.frame_count == 1
 
 
+def test_values_in_arithmetic_by_inductor():
+    """The last group of each row is cut: 100 values in groups of 16, 32 or 64. Tensors of all kinds share one graph."""
+    tensors = {case.name: case.make((24, 100)) for case in CASES if case.is_weight}
+    trainable = [case.name for case in CASES if case.is_trainable]
+    trained = {name: tensors[name].requires_grad_() for name in trainable}
+
+    def doubled(tensors):
+        return {name: t * 2 for name, t in tensors.items()}
+
+    def outcomes(fn):
+        y = fn(tensors)
+        loss = torch.stack([y[name].square().sum() for name in trained]).sum()
+        return y, dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+    fn, _ = compiled(doubled, "inductor")
+    for found, expected in zip(outcomes(fn), outcomes(doubled), strict=True):
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 @over(named("int4-g32", "int8-row", "e4m3-row"))
 def test_transposes_and_experts_in_a_graph(case):
     fn, _ = compiled(lambda x, w: x @ w[1].t() + F.linear(x, w[0]))

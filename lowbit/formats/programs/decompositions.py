@@ -21,11 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.packing import unpack
+from lowbit.scheme import crop
 
 _MOST_INT8_ROWS = 20
 """Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. Its time grows
 with each token: 2048 x 2048 on one core took 0.1, 1.1 and 3.0 ms for 1, 24 and 64 tokens, and the other way 0.6, 1.0
 and 1.5 ms."""
+
+_INT8_STEP = 16
+"""It reads so many elements of a row at a time, those behind the row's end included (torch 2.13.0)."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -58,7 +62,7 @@ def _dequantize(
     if zero_point is not None:
         values = values - zero_point.float().unsqueeze(-1)
     values = values * scale.float().unsqueeze(-1)
-    return values.flatten(1)[:, :size].to(dtype)
+    return crop(values.flatten(1).to(dtype), (len(codes), size))
 
 
 def _weight_linear(
@@ -91,7 +95,8 @@ def _is_plain_int8(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor |
         return False
     by_row = codes.dtype is torch.int8 and zero_point is None and scale.shape[1] == 1
     alike = scale.dtype is x.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return by_row and alike and x.is_cpu and codes.shape[1] == x.shape[-1]
+    whole = codes.shape[1] == x.shape[-1] and x.shape[-1] % _INT8_STEP == 0
+    return by_row and alike and x.is_cpu and whole
 
 
 def _table_values(packed: Tensor, values: Sequence[float], size: int) -> Tensor:
