@@ -19,6 +19,7 @@ from lowbit.cli.language_model import tokenizer_of
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
 from lowbit.formats.reading import opened
+from lowbit.formats.registry import target
 from lowbit.formats.shards import check_free
 
 _WORST = 5
@@ -94,8 +95,11 @@ def quantize(
         raise ValueError(
             f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
         )
+    target(
+        format
+    )  # refuses a name, as the next line a folder, before the time that a calibration takes
     if format != "gguf":  # which is a file
-        check_free(out, overwrite)  # before the time that a calibration takes
+        check_free(out, overwrite)
     source = calibrated(model, patterns, data, context, limit, scales, device)
     options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
     _write(model, source, out, format, json, options)
