@@ -34,7 +34,9 @@ def test_learning_rate_warms_up_stays_and_falls_to_zero(name: str) -> None:
 def test_qat_has_a_rate_of_its_own_in_the_branch_alone() -> None:
     config = dataclasses.replace(tiny(), qat_lr=3.0)
     trunk, steps = config.trunk_steps, range(config.steps + 1)
-    high, qat = ([learning_rate_factor(config, own)(step) for step in steps] for own in (False, True))
+    high, qat = (
+        [learning_rate_factor(config, own)(step) for step in steps] for own in (False, True)
+    )
     assert qat[:trunk] == high[:trunk] and qat[-1] == 0.0
     assert qat[trunk:] == pytest.approx([3 * rate for rate in high[trunk:]])
 
