@@ -6,8 +6,10 @@ Llama-like models with a byte-level BPE tokenizer; read are those whose rotary e
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -41,12 +43,27 @@ _SPLITS = {"(?i:'s|'t|'re|'ve|'m|'ll|'d)": "llama-bpe", "|\\p{N}|": "qwen2"}
 """A part of the pre-tokenizer's pattern, and what llama.cpp calls it."""
 
 
+FIRST = (0, 16)
+"""The first release of the package whose reader gives the contents of fields."""
+
+
 def package() -> Any:
-    """The package. Raises FormatError where it is not installed."""
+    """The package. Raises FormatError where it is not installed, or older than `FIRST`."""
+    needed = f"gguf files need gguf >= {'.'.join(map(str, FIRST))}"
     try:
         import gguf
     except ImportError as error:
-        raise FormatError("gguf files need the gguf package: pip install gguf") from error
+        raise FormatError(
+            f"{needed}, which is not installed: pip install 'lowbit[gguf]'"
+        ) from error
+    try:
+        version = importlib.metadata.version("gguf")
+    except importlib.metadata.PackageNotFoundError:  # a source tree of llama.cpp
+        return gguf
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < FIRST:
+        raise FormatError(
+            f"{needed}, and {version} is installed: pip install --upgrade 'lowbit[gguf]'"
+        )
     return gguf
 
 

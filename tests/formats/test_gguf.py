@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,22 @@ def test_no_space_left(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]
+
+
+@pytest.mark.parametrize("found", ["0.10.0", None])
+def test_another_release_of_the_package(
+    found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one, and none."""
+    if found is None:
+        monkeypatch.setitem(sys.modules, "gguf", None)
+    else:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    what = "which is not installed" if found is None else f"and {found} is installed"
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FormatError, match=rf"need gguf >= 0\.16, {what}: pip install") as caught:
+        lowbit.load_pretrained(tmp_path / "model.gguf")
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_files(tmp_path: Path) -> None:
