@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,37 @@ def test_generate_continues_as_transformers_does(home: Path) -> None:
     made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert report["text"] == tokenizer.decode(made, skip_special_tokens=True)
     assert report["tokens"] == len(made)
+
+
+def test_the_bar_counts_the_tokens_that_are_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.cli import generate
+
+    counts: list[int] = []
+
+    @contextmanager
+    def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        assert (what, total, unit) == ("generating", 5, "tokens")
+        yield counts.append
+
+    monkeypatch.setattr(generate, "progress", counted)
+    line = "generate model-int4 --prompt the --max-new-tokens 5"
+    assert main(shlex.split(line)) == 0
+    assert 0 < sum(counts) <= 5
+
+
+def test_logs_of_other_packages_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchao, for example, logs which of its libraries it cannot load."""
+    from lowbit.cli.language_model import _quiet
+
+    other = logging.getLogger("of another package")
+    other.addHandler(logging.StreamHandler())
+    other.propagate = False
+    with _quiet():
+        other.warning("within")
+    other.warning("afterwards")
+    assert capfd.readouterr().err.split() == ["afterwards"]
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
