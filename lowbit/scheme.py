@@ -105,9 +105,10 @@ def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
     weight. `t` itself where nothing was padded."""
     if t.shape == torch.Size(shape):
         return t
-    if torch.compiler.is_compiling():
-        # Inductor 2.13 merges a slice into what computed `t`, and on CPUs the merged loop over groups of more than 8
-        # elements leaves out the last, cut one: its elements stay uninitialized. It computes all of a strided tensor.
+    if t.is_cpu and torch.compiler.is_compiling():
+        # Inductor (torch 2.13) merges a slice into what computed `t`, and on CPUs the merged loop over groups of more
+        # than 8 elements leaves out the last, cut one: its elements stay uninitialized. It computes all of a strided
+        # tensor.
         return t.as_strided(shape, t.stride()).contiguous()
     for dim, size in enumerate(shape):
         t = t.narrow(dim, 0, size)

@@ -77,6 +77,8 @@ class _Compiled:
         addresses = (ctypes.c_int64 * count)()
         layouts = (ctypes.c_int64 * (room * count))()
         used = self._read(*self._functions, tensors, count, addresses, layouts, len(layouts), flag)
+        if used < 0:
+            raise RuntimeError("torch does not describe one of the tensors")
         if used > len(layouts):  # more dimensions than expected
             return self(tensors, room=-(-used // count))
         return Memory(bytes(addresses), bytes(layouts)[: 8 * used], bool(flag.value))

@@ -98,9 +98,9 @@ def quantize(
         raise ValueError(
             f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
         )
-    _check_format(format)
+    _check_format(format)  # as the next line, before the time that a calibration takes
     if format != "gguf":  # which is a file
-        check_free(out, overwrite)  # before the time that a calibration takes
+        check_free(out, overwrite)
     source = calibrated(model, patterns, data, context, limit, scales, device)
     options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
     _write(model, source, out, format, json, options)

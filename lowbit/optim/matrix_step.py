@@ -403,7 +403,8 @@ class HalfLaunch(Launch):
             buffer: is written in place of the weights, [parameters of the batch, ...].
         """
         self.params = [job.params[i] for i in self.positions]
-        self.take([grads[i] for i in self.positions])
+        taken = self.take([grads[i] for i in self.positions])
+        assert taken, "Muon writes what its kernel reads as gradients: they have memory"
         if buffer is not None:
             size = buffer[0].nbytes
             rows = self.rows

@@ -53,7 +53,7 @@ def distillation_loss(
 
     Raises:
         TypeError: logits that are not floating tensors, or are sharded.
-        ValueError: shapes that differ; a temperature, weight or label out of range.
+        ValueError: shapes that differ; a temperature, a weight or, on a CPU, a label out of range.
     """
     _check(student_logits, teacher_logits, labels, temperature, kl_weight)
     vocabulary = student_logits.shape[-1]
@@ -64,6 +64,7 @@ def distillation_loss(
     else:
         classes = labels.reshape(-1)
         counted = classes != ignore_index
+        _check_range(classes, counted, vocabulary, ignore_index)
         classes = torch.where(counted, classes, 0)
     if num_items is None:
         num_items = counted.sum().clamp(min=1)
@@ -101,6 +102,17 @@ def _check(
         raise ValueError(
             f"labels of shape {tuple(labels.shape)}, {labels.dtype}, for logits {tuple(student.shape)}; accepted: "
             f"integers of shape {tuple(student.shape[:-1])}"
+        )
+
+
+def _check_range(classes: Tensor, counted: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """On a CPU only: elsewhere the question would wait for the device."""
+    if not classes.is_cpu or torch.compiler.is_compiling():
+        return
+    wrong = classes[counted & ((classes < 0) | (classes >= vocabulary))]
+    if wrong.numel():
+        raise ValueError(
+            f"label {int(wrong[0])} is no class; accepted: 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
         )
 
 

@@ -161,6 +161,7 @@ REFUSED = {
     "quantize model --scheme int8_int8_static --data text.txt --context 65 --out out": "2 to 64",
     "quantize model-int4 --scheme int8_int8_static --data text.txt --out out": "in low bits already",
     "quantize model --scheme int8_int8_static --data text.txt --out model-int4": "exists already",
+    "quantize model --scheme int8_int8_static --data missing.txt --format awk --out out": "'awk'",
     "quantize untokenized --scheme int8_int8_static --data text.txt --out out": "has no tokenizer",
     "quantize model --scheme int8_int8_static --data text.txt --layers x.*=int4 --out out": "x.*",
     "eval model-int4 --data missing.txt": "missing.txt: No such file",

@@ -147,6 +147,12 @@ def test_compiled_loss() -> None:
         ({"kl_weight": 0.5}, ValueError, "needs labels"),
         ({"labels": torch.zeros(3).long()}, ValueError, r"integers of shape \(4,\)"),
         ({"labels": torch.zeros(4)}, ValueError, "torch.float32"),
+        (
+            {"labels": torch.tensor([0, 8, 9, -100])},
+            ValueError,
+            r"label 9 is no class; .* 0 to 8, or",
+        ),
+        ({"labels": torch.tensor([0, -1, 3, 4])}, ValueError, "label -1 is no class"),
     ],
 )
 def test_refused_arguments(change, error, match) -> None:
