@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -211,5 +212,22 @@ class GgufFile:
                 value = self.read(name)
             yield Item(name, value, holder_of(name, value))
 
+    def linears(self) -> set[str]:
+        """None: names and shapes of tensors say what is a linear."""
+        return set()
+
     def copy_files(self, folder: Path) -> None:
-        """None: the tokenizer is inside of the file."""
+        """The tokenizer, which transformers takes out of the file. Warns where it does not."""
+        own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            from transformers import AutoTokenizer
+
+            found = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, **own)
+            found.init_kwargs.pop("local_files_only", None)  # it would be written
+            found.save_pretrained(folder)
+        except Exception as error:  # transformers raises many classes
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(
+                f"{self.path}: its tokenizer is not written ({reason}): copy that of the original model",
+                stacklevel=2,
+            )

@@ -20,6 +20,7 @@ from lowbit.formats.report import snr
 from lowbit.tensor.base import LowbitTensor
 from tests.cli.command import MATRICES, ROOT, weights
 from tests.cli.command import lowbit as command
+from tests.formats.models import plain_folder
 
 Capture = pytest.CaptureFixture[str]
 
@@ -75,6 +76,17 @@ def test_layers_choose_schemes(home: Path) -> None:
     assert kinds["lm_head.weight"] == "int8-row"
     assert kinds["model.layers.0.mlp.up_proj.weight"] == "plain"
     assert kinds["model.layers.1.mlp.up_proj.weight"] == "int4-g128"
+
+
+def test_blocks_of_float8_have_a_name(home: Path) -> None:
+    """As DeepSeek publishes them, for --format fp8."""
+    plain_folder(home / "wide", {f"{n}.weight": torch.randn(256, 384).bfloat16() for n in "ab"})
+    line = "quantize wide --scheme float8_float8_blocks --format fp8 --out blocks"
+    assert main(line.split()) == 0
+    for _, weight in lowbit.formats.tensors("blocks"):
+        assert isinstance(weight, lowbit.AffineTensor)
+        assert weight.spec == lowbit.Spec(lowbit.Float8(), lowbit.PerBlock(128, 128))
+        assert weight.activation is not None
 
 
 def test_export_keeps_the_values(home: Path, capfd: Capture) -> None:

@@ -231,3 +231,23 @@ def test_damaged_files(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + json.dumps({}).encode())
     with pytest.raises(FormatError, match="cannot be read"):
         lowbit.load_pretrained(path)
+
+
+def test_a_file_as_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = llama(lowbit.Int4WeightOnly(32)), tmp_path / "model.gguf"
+    lowbit.export(model, path, "gguf", tokenizer=tokenizer(tmp_path / "tokenizer"))
+    for format, options, why in (
+        ("lowbit", {"scheme": lowbit.Int8WeightOnly()}, "scheme= takes a folder of plain weights"),
+        ("gguf", {"overwrite": True}, "model.gguf is a GGUF file already"),
+    ):
+        with pytest.raises(FormatError, match=why):
+            lowbit.export(path, tmp_path / "out.gguf", format, **options)
+    with pytest.raises(FormatError, match="is the file that is read"):
+        lowbit.export(path, path, "gguf", overwrite=True)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.warns(UserWarning, match="its tokenizer is not written"):
+        lowbit.export(path, tmp_path / "folder", "lowbit")
+    assert sorted(p.name for p in (tmp_path / "folder").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
