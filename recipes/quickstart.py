@@ -233,7 +233,8 @@ def start_or_resume(run: Run, phase: Phase) -> Training:
         of_trunk = saved["optimizer"]
     optimizer = optimizer_of(config, model, of_trunk)
     last = -1 if saved is None or resumed else phase.start - 1
-    scheduler = LambdaLR(optimizer, learning_rate_factor(config), last_epoch=last)
+    factor = learning_rate_factor(config, qat=phase.scheme is not None)
+    scheduler = LambdaLR(optimizer, factor, last_epoch=last)
     distils = phase.scheme is not None and config.kl_weight > 0
     teacher = high_precision_model(run, phase.teacher, phase.rank) if distils else None
     training = Training(phase, model, optimizer, scheduler, phase.start, not resumed, teacher)

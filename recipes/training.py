@@ -39,6 +39,9 @@ class TrainingConfig:
     branch_lr: float = 0.1
     """Learning rate at the start of the branches, as a share of `lr`; it falls to zero in them. QAT is fine-tuning:
     at the full rate the weights do not settle under the noise of rounding."""
+    qat_lr: float = 1.0
+    """Learning rates of QAT, as multiples of those of the branch in high precision. A code changes only when its weight
+    moves half a step, so more can be better in a short branch."""
     weight_decay: float = 0.1
     beta2: float = 0.95
     grad_clip: float = 1.0
@@ -79,6 +82,7 @@ class TrainingConfig:
             ("lr", 0 < self.lr < math.inf, "finite and above 0"),
             ("kl_weight", 0 <= self.kl_weight <= 1, "0 to 1"),
             ("branch_lr", 0 < self.branch_lr <= 1, "a share of lr, above 0 and at most 1"),
+            ("qat_lr", 0 < self.qat_lr < math.inf, "finite and above 0"),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "finite and at least 0"),
             ("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1"),
             ("grad_clip", 0 <= self.grad_clip < math.inf, "finite and at least 0"),
@@ -127,16 +131,17 @@ def override(config: TrainingConfig, assignments: list[str]) -> TrainingConfig:
     return override_fields(config, assignments)
 
 
-def learning_rate_factor(config: TrainingConfig) -> Callable[[int], float]:
+def learning_rate_factor(config: TrainingConfig, qat: bool = False) -> Callable[[int], float]:
     """Share of `config.lr` at each step: warm-up, constant, decay to `branch_lr` (as in arXiv 2404.06395), and in the
-    branches down to zero."""
+    branches down to zero, with `qat` from `qat_lr` times as much."""
+    at_branch = config.branch_lr * (config.qat_lr if qat else 1.0)
 
     def factor(step: int) -> float:
         until_branch = config.trunk_steps - step
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
         if until_branch <= 0:
-            return config.branch_lr * max(0.0, 1 + until_branch / config.branch_steps)
+            return at_branch * max(0.0, 1 + until_branch / config.branch_steps)
         if until_branch < config.decay_steps:
             return config.branch_lr + (1 - config.branch_lr) * until_branch / config.decay_steps
         return 1.0

@@ -31,6 +31,16 @@ def test_learning_rate_warms_up_stays_and_falls_to_zero(name: str) -> None:
     assert rates[config.warmup_steps :] == sorted(rates[config.warmup_steps :], reverse=True)
 
 
+def test_qat_has_a_rate_of_its_own_in_the_branch_alone() -> None:
+    config = dataclasses.replace(tiny(), qat_lr=3.0)
+    trunk, steps = config.trunk_steps, range(config.steps + 1)
+    high, qat = (
+        [learning_rate_factor(config, own)(step) for step in steps] for own in (False, True)
+    )
+    assert qat[:trunk] == high[:trunk] and qat[-1] == 0.0
+    assert qat[trunk:] == pytest.approx([3 * rate for rate in high[trunk:]])
+
+
 def test_steps_scale_the_parts_of_a_run() -> None:
     config = override(tiny(), [f"steps={2 * tiny().steps}", "warmup_steps=3"])
     assert config.branch_steps == 2 * tiny().branch_steps
@@ -52,6 +62,8 @@ def test_steps_scale_the_parts_of_a_run() -> None:
         ("bf16=1", "accepted: bool"),
         ("corpus=web", "accepted: stdlib"),
         ("lr=0", "lr is 0"),
+        ("qat_lr=0", "qat_lr is 0"),
+        ("qat_lr=1e999", "qat_lr is inf"),
         ("lr=1e999", "lr is inf"),
         ("group_size=0", "group_size is 0"),
         ("group_size=-4", "group_size is -4"),
