@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 from lowbit import optim, presets
+from lowbit.granularity import PerBlock
 from lowbit.optim import LowbitOptimizer
 from lowbit.scheme import Scheme
 from lowbit.train_scheme import (
@@ -48,6 +50,9 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "int8_int4": presets.Int8DynamicActivationInt4Weight,
     "int8_int8": presets.Int8DynamicActivationInt8Weight,
     "float8_float8": presets.Float8DynamicActivationFloat8Weight,
+    "float8_float8_blocks": partial(
+        presets.Float8DynamicActivationFloat8Weight, PerBlock(128, 128)
+    ),
     "int8_int8_static": presets.Int8StaticActivationInt8Weight,
     "float8_float8_static": presets.Float8StaticActivationFloat8Weight,
     "nf4": presets.NF4WeightOnly,

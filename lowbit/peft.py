@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import check_module
 from lowbit.formats.quantizing import snr
+from lowbit.progress import progress
 from lowbit.qat.lora import is_tuner
 from lowbit.tensor.affine_tensor import AffineTensor
 
@@ -119,9 +120,11 @@ def merge_(
     report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
     done: list[_Kept] = []
     try:
-        for name, layer in layers.items():
-            done += [_Kept(layer)] if keep_base else []
-            _merge(name, layer, names, report)
+        with progress("merging adapters", len(layers), unit="layers") as advance:
+            for name, layer in layers.items():
+                done += [_Kept(layer)] if keep_base else []
+                _merge(name, layer, names, report)
+                advance(1)
     except BaseException:
         while done:
             done.pop().restore()

@@ -27,7 +27,7 @@ DELAY = 1.0
 
 @contextmanager
 def progress(
-    what: str, total: int | None, *, unit: str = "bytes"
+    what: str, total: int | None, *, unit: str = "bytes", hidden: bool = False
 ) -> Iterator[Callable[[int], None]]:
     """A function that advances the bar by so many units of `total`.
 
@@ -35,8 +35,9 @@ def progress(
         what: the text before the bar: "quantizing".
         total: None where nobody knows it. The bar then shows that the program runs, and for how long.
         unit: "bytes", which the bar shows as MB and MB/s, or what is counted: "layers".
+        hidden: no bar, because the caller's own function tells how far it is.
     """
-    if not _is_seen():
+    if hidden or not _is_seen():
         yield _nothing
         return
     task = _DISPLAY.add(what, total, unit)

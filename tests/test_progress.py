@@ -51,6 +51,39 @@ PROGRAMS = {
         model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
         lowbit.quantize_(model, lowbit.Int4WeightOnly())
     """,
+    "a program": """
+        from pathlib import Path
+        from lowbit import formats
+        class Slow(formats.ProgramFormat):
+            name, suffix = "slow", ".txt"
+            def write(self, call, path, lossy):
+                time.sleep(0.2)
+                path.write_text("")
+                return []
+        formats.register(Slow())
+        model = nn.Sequential(nn.Linear(128, 128)).eval()
+        lowbit.quantize_(model, lowbit.Int4WeightOnly())
+        import tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            given = (torch.ones(1, 128),)
+            lowbit.export(model, Path(folder) / "model.txt", "slow", example_inputs=given)
+    """,
+    "measuring": """
+        class Slow(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.05)
+                return super().forward(x)
+        model = nn.Sequential(*[Slow(64, 64) for _ in range(3)])
+        lowbit.qat.report(model, [torch.randn(2, 64)], lowbit.Int4WeightOnly(32))
+    """,
+    "training": """
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64)) for _ in range(3)])
+        lowbit.qat.prepare_(model, lowbit.Int4WeightOnly(32))
+        from lowbit.qat import blocks
+        inner = blocks._Run.block
+        blocks._Run.block = lambda *given: (time.sleep(0.1), inner(*given))[1]
+        lowbit.qat.train_blocks(model, model, [torch.randn(2, 64)], epochs=1)
+    """,
     "compiling": """
         from lowbit_kernels import host_compiler
         inner = host_compiler._compile
@@ -63,6 +96,9 @@ SHOWN = {
     "packing nested": b"inside",
     "after an error": b"packing",
     "quantizing": b"converting weights",
+    "a program": b"writing slow",
+    "measuring": b"measuring weights",
+    "training": b"training blocks",
     "compiling": b"compiling a kernel for the CPU",
 }
 
@@ -107,6 +143,16 @@ def test_bars_appear_on_a_terminal(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["counted", "quantizing"])
 def test_nothing_is_written_elsewhere(name: str, tmp_path: Path) -> None:
     assert run(PROGRAMS[name], False, tmp_path) == (b"", b"")
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")
+def test_a_function_of_the_callers_takes_the_place_of_the_bar(tmp_path: Path) -> None:
+    program = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRAMS["training"])
+    for last in ("[torch.randn(2, 64)], lowbit.Int4WeightOnly(32)", "epochs=1"):
+        assert program.count(last) == 1
+        program = program.replace(last, f"{last}, progress=lambda done: None")
+    _, written = run(program, True, tmp_path)
+    assert SHOWN["measuring"] not in written and SHOWN["training"] not in written
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")

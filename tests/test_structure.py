@@ -161,7 +161,10 @@ ALLOWED: dict[str, set[str]] = {
     "container": {"digests"},
     "checkpoint": {"container", "tensor", "maths"},
     **{
-        flow: {flow, "tensor", "products", "convert", "replaced", "tracer", "maths", "kernels"}
+        flow: {
+            *(flow, "tensor", "products", "convert", "replaced", "tracer", "maths", "kernels"),
+            "progress",
+        }
         for flow in FLOWS
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
@@ -173,7 +176,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "accelerate": {"tensor", "convert"},
     "lightning": {*FLOWS},
-    "peft": {"formats", "tensor", "convert", *FLOWS},
+    "peft": {"formats", "tensor", "convert", "progress", *FLOWS},
     "vllm": {"vllm", "formats", "tensor", "maths"},
     "torchtitan": {
         "torchtitan",

@@ -18,15 +18,18 @@ from lowbit.cli.calibrated import calibrated, has_static
 from lowbit.cli.language_model import tokenizer_of
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
+from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.reading import opened
-from lowbit.formats.registry import target
+from lowbit.formats.registry import FORMATS, target
 from lowbit.formats.shards import check_free
 
 _WORST = 5
 """How many layers with the lowest signal-to-noise ratio a report names."""
 
 Out = Annotated[Path, typer.Option(help="The folder to make; a file for gguf.")]
-Format = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(formats.names())}.")]
+Format = Annotated[
+    str, typer.Option(metavar="NAME", help=f"One of {', '.join(f.name for f in FORMATS)}.")
+]
 SchemeName = Annotated[
     str,
     typer.Option(metavar="NAME", help="int4, int8, float8, int8_int8, … or a preset with options."),
@@ -95,9 +98,7 @@ def quantize(
         raise ValueError(
             f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
         )
-    target(
-        format
-    )  # refuses a name, as the next line a folder, before the time that a calibration takes
+    _check_format(format)  # as the next line, before the time that a calibration takes
     if format != "gguf":  # which is a file
         check_free(out, overwrite)
     source = calibrated(model, patterns, data, context, limit, scales, device)
@@ -133,6 +134,15 @@ def export(
     _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
 
 
+def _check_format(name: str) -> None:
+    """Raises ValueError for an unknown format, and for one of programs."""
+    if isinstance(target(name), ProgramFormat):
+        raise ValueError(
+            f"{name} holds a program, which is traced with inputs: write it from Python, by lowbit.export(model, out, "
+            f"{name!r}, example_inputs=(x,)), or take another --format"
+        )
+
+
 def _write(
     model: Path,
     source: Path | nn.Module,
@@ -142,6 +152,7 @@ def _write(
     options: dict[str, Any],
 ) -> None:
     """Export `source`, which is `model` or was made of it, and print the report. options: of `lowbit.export`."""
+    _check_format(format)
     before = opened(model).nbytes
     start = time.monotonic()
     report = formats.export(source, out, format, **options)

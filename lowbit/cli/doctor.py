@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -17,16 +18,20 @@ import lowbit
 from lowbit.cli.arguments import Json
 from lowbit.cli.output import print_json
 
+_RECIPES = ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors")
 EXTRAS = {
-    "cli": ("typer", "rich", "safetensors", "matplotlib"),
-    "hf": ("transformers", "safetensors"),
-    "gguf": ("gguf", "safetensors"),
-    "finetune": ("tokenizers", "tqdm", "matplotlib", "safetensors", "peft", "transformers"),
-    "recipes": ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors"),
-    "torchtitan": ("torchtitan",),
+    "cli": ("typer>=0.15", "rich>=13", "safetensors", "matplotlib"),
+    "hf": ("transformers>=5", "safetensors"),
+    "gguf": ("gguf>=0.16", "safetensors"),
+    "onnx": ("onnx", "onnxscript"),
+    "executorch": ("executorch",),
+    "finetune": (*_RECIPES, "peft", "transformers>=5"),
+    "recipes": _RECIPES,
+    "torchtitan": ("torchtitan>=0.2.2,<0.4",),
+    "triton": ("triton>=3.6",),
     "wandb": ("wandb",),
 }
-"""The packages of each extra that users install."""
+"""The packages of each extra that users install, and the releases that lowbit works with."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +185,31 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, packages in EXTRAS.items():
-        versions = {package: _version(package) for package in packages}
-        missing = [package for package, version in versions.items() if version is None]
-        detail = ", ".join(f"{p} {v}" for p, v in versions.items() if v is not None)
-        if missing:
-            detail = f"without {', '.join(missing)}: pip install 'lowbit[{extra}]'"
-        yield Finding("extras", extra, not missing, detail)
+    for extra, requirements in EXTRAS.items():
+        obstacles = [why for why in map(_why_not, requirements) if why is not None]
+        named = map(_package, requirements)
+        detail = ", ".join(f"{package} {_version(package)}" for package in named)
+        if obstacles:
+            detail = f"{', '.join(obstacles)}: pip install --upgrade 'lowbit[{extra}]'"
+        yield Finding("extras", extra, not obstacles, detail)
+
+
+def _package(requirement: str) -> str:
+    """The name in front of the releases: "rich" of "rich>=13"."""
+    return re.split("[<>]", requirement)[0]
+
+
+def _why_not(requirement: str) -> str | None:
+    """What is wrong with the installed package, as "rich>=13" asks for it. None: nothing."""
+    package = _package(requirement)
+    version = _version(package)
+    if version is None:
+        return f"without {package}"
+    for sign, bound in re.findall(r"(>=|<)([\d.]+)", requirement):
+        if (_release(version) >= _release(bound)) != (sign == ">="):
+            return f"{package} {version} is installed, and {requirement} is needed"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes: the command failed; it was called wrongly; the user stopped it."""
 
-EXPECTED = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
-"""What lowbit raises with a message that names the way out."""
+EXPECTED = (
+    *(ValueError, TypeError, ImportError, OSError, NotImplementedError),
+    torch.OutOfMemoryError,
+)
+"""What lowbit raises with a message that names the way out, and what torch raises where a GPU is full."""
 
 _OPTIONS = {
     "call lowbit.quantize_ first, or give a folder and scheme=": "call `lowbit quantize` first",
+    "give a tokenizer.json with merges beside the model, or tokenizer=": (
+        "put a tokenizer.json with merges beside the model"
+    ),
     "overwrite=True": "--overwrite",
     "lossy=True": "--lossy",
     "scheme=": "--scheme",

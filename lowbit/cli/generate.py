@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -11,7 +12,7 @@ import typer
 from lowbit.cli.arguments import Device, Json, Model
 from lowbit.cli.language_model import check, load, tokenizer_of
 from lowbit.cli.output import print_json
-from lowbit.progress import waiting
+from lowbit.progress import progress
 
 
 def generate(
@@ -46,7 +47,8 @@ def generate(
         options["pad_token_id"] = tokenizer.eos_token_id
     given = torch.as_tensor(ids, device=device)
     start = time.monotonic()
-    with torch.no_grad(), waiting("generating"):
+    with torch.no_grad(), progress("generating", max_new_tokens, unit="tokens") as advance:
+        options["streamer"] = _Counter(advance)
         made = loaded.generate(given, attention_mask=torch.ones_like(given), **options)
     seconds = time.monotonic() - start
     text = continuation(tokenizer, made[0], given.shape[1])
@@ -56,6 +58,21 @@ def generate(
         return
     typer.echo(f"{prompt}{text}")
     typer.echo(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", err=True)
+
+
+class _Counter:
+    """What transformers calls a streamer: it gets the prompt first, then each token as it is made."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance, self._had_prompt = advance, False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self._had_prompt:
+            self._advance(tokens.numel())
+        self._had_prompt = True
+
+    def end(self) -> None:
+        pass
 
 
 def continuation(tokenizer: Any, tokens: torch.Tensor, start: int) -> str:

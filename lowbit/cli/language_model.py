@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,8 @@ from lowbit.formats.reading import load_pretrained, opened
 
 def load(path: Path, device: str) -> nn.Module:
     """The model, in evaluation mode. Raises ImportError without the extra `hf`, FormatError as `load_pretrained`."""
-    import lowbit.hf  # noqa: F401  checks what is installed
-
-    _silence()
-    model = load_pretrained(path, device=device)
+    with _quiet():
+        model = load_pretrained(path, device=device)
     if not hasattr(model, "generate"):
         raise FormatError(f"{path} is a {type(model).__name__}, which is no language model")
     return model
@@ -36,28 +37,38 @@ def check(path: Path) -> Folder | GgufFile:
 
 def tokenizer_of(path: Path) -> Any:
     """The tokenizer in the folder or GGUF file. Raises FormatError where there is none."""
-    import lowbit.hf  # noqa: F401  checks what is installed, before transformers itself is imported
-
-    _silence()
-    from transformers import AutoTokenizer
-
     # Otherwise transformers asks whether it may run code of the folder.
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if path.is_file():
         options["gguf_file"] = path.name
     folder = path.parent if path.is_file() else path
+    with _quiet():
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # transformers raises many classes, with texts of several lines
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise FormatError(
+                f"{path} has no tokenizer that transformers reads: copy that of the original ({reason})"
+            ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show only errors and lowbit's own bars. transformers imports packages that log what they lack.
+
+    Raises ImportError without the extra `hf`.
+    """
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
-        return AutoTokenizer.from_pretrained(folder, **options)
-    except Exception as error:  # transformers raises many classes, with texts of several lines
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FormatError(
-            f"{path} has no tokenizer that transformers reads: copy that of the original ({reason})"
-        ) from error
+        import transformers
 
+        import lowbit.hf  # noqa: F401  checks what is installed, before transformers itself is imported
 
-def _silence() -> None:
-    """Only errors and lowbit's own bars are shown."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        yield
+    finally:
+        logging.disable(before)

@@ -18,6 +18,20 @@ from lowbit.formats.layer_names import is_embedding, is_head, is_router
 Shape = tuple[int, ...]
 
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_FIELDS = (
+    *_NEEDED,
+    *_EXPERTS,
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Those that `Sizes` are made of."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What activations and the cache of keys and values depend on.
@@ -63,18 +77,20 @@ def read(path: Path) -> Model:
     Raises FormatError: no such file, no JSON, a model whose shapes neither shards nor transformers nor the fields give.
     """
     file = path / "config.json" if path.is_dir() else path
-    config = _config(file)
-    sizes = _sizes(config, file)
+    written = _config(file)
+    made, why = _made_by_transformers(written)
+    config = _of_decoder(written, made)
+    sizes = _sizes(config, file, why)
     has_shards = path.is_dir() and any(path.glob("*.safetensors"))
     if has_shards:
         folder = Folder(path)
         if folder.format is None:
             weights = {name: folder.plain_shape(name) for name in folder.plain}
             return Model(weights, sizes, "the shards")
-    built = _by_transformers(config)
+    built, why = _built_by_transformers(made, why)
     if built is not None:
         return Model(built, sizes, "transformers")
-    return Model(_like_llama(config, sizes, file), sizes, "config.json, as of a Llama")
+    return Model(_like_llama(config, sizes, file, why), sizes, "config.json, as of a Llama")
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -88,13 +104,22 @@ def _config(file: Path) -> dict[str, Any]:
         raise FormatError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise FormatError(f"{file} holds a {type(config).__name__}; accepted: a JSON object")
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
+    return config
 
 
-def _sizes(config: Mapping[str, Any], file: Path) -> Sizes:
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    wrong = [name for name in needed if not _is_size(config.get(name))]
+def _of_decoder(written: Mapping[str, Any], made: Any) -> dict[str, Any]:
+    """The fields of the language model: those of the file, and the others as transformers fills them in."""
+    inner = written.get("text_config")
+    config = {**written, **inner} if isinstance(inner, dict) else {**written}
+    text = made.get_text_config(decoder=True) if made is not None else None
+    for name in _FIELDS:
+        if config.get(name) is None and (found := getattr(text, name, None)) is not None:
+            config[name] = found
+    return config
+
+
+def _sizes(config: Mapping[str, Any], file: Path, why: str) -> Sizes:
+    wrong = [name for name in _NEEDED if not _is_size(config.get(name))]
     width_name = "moe_intermediate_size"
     if not config.get(width_name):
         width_name = "intermediate_size"
@@ -104,11 +129,12 @@ def _sizes(config: Mapping[str, Any], file: Path) -> Sizes:
     if absent := [name for name in wrong if config.get(name) is None]:
         raise FormatError(
             f"{file} has no {', '.join(absent)}; the estimate needs a decoder's config.json, as Llama's"
+            + (f". The defaults of other models {why}" if why else "")
         )
     if wrong:
         found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
         raise FormatError(f"{file}: {found}; accepted: whole numbers above 0")
-    layers, hidden, heads, vocabulary = (int(config[name]) for name in needed)
+    layers, hidden, heads, vocabulary = (int(config[name]) for name in _NEEDED)
     head = int(config.get("head_dim") or hidden // heads)
     groups = int(config.get("num_key_value_heads") or heads)
     visited = int(config.get("num_experts_per_tok") or 1) if _experts(config) else 1
@@ -121,25 +147,41 @@ def _is_size(value: Any) -> bool:
 
 
 def _experts(config: Mapping[str, Any]) -> int:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(config[n]) for n in names if _is_size(config.get(n))), 0)
+    return next((int(config[n]) for n in _EXPERTS if _is_size(config.get(n))), 0)
 
 
-def _by_transformers(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """The parameters of the model that transformers builds on meta; None where it is missing or does not know it."""
+def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, str]:
+    """transformers' config. None and the reason where transformers is missing, or refuses the fields."""
     try:
         import transformers
     except ImportError:
-        return None
-    own = {k: v for k, v in config.items() if k != "quantization_config"}
+        return None, "need transformers: pip install 'lowbit[hf]'"
+    own = {k: v for k, v in written.items() if k != "quantization_config"}
     try:
-        made = transformers.AutoConfig.for_model(**own)
+        return transformers.AutoConfig.for_model(**own), ""
+    except Exception as error:  # a model type that this release lacks, or a field that it refuses
+        return None, _refused(transformers.__version__, error)
+
+
+def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None, str]:
+    """The parameters of the model that transformers builds on meta; None and the reason where it does not."""
+    if made is None:
+        return None, why
+    import transformers
+
+    try:
         with torch.device("meta"):
             # Otherwise transformers asks whether it may run code of the folder.
             model = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False)
-    except Exception:  # a model type that this release lacks, or a field that it refuses
-        return None
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    except Exception as error:
+        return None, _refused(transformers.__version__, error)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}, ""
+
+
+def _refused(version: str, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0].split(". ")[0] if lines else type(error).__name__
+    return f"are unknown to transformers {version} ({reason})"
 
 
 _LIKE_LLAMA = {
@@ -155,17 +197,17 @@ _LIKE_LLAMA = {
 }
 
 
-def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path) -> dict[str, Shape]:
+def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path, why: str) -> dict[str, Shape]:
     """The weights of a decoder with four projections of attention and three of an MLP a layer, or a router and experts.
+
+    Args:
+        why: why transformers does not give the shapes, for the message.
 
     Raises FormatError for another kind of model.
     """
     kind = config.get("model_type")
     if kind not in _LIKE_LLAMA:
-        raise FormatError(
-            f"{file}: the shapes of a {kind!r} need transformers: pip install 'lowbit[hf]', or give a folder "
-            "with shards"
-        )
+        raise FormatError(f"{file}: the shapes of a {kind!r} {why}; or give a folder with shards")
     hidden = sizes.hidden
     weights: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
     experts = _experts(config)

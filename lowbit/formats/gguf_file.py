@@ -6,9 +6,12 @@ Llama-like models with a byte-level BPE tokenizer; read are those whose rotary e
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,12 +44,27 @@ _SPLITS = {"(?i:'s|'t|'re|'ve|'m|'ll|'d)": "llama-bpe", "|\\p{N}|": "qwen2"}
 """A part of the pre-tokenizer's pattern, and what llama.cpp calls it."""
 
 
+FIRST = (0, 16)
+"""The first release of the package whose reader gives the contents of fields."""
+
+
 def package() -> Any:
-    """The package. Raises FormatError where it is not installed."""
+    """The package. Raises FormatError where it is not installed, or older than `FIRST`."""
+    needed = f"gguf files need gguf >= {'.'.join(map(str, FIRST))}"
     try:
         import gguf
     except ImportError as error:
-        raise FormatError("gguf files need the gguf package: pip install gguf") from error
+        raise FormatError(
+            f"{needed}, which is not installed: pip install 'lowbit[gguf]'"
+        ) from error
+    try:
+        version = importlib.metadata.version("gguf")
+    except importlib.metadata.PackageNotFoundError:  # a source tree of llama.cpp
+        return gguf
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < FIRST:
+        raise FormatError(
+            f"{needed}, and {version} is installed: pip install --upgrade 'lowbit[gguf]'"
+        )
     return gguf
 
 
@@ -194,5 +212,22 @@ class GgufFile:
                 value = self.read(name)
             yield Item(name, value, holder_of(name, value))
 
+    def linears(self) -> set[str]:
+        """None: names and shapes of tensors say what is a linear."""
+        return set()
+
     def copy_files(self, folder: Path) -> None:
-        """None: the tokenizer is inside of the file."""
+        """The tokenizer, which transformers takes out of the file. Warns where it does not."""
+        own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            from transformers import AutoTokenizer
+
+            found = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, **own)
+            found.init_kwargs.pop("local_files_only", None)  # it would be written
+            found.save_pretrained(folder)
+        except Exception as error:  # transformers raises many classes
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(
+                f"{self.path}: its tokenizer is not written ({reason}): copy that of the original model",
+                stacklevel=2,
+            )

@@ -154,7 +154,7 @@ class Shards:
             safetensors().torch.save_file(tensors, path, metadata=metadata)
             os.chmod(path, rights)
         except safetensors().SafetensorError as error:
-            raise FormatError(f"{path.name} cannot be written: {error}") from error
+            raise OSError(str(error)) from error  # `new_folder` names the folder
         _compare(path, tensors)
         self._names.update(dict.fromkeys(tensors, len(self._files)))
         self._files.append(path)

@@ -14,13 +14,14 @@ from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
-from lowbit.formats.gguf_file import GgufWriter
+from lowbit.formats.gguf_file import GgufFile, GgufWriter
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.module import Model
 from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.exporting import export_program
 from lowbit.formats.quantizing import Quantizing
+from lowbit.formats.reading import opened
 from lowbit.formats.registry import target as target_of
 from lowbit.formats.report import ExportReport, snr
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
@@ -60,7 +61,8 @@ def export(
     is in memory already.
 
     Args:
-        model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads.
+        model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads, or
+            a GGUF file.
         out: the folder to make; its parent exists. For "gguf" a file.
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
@@ -103,6 +105,8 @@ def export(
         source = gathered(source, source.names())
     report = ExportReport(format=target.name, path=str(out))
     if isinstance(target, Gguf):
+        if isinstance(source, GgufFile):
+            raise FormatError(f"{source.path} is a GGUF file already; copy it")
         with new_file(out, overwrite, target.name, ".gguf") as path:
             file = GgufWriter(path, source)
             _write_all(source, file, target, lossy, report)
@@ -144,13 +148,19 @@ def _source_of(
         return Model(model, tokenizer)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"export takes an nn.Module or a folder, got {type(model).__name__}")
-    folder = Folder(model)
+    folder = opened(model)
     if out.exists() and out.resolve() == folder.path.resolve():
-        raise FormatError(f"{out} is the folder that is read; give another name")
+        kind = "folder" if folder.path.is_dir() else "file"
+        raise FormatError(f"{out} is the {kind} that is read; give another name")
     if out.resolve() in folder.path.resolve().parents:
         raise FormatError(f"{out} holds {folder.path}, which is read; give another name")
     if scheme is None:
         return folder
+    if not isinstance(folder, Folder):
+        raise FormatError(
+            f"scheme= takes a folder of plain weights, got {folder.path}: call lowbit.load_pretrained, then "
+            "lowbit.quantize_"
+        )
     return Quantizing(folder, scheme, scales, device, stacks)
 
 

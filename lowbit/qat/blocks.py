@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, find_owners
+from lowbit.progress import progress as bar
 from lowbit.qat.block_inputs import Arguments, capture
 from lowbit.qat.block_state import BlockFolder, fingerprint
 from lowbit.qat.exchange import (
@@ -163,7 +164,7 @@ def train_blocks(
             goes on after the last one, and gives the same result to the bit (on a GPU, as far as its kernels are
             deterministic).
         seed: of the order of batches.
-        progress: called after each epoch.
+        progress: called after each epoch. None: a bar on a terminal.
 
     Raises:
         NotImplementedError: a scheme with a static activation.
@@ -188,13 +189,15 @@ def train_blocks(
     kept = None if folder is None else BlockFolder(Path(folder), repr(settings), found.fingerprint)
     names = {id(module): name for name, module in model.named_modules()}
     results = []
-    with eval_mode(model):
+    shown = bar("training blocks", len(blocks), unit="blocks", hidden=progress is not None)
+    with eval_mode(model), shown as advance:
         for index, block in enumerate(blocks):
             saved = None if kept is None else kept.load(index, block)
             result = run.block(index, block, names[id(block)], saved)
             if kept is not None and saved is None:
                 kept.save(index, block, (result.before, result.after, result.steps))
             results.append(result)
+            advance(1)
     return BlocksReport(tuple(results))
 
 

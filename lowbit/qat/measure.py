@@ -12,7 +12,7 @@ measured model holds one rounded weight more than the plain one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lowbit.code_range import within_range
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
 from lowbit.learned_scales import codes_and_residual, qparams
+from lowbit.progress import progress as bar
 from lowbit.qat.batches import call
 from lowbit.qat.exchange import (
     Held,
@@ -73,7 +74,8 @@ def report(
             "kl": the divergence of the output's logits from those in high precision, in nats a row (a token; padding
             counts). "error": ‖y − ŷ‖² / ‖y‖² of the output y. None: the output's `loss` where it has one, else "kl" of
             its `logits`, else "error". The measure is the mean over batches.
-        progress: called after each forward pass of a rounded weight, with the number of these so far.
+        progress: called after each forward pass of a rounded weight, with the number of these so far. None: a bar on a
+            terminal.
 
     Tied weights are rounded together, as one. `SensitivityReport` describes the result.
 
@@ -91,16 +93,19 @@ def report(
     alone = [rounding for own in candidates for rounding in own]
     passes = [[rounding.held(watched=True)] for rounding in alone]
     passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
+    known = len(batches) * len(passes) if isinstance(batches, Sized) else None
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
     meter = _Meter(model, loss)
     plain = in_high_precision(targets[0]) if scheme is None else []
     eager = torch.compiler.set_stance("force_eager")
-    with eval_mode(model), eager, torch.no_grad(), exchanged(plain):
+    shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
+    with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:
         for batch in batches:
             baseline += meter.reference(batch)
             for i, rounded in enumerate(passes):
                 with exchanged(held for helds in rounded for held in helds):
                     totals[i] += meter.score(batch)
+                advance(1)
                 if progress is not None:
                     progress(count * len(passes) + i + 1)
             count += 1

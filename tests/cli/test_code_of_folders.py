@@ -30,6 +30,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     own: Any = ModuleType("transformers")
+    own.__version__ = "5.0"
     own.AutoConfig = SimpleNamespace(for_model=lambda **options: nullcontext())
     own.AutoModelForCausalLM = SimpleNamespace(from_config=made.record)
     own.AutoTokenizer = SimpleNamespace(from_pretrained=made.record)
@@ -42,7 +43,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_estimate_runs_no_code(recorder: Recorder) -> None:
-    assert shapes._by_transformers({"model_type": "own", "auto_map": {}}) is None
+    made, _ = shapes._made_by_transformers({"model_type": "own", "auto_map": {}})
+    built, why = shapes._built_by_transformers(made, "")
+    assert built is None and "the folder has code of its own" in why
     assert recorder.given == [{"trust_remote_code": False}]
 
 

@@ -20,6 +20,7 @@ from lowbit.formats.report import snr
 from lowbit.tensor.base import LowbitTensor
 from tests.cli.command import MATRICES, ROOT, weights
 from tests.cli.command import lowbit as command
+from tests.formats.models import plain_folder
 
 Capture = pytest.CaptureFixture[str]
 
@@ -75,6 +76,17 @@ def test_layers_choose_schemes(home: Path) -> None:
     assert kinds["lm_head.weight"] == "int8-row"
     assert kinds["model.layers.0.mlp.up_proj.weight"] == "plain"
     assert kinds["model.layers.1.mlp.up_proj.weight"] == "int4-g128"
+
+
+def test_blocks_of_float8_have_a_name(home: Path) -> None:
+    """As DeepSeek publishes them, for --format fp8."""
+    plain_folder(home / "wide", {f"{n}.weight": torch.randn(256, 384).bfloat16() for n in "ab"})
+    line = "quantize wide --scheme float8_float8_blocks --format fp8 --out blocks"
+    assert main(line.split()) == 0
+    for _, weight in lowbit.formats.tensors("blocks"):
+        assert isinstance(weight, lowbit.AffineTensor)
+        assert weight.spec == lowbit.Spec(lowbit.Float8(), lowbit.PerBlock(128, 128))
+        assert weight.activation is not None
 
 
 def test_export_keeps_the_values(home: Path, capfd: Capture) -> None:
@@ -187,8 +199,37 @@ def test_doctor_knows_the_extras() -> None:
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     for extra, packages in doctor.EXTRAS.items():
         lines = [line for line in extras[extra] if not line.startswith("lowbit[")]
-        named = {line.split(";")[0].split(">")[0].strip() for line in lines}
-        assert named <= {*packages}, extra
+        named = {line.split(";")[0].split(",")[0].strip() for line in lines}
+        assert named <= {package.split(",")[0] for package in packages}, extra
+    assert {*doctor.EXTRAS} == {*extras} - {"docs", "test", "test-integrations"}
+
+
+@pytest.mark.parametrize("version", ["12.3.3", None])
+def test_doctor_names_releases_that_do_not_fit(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    from lowbit.cli import doctor
+
+    found = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: version if name == "rich" else found(name))
+    extras = [f for f in reported("doctor", capfd=capfd)["findings"] if f["section"] == "extras"]
+    (own,) = (f for f in extras if f["name"] == "cli")
+    what = "rich 12.3.3 is installed, and rich>=13 is needed" if version else "without rich"
+    assert not own["usable"] and own["detail"].startswith(what)
+    assert own["detail"].endswith("pip install --upgrade 'lowbit[cli]'")
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.2.1", 0), ("0.2.2", 1), ("0.3.0", 1), ("0.4", 0)]
+)
+def test_doctor_knows_the_releases_of_torchtitan(
+    version: str, fits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.cli import doctor
+
+    monkeypatch.setattr(doctor, "_version", lambda name: version)
+    (requirement,) = doctor.EXTRAS["torchtitan"]
+    assert (doctor._why_not(requirement) is None) == bool(fits)
 
 
 def test_version_and_help(capfd: Capture) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit.cli import main
-from lowbit.cli.errors import FAILED, INTERRUPTED, MISUSED
+from lowbit.cli.errors import FAILED, INTERRUPTED, MISUSED, one_line
 from tests.cli.command import listing, weights
 from tests.cli.command import lowbit as command
 
@@ -114,6 +115,8 @@ REFUSED = {
     "quantize model --out new --scheme 'int4(size=3)'": "size",
     "quantize model --out new --group-size 96": "multiple of the group size",
     "quantize model --out new --format onnx9": "accepted: lowbit",
+    "quantize model --out new --format onnx": "write it from Python",
+    "export low --out new --format aoti": "write it from Python",
     "quantize model --out new --layers lm_head": "PATTERN=SCHEME",
     "quantize model --out new --layers 'nothing=int8'": "choose no weight",
     "quantize model --out new --layers 'lm_head=int8' --layers 'lm_head=none'": "it is given twice",
@@ -164,6 +167,20 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     code, message = refused(line, crowded, capfd)
     assert code == FAILED and way_out in message
+
+
+def test_a_model_without_its_tokenizer_makes_no_gguf_file(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    _, message = refused("quantize model --out new.gguf --format gguf", home, capfd)
+    assert "put a tokenizer.json with merges beside the model" in message
+
+
+def test_a_full_gpu_is_no_mistake_of_lowbit() -> None:
+    text = one_line(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert text == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert "please report it" in one_line(RuntimeError("surprising"))
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_no_space_left(limit: int, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(FormatError, match="cannot be written") as caught:
+        with pytest.raises(FormatError, match="out cannot be written") as caught:
             lowbit.export(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

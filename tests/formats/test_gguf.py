@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,22 @@ def test_no_space_left(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]
 
 
+@pytest.mark.parametrize("found", ["0.10.0", None])
+def test_another_release_of_the_package(
+    found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one, and none."""
+    if found is None:
+        monkeypatch.setitem(sys.modules, "gguf", None)
+    else:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    what = "which is not installed" if found is None else f"and {found} is installed"
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FormatError, match=rf"need gguf >= 0\.16, {what}: pip install") as caught:
+        lowbit.load_pretrained(tmp_path / "model.gguf")
+    assert "\n" not in str(caught.value)
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(FormatError, match="there is no file"):
@@ -213,3 +231,23 @@ def test_damaged_files(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + json.dumps({}).encode())
     with pytest.raises(FormatError, match="cannot be read"):
         lowbit.load_pretrained(path)
+
+
+def test_a_file_as_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = llama(lowbit.Int4WeightOnly(32)), tmp_path / "model.gguf"
+    lowbit.export(model, path, "gguf", tokenizer=tokenizer(tmp_path / "tokenizer"))
+    for format, options, why in (
+        ("lowbit", {"scheme": lowbit.Int8WeightOnly()}, "scheme= takes a folder of plain weights"),
+        ("gguf", {"overwrite": True}, "model.gguf is a GGUF file already"),
+    ):
+        with pytest.raises(FormatError, match=why):
+            lowbit.export(path, tmp_path / "out.gguf", format, **options)
+    with pytest.raises(FormatError, match="is the file that is read"):
+        lowbit.export(path, path, "gguf", overwrite=True)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.warns(UserWarning, match="its tokenizer is not written"):
+        lowbit.export(path, tmp_path / "folder", "lowbit")
+    assert sorted(p.name for p in (tmp_path / "folder").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import lowbit_kernels as kernels
 from lowbit import Int4WeightOnly, formats
 from lowbit.formats import FormatError
 from lowbit.formats.programs.aoti import foreign_ops
+from lowbit.formats.programs.base import Call
+from lowbit.formats.programs.running import compare, outputs_of
 from lowbit_kernels import host_compiler
 from tests.formats.programs import FEATURES, LINEARS, batch_of, every_preset, inputs, relative
 from tests.optim.conftest import needs_compiler
@@ -232,6 +235,88 @@ def test_a_package_keeps_weights_packed(wide_package: tuple[nn.Module, Path]) ->
     assert path.stat().st_size < values * 4 * 0.3125  # float32 takes 4 bytes
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda y: y.flip(-1), "relative error of 1"),
+        (lambda y: y * torch.nan, "relative error of inf"),
+        (lambda y: y[:1], "relative error of inf"),
+        (lambda y: y.no_such_method(), "does not run: 'Tensor' object has no"),
+    ],
+)
+def test_a_program_that_computes_something_else_is_not_kept(
+    wrong: Callable[[Tensor], Tensor], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As if the compiler had gone wrong."""
+    model, x = network(Int4WeightOnly(32)), torch.randn(3, FEATURES)
+
+    def compile(program: Any, package_path: str) -> None:
+        Path(package_path).write_bytes(b"")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+    monkeypatch.setattr(
+        torch._inductor, "aoti_load_package", lambda path: lambda x: wrong(model(x))
+    )
+    with pytest.raises(FormatError, match=why) as caught:
+        lowbit.export(model, tmp_path / "model.pt2", "aoti", example_inputs=(x,))
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: model)
+    lowbit.export(model, tmp_path / "model.pt2", "aoti", example_inputs=(x,))
+
+
+def test_models_in_float32_are_compared_more_closely(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def exported(model: nn.Module, x: Tensor) -> None:
+        load = lambda path: lambda x: model(x) * 1.05  # noqa: E731
+        monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
+        lowbit.export(model, tmp_path / "model.pt2", "aoti", example_inputs=(x,), overwrite=True)
+
+    def compile(program: Any, package_path: str) -> None:
+        Path(package_path).write_bytes(b"")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+    x = torch.randn(3, FEATURES)
+    exported(network(Int4WeightOnly(32)).bfloat16(), x.bfloat16())
+    exported(network(lowbit.Int8DynamicActivationInt4Weight(32)), x)
+    with pytest.raises(FormatError, match=r"relative error of 0\.05"):
+        exported(network(Int4WeightOnly(32)), x)
+
+
+@pytest.mark.parametrize(
+    ("format", "end"), [("aoti", ".pt2"), ("onnx", ".onnx"), ("executorch", ".pte")]
+)
+def test_a_file_of_another_end_is_refused(format: str, end: str, tmp_path: Path) -> None:
+    model, x = network(Int4WeightOnly(32)), torch.randn(3, FEATURES)
+    with pytest.raises(FormatError, match=rf"{format} is a file that ends in {end}, got a.out"):
+        lowbit.export(model, tmp_path / "a.out", format, example_inputs=(x,))
+
+
+def test_programs_with_random_numbers_are_not_compared() -> None:
+    drawn = [torch.ones(3)]
+    compare("aoti", lambda: [torch.zeros(3)], drawn, lambda: [torch.rand(3)], 0.3)
+    with pytest.raises(FormatError, match="something else"):
+        compare("aoti", lambda: [torch.zeros(3)], drawn, lambda: drawn, 0.3)
+
+
+def test_outputs_of_a_graph_leave_the_model_and_its_inputs_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            x.add_(self.count)
+            return x.clone()
+
+    model, x = Counting(), torch.zeros(2)
+    call = Call(model, (x,), {}, None)
+    program = torch.export.export(model, (x,))
+    assert [outputs_of(program, call)[0].tolist() for _ in range(2)] == [[1, 1], [1, 1]]
+    assert model.count.item() == 0 and x.tolist() == [0, 0]
+
+
 def test_a_package_with_ops_of_others_is_refused(tmp_path: Path) -> None:
     @torch.library.custom_op("lowbit_tests::own_double", mutates_args=())
     def own_double(x: Tensor) -> Tensor:
@@ -347,9 +432,9 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16().eval()
 lowbit.quantize_(model, lowbit.Int8DynamicActivationInt4Weight())
 model.float()
 found = []
-for format in ("onnx", "executorch"):
+for format, end in (("onnx", ".onnx"), ("executorch", ".pte")):
     try:
-        lowbit.export(model, sys.argv[1], format, example_inputs=(torch.randn(2, 64),))
+        lowbit.export(model, sys.argv[1] + end, format, example_inputs=(torch.randn(2, 64),))
     except lowbit.formats.FormatError as error:
         found.append(str(error))
 print(json.dumps(found))
@@ -357,7 +442,7 @@ print(json.dumps(found))
 
 
 def test_missing_packages_are_named_with_their_extra(tmp_path: Path) -> None:
-    found = in_fresh_process(_WITHOUT_PACKAGES, tmp_path / "model.bin")
+    found = in_fresh_process(_WITHOUT_PACKAGES, tmp_path / "model")
     assert found[0].startswith('onnx programs need onnx: pip install "lowbit[onnx]"')
     assert found[1].startswith(
         'executorch programs need executorch: pip install "lowbit[executorch]"'

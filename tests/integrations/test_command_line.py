@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit.cli import main
+from lowbit.formats import FormatError
 from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
 from tests.cli.command import lowbit as command
 from tests.cli.examples import PAGES, needs_transformers, of_help, of_page
@@ -91,6 +95,37 @@ def test_generate_continues_as_transformers_does(home: Path) -> None:
     made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert report["text"] == tokenizer.decode(made, skip_special_tokens=True)
     assert report["tokens"] == len(made)
+
+
+def test_the_bar_counts_the_tokens_that_are_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.cli import generate
+
+    counts: list[int] = []
+
+    @contextmanager
+    def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        assert (what, total, unit) == ("generating", 5, "tokens")
+        yield counts.append
+
+    monkeypatch.setattr(generate, "progress", counted)
+    line = "generate model-int4 --prompt the --max-new-tokens 5"
+    assert main(shlex.split(line)) == 0
+    assert 0 < sum(counts) <= 5
+
+
+def test_logs_of_other_packages_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchao, for example, logs which of its libraries it cannot load."""
+    from lowbit.cli.language_model import _quiet
+
+    other = logging.getLogger("of another package")
+    other.addHandler(logging.StreamHandler())
+    other.propagate = False
+    with _quiet():
+        other.warning("within")
+    other.warning("afterwards")
+    assert capfd.readouterr().err.split() == ["afterwards"]
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
@@ -179,6 +214,43 @@ def test_estimate_takes_the_shapes_of_transformers(home: Path) -> None:
     assert found.source == "transformers"
     assert found.weights == {name: tuple(t.shape) for name, t in weights().items()}
     assert len([*found.matrices()]) == MATRICES
+
+
+def test_estimate_takes_a_model_of_text_and_images(tmp_path: Path) -> None:
+    """Its config.json leaves out the fields of the language model that have transformers' defaults."""
+    from lowbit.cli import shapes
+
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    written = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(written))
+    found = shapes.read(path)
+    assert found.source == "transformers"
+    assert found.weights["model.language_model.embed_tokens.weight"] == (262208, 64)
+    assert any("vision_tower" in name for name in found.weights)
+    assert found.sizes == shapes.Sizes(2, 64, 8 * 256, 4 * 256, 96, 262208)
+
+
+def test_estimate_says_why_transformers_refuses_a_model(tmp_path: Path) -> None:
+    from lowbit.cli import shapes
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "model_type": "unheard"}))
+    with pytest.raises(FormatError, match=r"'unheard' are unknown to transformers 5.*; or give a"):
+        shapes.read(path)
 
 
 @pytest.mark.parametrize(

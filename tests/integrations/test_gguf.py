@@ -41,6 +41,26 @@ def test_a_plain_folder_becomes_a_file(tmp_path: Path) -> None:
     assert type(found.model.layers[0].mlp.up_proj.weight) is lowbit.AffineTensor
 
 
+@pytest.mark.parametrize("format", ["compressed-tensors", "lowbit", "gptq"])
+def test_a_file_becomes_a_folder(format: str, tmp_path: Path) -> None:
+    model = llama({"lm_head": None, "*": Int4WeightOnly(32)})
+    words = tokenizer(tmp_path / "tokenizer")
+    lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
+    report = lowbit.export(tmp_path / "model.gguf", tmp_path / "folder", format)
+    assert len(report.converted) == 14 and not report.snr
+    found = dict(lowbit.load_pretrained(tmp_path / "folder").named_parameters())
+    for name, t in model.named_parameters():
+        own = found[name]
+        assert isinstance(own, LowbitTensor) == isinstance(t, LowbitTensor), name
+        values = [x.dequantize() if isinstance(x, LowbitTensor) else x for x in (own, t)]
+        assert torch.equal(values[0].float(), values[1].float()), name
+    read = transformers.AutoTokenizer.from_pretrained
+    text = "the tokenizer of the file"
+    assert read(tmp_path / "folder")(text)["input_ids"] == read(words)(text)["input_ids"]
+    settings = (tmp_path / "folder" / "tokenizer_config.json").read_text()
+    assert "local_files_only" not in settings
+
+
 def test_by_llama_cpp(tmp_path: Path) -> None:
     """The most likely tokens. llama.cpp rounds the inputs of its products to 8 bits."""
     xllamacpp = pytest.importorskip("xllamacpp")

@@ -207,3 +207,60 @@ def test_large_models_keep_tensors_in_a_file_beside(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert report.nbytes == sum(p.stat().st_size for p in tmp_path.iterdir())
     assert relative(run(path, tokens(2, 3)), model(tokens(2, 3))) < 1e-6
+
+
+class Answering(nn.Module):
+    """Writes to a buffer, and gives what `answer` makes of its input and its output."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.answer = answer
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, factor: int = 2, unused: Tensor | None = None) -> Any:
+        self.calls.add_(1)
+        return self.answer(x, self.linear(x) * factor)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda x, y: (y, y),
+        lambda x, y: (y, None),
+        lambda x, y: (x, y.argmax(-1)),
+        lambda x, y: {"b": y, "a": y + 1},
+    ],
+)
+@pytest.mark.parametrize("more", [(), (3, torch.randn(5))], ids=["x", "all"])
+def test_arguments_and_outputs_of_any_kind_are_compared(
+    answer: Any, more: tuple[Any, ...], tmp_path: Path
+) -> None:
+    model = Answering(answer).eval()
+    quantize_(model, Int4WeightOnly(32))
+    exported(model, tmp_path / "model.onnx", torch.randn(2, 64), *more)
+    assert model.calls.item() == 0
+
+
+def test_a_file_that_computes_something_else_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the exporter had scaled one of four layers by 1.1."""
+
+    def damage(made: Any) -> None:
+        scale = next(v for n, v in made.graph.initializers.items() if n.endswith("scale"))
+        scale.const_value = onnx_ir.tensor(scale.const_value.numpy() * 1.1)
+
+    onnx_ir = pytest.importorskip("onnx_ir")
+    model = tiny(Int4WeightOnly(32))
+    monkeypatch.setattr("lowbit.formats.programs.onnx_file._share", damage)
+    with pytest.raises(FormatError, match="computes something else than the model") as caught:
+        exported(model, tmp_path / "model.onnx", tokens(2, 3))
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_what_the_exporter_cannot_translate_is_named(tmp_path: Path) -> None:
+    model = Answering(lambda x, y: (y, 2)).eval()
+    quantize_(model, Int4WeightOnly(32))
+    with pytest.raises(FormatError, match=r"translate the program: 'int' object.*\(return .*, 2"):
+        exported(model, tmp_path / "model.onnx", torch.randn(2, 64))

@@ -53,7 +53,8 @@ def first_line(error: BaseException) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without warnings of exporters about their own packages."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "executorch")]
+    names = "torch.onnx", "torch.export", "onnx_ir", "executorch"
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -13,6 +13,8 @@ its own kernels:
 - XNNPACK multiplies static int8 only where the next op is a static int8 one too, up to a ReLU between them. Elsewhere
   ExecuTorch dequantizes the weight at each call and multiplies in float32, with the same values.
 - int8 embeddings in rows stay packed too, by `quantized_decomposed.embedding_byte`.
+
+The program is run once after it was written, and its outputs are compared with those of the graph that was lowered.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.integers import (
@@ -34,6 +37,7 @@ from lowbit.formats.integers import (
 )
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
+from lowbit.formats.programs.running import called, compare, most_of, outputs_of
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.granularity import PerToken
@@ -65,6 +69,7 @@ class ExecuTorch(ProgramFormat):
             return module
 
         program = traced_with(call, replace)
+        expected = outputs_of(program, call)
         try:
             with torch.no_grad(), quiet():
                 # The second partitioner takes the products in float32 of weights that are dequantized at each call.
@@ -77,7 +82,20 @@ class ExecuTorch(ProgramFormat):
             raise FormatError(
                 f"ExecuTorch cannot lower the program: {first_line(error)}"
             ) from error
+
+        def again() -> list[Tensor]:
+            return outputs_of(program, call)
+
+        compare(self.name, lambda: _run(path, call), expected, again, most_of(program, call))
         return list(items.values())
+
+
+def _run(path: Path, call: Call) -> list[Tensor]:
+    """The outputs of the file for the example call."""
+    with quiet():
+        runtime = package("executorch.runtime", "executorch").Runtime.get()
+        method = runtime.load_program(str(path)).load_method("forward")
+    return called(lambda *args, **kwargs: method.execute(tree_leaves((args, kwargs))), call)
 
 
 def define_ops() -> None:

@@ -13,6 +13,7 @@ from lowbit.formats.module import Model
 from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import Call, ProgramFormat, example
 from lowbit.formats.report import ExportReport
+from lowbit.progress import waiting
 from lowbit.tensor.base import LowbitTensor
 
 
@@ -40,7 +41,8 @@ def export_program(
     own = call.model.state_dict(keep_vars=True)
     call.weights = {name: own[name] for name in low}
     report = ExportReport(format=target.name, path=str(out))
-    with new_file(out, overwrite, target.name, target.suffix) as path:
+    shown = waiting(f"writing {target.name}")  # compilers do not say how far they are
+    with new_file(out, overwrite, target.name, target.suffix) as path, shown:
         held = target.write(call, path, lossy)
         report.nbytes = sum(p.stat().st_size for p in path.parent.iterdir())
     by_name = {item.name: item for item in held}

@@ -13,22 +13,29 @@ A weight with a scale for each row is stored in blocks of equal scales, because 
 the blocks is the power of two from 16 to 256 that takes the fewest bytes.
 
 onnxruntime multiplies in the dtype of the inputs, float32 or float16, and sums in float32.
+
+The codes in the file are compared with those of the weights. Where onnxruntime is installed, it runs the file once, and
+its outputs are compared with the model's: the traced graph has ops that only onnxruntime computes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.integers import Layout, exact_scales, integers_of, layout_of, unsigned
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
+from lowbit.formats.programs.running import called, compare, most_of, outputs_of_model
 from lowbit.formats.sources import Item
 from lowbit.packing import pack
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -74,13 +81,21 @@ class Onnx(ProgramFormat):
                 )
         except Exception as error:  # the exporter raises errors of many kinds
             raise FormatError(
-                f"torch.onnx cannot translate the program: {first_line(error)}"
+                f"torch.onnx cannot translate the program: {_reason(error)}"
             ) from error
         assert made is not None
-        _share(made.model)
+        with quiet():
+            _share(made.model)
         size = sum(t.nbytes for t in program.state_dict.values())
         made.save(str(path), external_data=size > _MOST_IN_ONE_FILE)
         _check(path, {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")})
+        if importlib.util.find_spec("onnxruntime") is not None:
+
+            def expected() -> list[Tensor]:
+                return outputs_of_model(call)
+
+            most = most_of(program, call)
+            compare(self.name, lambda: _run(path, call), expected(), expected, most)
         return [
             Item(name, weight, "other", f"{weight.stored_format()} in {' and '.join(ops[name])}")
             for name, weight in call.weights.items()
@@ -105,6 +120,31 @@ def _check(path: Path, packed: dict[str, Tensor]) -> None:
         is_there = hashlib.sha256(t.numpy().tobytes()).digest() in stored
         if name.endswith(".codes") and not is_there:
             raise FormatError(f"the codes of {name} are not in the file; please report it")
+
+
+def _run(path: Path, call: Call) -> list[Tensor]:
+    """The outputs of the file for the example call, on the CPU."""
+    onnxruntime = package("onnxruntime", "onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        # Other values of the call, such as numbers and None, are constants of the file.
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = {name: t.numpy() for name, t in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(y) for y in session.run(None, given)]
+
+    return called(run, call)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error at the end of the chain, and the node of the graph."""
+    node = ""
+    while error.__cause__ is not None:
+        error = error.__cause__
+        found = re.search(r"translating node (.*?)\. See", str(error))
+        node = f" ({found[1]})" if found else node
+    return first_line(error) + node
 
 
 # ---- the modules ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Run a program that was written, and compare its outputs with those that it should have.
+
+A compiler or a lowering that goes wrong makes a program that runs and computes something else. The example call that
+was traced finds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.programs.base import Call
+from lowbit.formats.programs.capture import first_line, quiet
+from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.codebook_tensor import CodebookTensor
+
+MOST, MOST_OF_FLOAT32 = 0.3, 0.001
+"""The largest ‖y − ŷ‖ / ‖y‖ of an output: of models that compute in 16 bits or round the inputs of products, and of
+others. Another order of sums moves the outputs by less. A wrong weight in each layer gives values near 1."""
+
+
+def outputs_of(program: ExportedProgram, call: Call) -> list[Tensor]:
+    """What the traced graph gives for the example call. The model and the inputs stay as they are."""
+    with quiet():
+        module = program.module(check_guards=False)
+    own = {buffer.data_ptr() for buffer in call.model.buffers()}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.data_ptr() in own:  # a call may write to it
+                owner._buffers[name] = buffer.clone()
+    return called(module, call)
+
+
+def outputs_of_model(call: Call) -> list[Tensor]:
+    """What the model gives for the example call. Its buffers and the inputs stay as they are."""
+    buffers = {name: buffer.clone() for name, buffer in call.model.named_buffers()}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(call.model, buffers, args, kwargs)
+
+    return called(run, call)
+
+
+@torch.no_grad()
+def called(run: Callable[..., Any], call: Call) -> list[Tensor]:
+    """The floating-point outputs of `run` for copies of the example inputs.
+
+    Integers are left out: a small difference may change the likeliest token."""
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    with quiet():
+        found = tree_leaves(run(*args, **kwargs))
+    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def compare(
+    name: str,
+    run: Callable[[], list[Tensor]],
+    expected: list[Tensor],
+    again: Callable[[], list[Tensor]],
+    most: float,
+) -> None:
+    """Raise FormatError where the program of the format `name` fails, or gives other outputs than `expected`.
+
+    Args:
+        run: loads the program and calls it.
+        again: gives `expected` anew. A model that draws random numbers gives others then, and is not compared.
+        most: the largest difference that is taken for another order of sums, as `most_of` gives it.
+    """
+    try:
+        found = run()
+    except Exception as error:  # runtimes raise errors of many kinds
+        raise FormatError(
+            f"the {name} program was written and does not run: {first_line(error)}"
+        ) from error
+    apart = difference(found, expected)
+    if apart > most and not difference(again(), expected):
+        raise FormatError(
+            f"the {name} program was written and computes something else than the model: its outputs have a relative "
+            f"error of {apart:.2g} for example_inputs; please report it"
+        )
+
+
+def most_of(program: ExportedProgram, call: Call) -> float:
+    """The largest difference that is taken for another order of sums."""
+    narrow = any(
+        isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4
+        for module in program.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        for value in tree_leaves(node.meta.get("val"))
+    )
+    return MOST if narrow or any(map(_rounds_inputs, call.weights.values())) else MOST_OF_FLOAT32
+
+
+def _rounds_inputs(weight: LowbitTensor) -> bool:
+    known = isinstance(weight, AffineTensor | CodebookTensor)
+    return not known or getattr(weight, "activation", None) is not None
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest ‖y − ŷ‖ / ‖y‖ of an output, over the finite elements of y; infinite for other shapes and for NaN."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return math.inf
+    return max(map(_relative, found, expected), default=0.0)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    y, got = expected.detach().double().flatten(), found.detach().double().flatten()
+    finite = y.isfinite()
+    y, error = y[finite], (got[finite] - y[finite]).norm()
+    relative = float(error / y.norm()) if y.any() else float(error)
+    return relative if math.isfinite(relative) else math.inf
