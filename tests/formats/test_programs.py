@@ -22,7 +22,7 @@ from lowbit import Int4WeightOnly, formats
 from lowbit.formats import FormatError
 from lowbit.formats.programs.aoti import foreign_ops
 from lowbit.formats.programs.base import Call
-from lowbit.formats.programs.running import compare, outputs_of
+from lowbit.formats.programs.running import MOST, MOST_OF_FLOAT32, compare, most_of, outputs_of
 from lowbit_kernels import host_compiler
 from tests.formats.programs import FEATURES, LINEARS, batch_of, every_preset, inputs, relative
 from tests.optim.conftest import needs_compiler
@@ -297,6 +297,26 @@ def test_programs_with_random_numbers_are_not_compared() -> None:
     compare("aoti", lambda: [torch.zeros(3)], drawn, lambda: [torch.rand(3)], 0.3)
     with pytest.raises(FormatError, match="something else"):
         compare("aoti", lambda: [torch.zeros(3)], drawn, lambda: drawn, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "most"),
+    [
+        (torch.float32, "highest", MOST_OF_FLOAT32),
+        (torch.float32, "high", MOST),
+        (torch.bfloat16, "highest", MOST),
+    ],
+)
+def test_narrow_arithmetic_may_differ_by_more(
+    dtype: torch.dtype, precision: str, most: float
+) -> None:
+    model, x = nn.Linear(8, 8, dtype=dtype), torch.randn(2, 8, dtype=dtype)
+    program, before = torch.export.export(model, (x,)), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert most_of(program, Call(model, (x,), {}, None)) == most
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_outputs_of_a_graph_leave_the_model_and_its_inputs_alone() -> None:

@@ -24,8 +24,8 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 
 MOST, MOST_OF_FLOAT32 = 0.3, 0.001
-"""The largest ‖y − ŷ‖ / ‖y‖ of an output: of models that compute in 16 bits or round the inputs of products, and of
-others. Another order of sums moves the outputs by less. A wrong weight in each layer gives values near 1."""
+"""The largest ‖y − ŷ‖ / ‖y‖ of an output: of models that compute in 16 bits or TF32 or round the inputs of products,
+and of others. Another order of sums moves the outputs by less. A wrong weight in each layer gives values near 1."""
 
 
 def outputs_of(program: ExportedProgram, call: Call) -> list[Tensor]:
@@ -98,6 +98,7 @@ def most_of(program: ExportedProgram, call: Call) -> float:
         for node in module.graph.nodes
         for value in tree_leaves(node.meta.get("val"))
     )
+    narrow = narrow or torch.get_float32_matmul_precision() != "highest"
     return MOST if narrow or any(map(_rounds_inputs, call.weights.values())) else MOST_OF_FLOAT32
 
 
