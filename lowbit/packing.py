@@ -62,7 +62,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     codes = codes & (2**bits - 1)
-    if bits == 4 and size % 2 == 0 and codes.is_contiguous() and not codes.storage_offset() % 2:
+    if bits == 4 and size % 2 == 0 and _is_aligned(codes):
         pair = codes.flatten().view(torch.int16).view(*codes.shape[:-1], size // 2)
         return (pair | pair >> 4).to(torch.uint8)
     codes_per_cycle, bytes_per_cycle, word_dtype = _CYCLES[bits]
@@ -113,6 +113,13 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
         [((word >> (i * bits)) & mask).to(torch.uint8) for i in range(codes_per_cycle)], dim=-1
     ).flatten(-2)
     return codes[..., :size].contiguous()
+
+
+def _is_aligned(codes: Tensor) -> bool:
+    """Whether pairs of these bytes can be viewed as words. False in compiled code: Dynamo traces no storage offset."""
+    if torch.compiler.is_compiling():
+        return False
+    return codes.is_contiguous() and codes.storage_offset() % 2 == 0
 
 
 def _check_bits(bits: int) -> None:

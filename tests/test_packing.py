@@ -93,9 +93,10 @@ def test_negative_codes_are_stored_in_twos_complement(bits: int) -> None:
     assert torch.equal(stored.to(torch.int64), codes.to(torch.int64) % 2**bits)
 
 
+@pytest.mark.parametrize("size", [37, 38])
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_compiles(bits: int) -> None:
-    codes = torch.randint(0, 2**bits, (4, 37), dtype=torch.uint8)
+def test_compiles(bits: int, size: int) -> None:
+    codes = torch.randint(0, 2**bits, (4, size), dtype=torch.uint8)
 
     def round_trip(codes: torch.Tensor) -> torch.Tensor:
         return unpack(pack(codes, bits), bits, codes.shape[-1])

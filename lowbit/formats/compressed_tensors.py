@@ -24,6 +24,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,6 +178,8 @@ class CompressedTensors(Format):
         spec, activation = getattr(weight, "spec", None), getattr(weight, "activation", None)
         if not isinstance(spec, Spec) or weight.ndim != 2:
             return None
+        if activation is not None and _is_clipping(activation):
+            activation = replace(activation, mapping=_SYMMETRIC_INPUT)
         if activation is not None and (activation.static or _why_no_activation(activation)):
             activation = None
         if isinstance(spec.format, Float8):
@@ -237,6 +240,9 @@ _GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {
 }
 """What a "strategy" shares scales by."""
 
+_SYMMETRIC_INPUT: QuantizationMapping = "symmetric_no_clipping_err"
+"""How kernels choose the scale of a dynamic symmetric input of integers. The file does not say it."""
+
 
 def _spec_from(args: Any, what: str) -> Spec:
     """The spec that the arguments of weights or activations describe."""
@@ -259,7 +265,7 @@ def _spec_from(args: Any, what: str) -> Spec:
         format = Float8(E4M3) if kind == "float" else Int(int(bits or 0))
         mapping: QuantizationMapping = "symmetric" if symmetric or kind == "float" else "asymmetric"
         if of_input and kind == "int" and symmetric:
-            mapping = "symmetric_no_clipping_err"
+            mapping = _SYMMETRIC_INPUT
         return Spec(format, granularity, mapping, static=of_input and not dynamic)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
@@ -326,7 +332,17 @@ def _why_no_activation(spec: Spec) -> str | None:
         return f"compressed-tensors rounds inputs to signed integers or float8, got {spec}"
     if isinstance(spec.granularity, PerTensor) != spec.static:
         return f"compressed-tensors rounds inputs with {spec.granularity} otherwise: static={not spec.static}"
+    if _is_clipping(spec):
+        return (
+            f"its dynamic inputs have mapping {spec.mapping!r}; compressed-tensors rounds symmetric ones by "
+            f"{_SYMMETRIC_INPUT!r}"
+        )
     return None
+
+
+def _is_clipping(spec: Spec) -> bool:
+    """Whether these are dynamic inputs of integers whose scale other readers choose in another way."""
+    return isinstance(spec.format, Int) and spec.mapping == "symmetric" and not spec.static
 
 
 def _activation_settings(spec: Spec) -> dict[str, Any]:

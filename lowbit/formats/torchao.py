@@ -102,11 +102,12 @@ class TorchAo(Format):
         zeros = parts.get(ZERO)
         if zeros is not None and zeros.dtype is not torch.int8:
             raise FormatError(f"its zero points are {zeros.dtype}; accepted: int8")
-        has_zero = zeros is not None and bool(zeros.any())
-        codes = in_range(codes, bits, "its codes")
-        zeros = None if zeros is None else in_range(zeros, bits, "its zero points")
-        layout = Layout(bits, None if block[1] == codes.shape[1] else block[1], has_zero)
         scale = parts[SCALE]
+        zeros = torch.zeros_like(scale, dtype=torch.int8) if zeros is None else zeros
+        has_zero = bits == 1 or bool(zeros.any())  # no symmetric mapping has codes of one bit
+        codes = in_range(codes, bits, "its codes")
+        zeros = in_range(zeros, bits, "its zero points")
+        layout = Layout(bits, None if block[1] == codes.shape[1] else block[1], has_zero)
         if scale.shape != layout.spec.blocks(codes.shape):
             raise FormatError(f"its scales are {tuple(scale.shape)} for blocks of {block}")
         return from_integers(layout, codes, scale, zeros if has_zero else None, own, activation)

@@ -113,6 +113,11 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
     if isinstance(sizes, int):
         total = self.shape[dim]
         sizes = [min(sizes, total - start) for start in range(0, max(total, 1), max(sizes, 1))]
+    if min(sizes, default=0) < 0 or sum(sizes) != self.shape[dim]:
+        raise RuntimeError(
+            f"a split of dimension {dim} of {self!r} in {list(sizes)}; accepted: sizes of 0 or more, {self.shape[dim]} "
+            "in all"
+        )
     parts, start = [], 0
     for size in sizes:
         parts.append(self._slice(dim, start, start + size))

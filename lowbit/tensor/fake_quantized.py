@@ -313,6 +313,15 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
         return super()._slice(dim, start, end)
 
+    def _row(self, index: int) -> Tensor:
+        if not self.transposed:
+            return super()._row(index)
+        return self.weight.select(1, index).to(self.dtype)
+
+    def _all_rows(self) -> list[Tensor]:
+        weight = self.weight.mT if self.transposed else self.weight
+        return list(weight.to(self.dtype).unbind())
+
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         return super()._encode(values.transpose(-2, -1) if self.transposed else values)
 

@@ -28,7 +28,8 @@ from lowbit.tracer import Note
 
 
 def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
-    """x [M, K] times the experts [E, K, N] of `weight`: [M, N] in x's dtype. Rows that no expert has are 0.
+    """x [M, K] times the experts [E, K, N] of `weight`: [M, N] in x's dtype. Rows that no expert has are 0 after a
+    product in low bits, here and in the gradient of x. PyTorch's product leaves them uninitialized.
 
     `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `expert_codes()` and `expert_codes_t()` of its
     transpose. Runs in high precision where `LowbitProducts.grouped_plain_because` has a reason.

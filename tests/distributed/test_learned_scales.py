@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 import lowbit
 from lowbit import qat
 from lowbit.granularity import PerGroup, PerRow, PerTensor
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.testing.launch import launch
 from tests.distributed.test_train_fsdp import shard
 from tests.train.problems import relative
@@ -164,6 +164,26 @@ def check_checkpoints(rank, world_size, folder):
     return True
 
 
+def check_weights_that_travel_in_float32(rank, world_size):
+    """Float8 weights and frozen codes: no codes of theirs travel. The scales have moved before."""
+    float8 = [Spec(Float8(), PerRow()), Spec(Float8(), PerGroup(32))]
+    for spec, freezes in [*((s, False) for s in float8), (SPECS[0], True)]:
+        alone = prepared(spec)
+        with torch.no_grad():
+            for name, p in alone.named_parameters():
+                p.mul_(1.05 if "_scale" in name else 1.0)
+        if freezes:
+            qat.freeze_codes_(alone)
+        model = shard(copy.deepcopy(alone))
+        assert relative(step(model), step(alone)) < 1e-5, spec
+        grads = {n: p.grad for n, p in alone.named_parameters() if p.requires_grad}
+        found = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        assert grads.keys() == found.keys()
+        for name, grad in found.items():
+            assert relative(grad, grads[name]) < 1e-4, (spec, name)
+    return True
+
+
 def check_tensor_parallel(rank, world_size):
     """Columns, then rows; outputs and gradients are those of one process."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -184,7 +204,10 @@ def check_tensor_parallel(rank, world_size):
     return True
 
 
-CHECKS = [check_as_one_process, check_mixed_precision, check_checkpoints, check_tensor_parallel]
+CHECKS = [
+    *(check_as_one_process, check_mixed_precision, check_checkpoints, check_tensor_parallel),
+    check_weights_that_travel_in_float32,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))

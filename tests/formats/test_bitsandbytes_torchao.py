@@ -69,6 +69,12 @@ def test_scales_of_bfloat16_keep_every_code() -> None:
     assert_same(through(BNB, w), w)
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_one_bit_whose_zero_points_are_all_zero(sign: float) -> None:
+    w = AffineTensor.from_float(sign * torch.rand(8, 64), IntxWeightOnly(1, 32, "asymmetric"))
+    assert_same(through(AO, w), w)
+
+
 REFUSED = {
     "groups": (BNB, Int8WeightOnly(32), "symmetric rows of 8 bits"),
     "4 bits": (BNB, IntxWeightOnly(4), "symmetric rows of 8 bits"),

@@ -249,3 +249,14 @@ def test_asymmetric_inputs() -> None:
     asymmetric = replace(scheme.activation, mapping="asymmetric")
     w = weight(Scheme(scheme.weight, asymmetric))
     assert through(CT, w).activation == asymmetric
+
+
+def test_dynamic_inputs_of_another_symmetric_scale() -> None:
+    """The file says "symmetric" alone, and readers choose the scale that does not clip."""
+    scheme = SCHEMES["int8 x int8"]
+    clipping = Scheme(scheme.weight, replace(scheme.activation, mapping="symmetric"))
+    w = weight(clipping)
+    with pytest.raises(FormatError, match="inputs have mapping 'symmetric'"):
+        CT.encode(w)
+    nearest = CT.nearest(w)
+    assert nearest is not None and nearest.activation == scheme.activation

@@ -15,6 +15,7 @@ from lowbit import AffineTensor, Int4WeightOnly, Int8WeightOnly
 from lowbit.tensor import CodebookTensor
 from tests.tensor.cases import CASES, every_case, every_master, every_trainable, over, same_bits
 
+every_transposable = over([case for case in CASES if case.is_transposable])
 every_copying = over([case for case in CASES if not case.has_master])
 
 
@@ -36,6 +37,16 @@ def test_an_index_gives_a_row(case) -> None:
     if case.is_weight and "tensor" not in case.name:
         expert = case.make((3, 8, 96))[1]
         assert same_bits(expert[4], rows_of(case, expert)[4])
+
+
+@every_transposable
+def test_rows_of_a_transpose_are_columns(case) -> None:
+    t = case.make((8, 96))
+    full = rows_of(case, t)
+    for i in (0, 95, -2):
+        assert same_bits(t.t()[i], full[:, i])
+    for row, expected in zip(t.t().unbind(), full.unbind(1), strict=True):
+        assert same_bits(row, expected)
 
 
 @every_case

@@ -101,6 +101,14 @@ def test_split_and_cat_give_the_tensor_back(case):
 
 
 @every_case
+@pytest.mark.parametrize("sizes", [[8, 8], [16, 16], [32, -8]], ids=str)
+def test_split_refuses_sizes_of_another_sum(case, sizes):
+    t = case.make((24, 100))
+    with pytest.raises(RuntimeError, match="a split of dimension 0"):
+        t.split(sizes)
+
+
+@every_case
 @pytest.mark.parametrize("dim", [0, 1])
 def test_cat_of_two_tensors_is_the_cat_of_the_values_or_refused(case, dim):
     first, second = case.make((8, 101)), case.make((8, 101), seed=1)
