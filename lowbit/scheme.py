@@ -101,8 +101,8 @@ Scales = Literal["float", "e8m0", "e4m3", "double"]
 
 
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """The leading `shape` of a padded tensor: a contiguous copy, as modules may choose a product by the strides of a
-    weight. `t` itself where nothing was padded."""
+    """The leading `shape` of a padded tensor that was just computed: a contiguous copy, as modules may choose a product
+    by the strides of a weight. `t` itself where nothing was padded."""
     if t.shape == torch.Size(shape):
         return t
     if t.is_cpu and torch.compiler.is_compiling():

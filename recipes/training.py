@@ -41,7 +41,7 @@ class TrainingConfig:
     at the full rate the weights do not settle under the noise of rounding."""
     qat_lr: float = 1.0
     """Learning rates of QAT, as multiples of those of the branch in high precision. A code changes only when its weight
-    moves half a step, so more can be better in a short branch."""
+    crosses a rounding boundary, so more can be better in a short branch."""
     weight_decay: float = 0.1
     beta2: float = 0.95
     grad_clip: float = 1.0

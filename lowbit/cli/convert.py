@@ -82,6 +82,7 @@ def quantize(
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
     """
+    _check_format(format)
     patterns = chosen(scheme, group_size, layers or ())
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
     if not has_static(patterns):
@@ -98,7 +99,6 @@ def quantize(
         raise ValueError(
             f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
         )
-    _check_format(format)  # as the next line, before the time that a calibration takes
     if format != "gguf":  # which is a file
         check_free(out, overwrite)
     source = calibrated(model, patterns, data, context, limit, scales, device)
@@ -127,6 +127,7 @@ def export(
       lowbit export model-int4 --format gptq --lossy --out model-gptq
       lowbit export model --scheme int8 --format compressed-tensors --out model-int8
     """
+    _check_format(format)
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
     patterns = None if scheme is None else chosen(scheme, group_size, ())
@@ -152,7 +153,6 @@ def _write(
     options: dict[str, Any],
 ) -> None:
     """Export `source`, which is `model` or was made of it, and print the report. options: of `lowbit.export`."""
-    _check_format(format)
     before = opened(model).nbytes
     start = time.monotonic()
     report = formats.export(source, out, format, **options)

@@ -48,7 +48,8 @@ def generate(
     given = torch.as_tensor(ids, device=device)
     start = time.monotonic()
     with torch.no_grad(), progress("generating", max_new_tokens, unit="tokens") as advance:
-        options["streamer"] = _Counter(advance)
+        if (loaded.generation_config.num_beams or 1) == 1:  # a search over beams takes no streamer
+            options["streamer"] = _Counter(advance)
         made = loaded.generate(given, attention_mask=torch.ones_like(given), **options)
     seconds = time.monotonic() - start
     text = continuation(tokenizer, made[0], given.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,9 +64,10 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
+        importlib.import_module(
+            "lowbit.hf"
+        )  # checks what is installed, before transformers is imported
         import transformers
-
-        import lowbit.hf  # noqa: F401  checks what is installed, before transformers itself is imported
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

@@ -29,7 +29,7 @@ _FIELDS = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Those that `Sizes` are made of."""
+"""The fields of config.json that `Sizes` is made of."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def read(path: Path) -> Model:
     """
     file = path / "config.json" if path.is_dir() else path
     written = _config(file)
-    made, why = _made_by_transformers(written)
-    config = _of_decoder(written, made)
+    made, text, why = _made_by_transformers(written)
+    config = _of_decoder(written, text)
     sizes = _sizes(config, file, why)
     has_shards = path.is_dir() and any(path.glob("*.safetensors"))
     if has_shards:
@@ -107,11 +107,10 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _of_decoder(written: Mapping[str, Any], made: Any) -> dict[str, Any]:
-    """The fields of the language model: those of the file, and the others as transformers fills them in."""
+def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
+    """The fields of the language model: those of the file, and the others as transformers fills them in (`text`)."""
     inner = written.get("text_config")
     config = {**written, **inner} if isinstance(inner, dict) else {**written}
-    text = made.get_text_config(decoder=True) if made is not None else None
     for name in _FIELDS:
         if config.get(name) is None and (found := getattr(text, name, None)) is not None:
             config[name] = found
@@ -129,7 +128,7 @@ def _sizes(config: Mapping[str, Any], file: Path, why: str) -> Sizes:
     if absent := [name for name in wrong if config.get(name) is None]:
         raise FormatError(
             f"{file} has no {', '.join(absent)}; the estimate needs a decoder's config.json, as Llama's"
-            + (f". The defaults of other models {why}" if why else "")
+            + (f". Its defaults are not known: {why}" if why else "")
         )
     if wrong:
         found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
@@ -150,17 +149,19 @@ def _experts(config: Mapping[str, Any]) -> int:
     return next((int(config[n]) for n in _EXPERTS if _is_size(config.get(n))), 0)
 
 
-def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, str]:
-    """transformers' config. None and the reason where transformers is missing, or refuses the fields."""
+def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:
+    """transformers' config and its part for the language model. None, None and the reason, a sentence, where
+    transformers is missing or refuses the fields."""
     try:
         import transformers
     except ImportError:
-        return None, "need transformers: pip install 'lowbit[hf]'"
+        return None, None, "transformers is not installed: pip install 'lowbit[hf]'"
     own = {k: v for k, v in written.items() if k != "quantization_config"}
     try:
-        return transformers.AutoConfig.for_model(**own), ""
+        made = transformers.AutoConfig.for_model(**own)
+        return made, made.get_text_config(decoder=True), ""
     except Exception as error:  # a model type that this release lacks, or a field that it refuses
-        return None, _refused(transformers.__version__, error)
+        return None, None, _refused(transformers.__version__, error)
 
 
 def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None, str]:
@@ -181,7 +182,7 @@ def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None
 def _refused(version: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].split(". ")[0] if lines else type(error).__name__
-    return f"are unknown to transformers {version} ({reason})"
+    return f"transformers {version} does not know this model ({reason})"
 
 
 _LIKE_LLAMA = {
@@ -201,13 +202,13 @@ def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path, why: str) -
     """The weights of a decoder with four projections of attention and three of an MLP a layer, or a router and experts.
 
     Args:
-        why: why transformers does not give the shapes, for the message.
+        why: a sentence for the message: why transformers does not give the shapes.
 
     Raises FormatError for another kind of model.
     """
     kind = config.get("model_type")
     if kind not in _LIKE_LLAMA:
-        raise FormatError(f"{file}: the shapes of a {kind!r} {why}; or give a folder with shards")
+        raise FormatError(f"{file}: no shapes of a {kind!r}: {why}; or give a folder with shards")
     hidden = sizes.hidden
     weights: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
     experts = _experts(config)

@@ -213,7 +213,7 @@ class GgufFile:
             yield Item(name, value, holder_of(name, value))
 
     def linears(self) -> set[str]:
-        """None: names and shapes of tensors say what is a linear."""
+        """Empty: names and shapes of tensors say what is a linear."""
         return set()
 
     def copy_files(self, folder: Path) -> None:

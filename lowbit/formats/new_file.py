@@ -23,13 +23,13 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
         format: how messages name the file.
         suffix: what its name ends in.
 
-    Raises FormatError where `out` has another end, exists and may not be replaced, or cannot be written.
+    Raises FormatError where `out` has another suffix, exists and may not be replaced, or cannot be written.
     """
     if not out.parent.is_dir():
         raise FormatError(f"{out.parent} is no folder; make it first")
     if out.is_dir():
         raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
-    if out.suffix != suffix:
+    if not out.name.endswith(suffix):
         raise FormatError(f"{format} is a file that ends in {suffix}, got {out.name}")
     _check_free(out, overwrite)
     temporary = None

@@ -147,21 +147,23 @@ def _source_of(
             raise FormatError("scheme= is for a folder; for a module call lowbit.quantize_ first")
         return Model(model, tokenizer)
     if not isinstance(model, str | os.PathLike):
-        raise TypeError(f"export takes an nn.Module or a folder, got {type(model).__name__}")
-    folder = opened(model)
-    if out.exists() and out.resolve() == folder.path.resolve():
-        kind = "folder" if folder.path.is_dir() else "file"
+        raise TypeError(
+            f"export takes an nn.Module, a folder or a GGUF file, got {type(model).__name__}"
+        )
+    source = opened(model)
+    if out.exists() and out.resolve() == source.path.resolve():
+        kind = "folder" if source.path.is_dir() else "file"
         raise FormatError(f"{out} is the {kind} that is read; give another name")
-    if out.resolve() in folder.path.resolve().parents:
-        raise FormatError(f"{out} holds {folder.path}, which is read; give another name")
+    if out.resolve() in source.path.resolve().parents:
+        raise FormatError(f"{out} holds {source.path}, which is read; give another name")
     if scheme is None:
-        return folder
-    if not isinstance(folder, Folder):
+        return source
+    if not isinstance(source, Folder):
         raise FormatError(
-            f"scheme= takes a folder of plain weights, got {folder.path}: call lowbit.load_pretrained, then "
+            f"scheme= takes a folder of plain weights, got {source.path}: call lowbit.load_pretrained, then "
             "lowbit.quantize_"
         )
-    return Quantizing(folder, scheme, scales, device, stacks)
+    return Quantizing(source, scheme, scales, device, stacks)
 
 
 def _write_all(

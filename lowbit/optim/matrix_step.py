@@ -404,7 +404,7 @@ class HalfLaunch(Launch):
         """
         self.params = [job.params[i] for i in self.positions]
         taken = self.take([grads[i] for i in self.positions])
-        assert taken, "Muon writes what its kernel reads as gradients: they have memory"
+        assert taken, "Muon's kernel writes these gradients, so they have memory"
         if buffer is not None:
             size = buffer[0].nbytes
             rows = self.rows

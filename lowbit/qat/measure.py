@@ -12,7 +12,8 @@ measured model holds one rounded weight more than the plain one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ def report(
     alone = [rounding for own in candidates for rounding in own]
     passes = [[rounding.held(watched=True)] for rounding in alone]
     passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
-    known = len(batches) * len(passes) if isinstance(batches, Sized) else None
+    known = operator.length_hint(batches) * len(passes) or None
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
     meter = _Meter(model, loss)
     plain = in_high_precision(targets[0]) if scheme is None else []

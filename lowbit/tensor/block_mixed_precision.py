@@ -102,7 +102,7 @@ class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
 
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
         found = kernels.block_scaled_mm.values(codes, scale)
-        return found[:, : self.shape[-1]].to(self.dtype)
+        return crop(found.to(self.dtype), (len(found), self.shape[-1]))
 
     def values(self) -> Tensor:
         return self.dequantize()

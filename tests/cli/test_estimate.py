@@ -150,6 +150,6 @@ def test_an_unknown_model_names_the_way_out(
     monkeypatch.setitem(sys.modules, "transformers", None)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "model_type": "rwkv"}))
-    with pytest.raises(FormatError, match="'rwkv' need transformers") as raised:
+    with pytest.raises(FormatError, match="'rwkv': transformers is not installed") as raised:
         shapes.read(path)
     assert "\n" not in one_line(raised.value)

@@ -282,20 +282,30 @@ def test_a_picture_needs_matplotlib(
 
 
 @pytest.mark.parametrize("line", ["eval model --data text.txt", "generate model --prompt the"])
+@pytest.mark.parametrize("found", ["4.57.0", None])
 def test_models_that_run_need_transformers(
-    line: str, home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    found: str | None,
+    line: str,
+    home: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another release than lowbit.hf takes, as its description says."""
+    """None installed, and another release than lowbit.hf takes, as its description says."""
     for name in [name for name in sys.modules if name.startswith("lowbit.hf")]:
         monkeypatch.delitem(sys.modules, name)
     version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata,
-        "version",
-        lambda name: "4.57.0" if name == "transformers" else version(name),
-    )
+
+    def version_of(name: str) -> str:
+        if name != "transformers":
+            return version(name)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
     _, message = refused(line, home, capfd)
-    assert "transformers >= 5, and 4.57.0 is installed" in message and "lowbit[hf]" in message
+    what = "which is not installed" if found is None else f"and {found} is installed"
+    assert f"transformers >= 5, {what}" in message and "lowbit[hf]" in message
 
 
 def test_debug_shows_the_traceback(home: Path) -> None:

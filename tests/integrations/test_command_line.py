@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,16 @@ def test_the_bar_counts_the_tokens_that_are_made(
     line = "generate model-int4 --prompt the --max-new-tokens 5"
     assert main(shlex.split(line)) == 0
     assert 0 < sum(counts) <= 5
+
+
+def test_a_model_that_searches_over_beams(home: Path, capsys: Any) -> None:
+    """transformers streams no tokens then."""
+    folder = home / "beams"
+    shutil.copytree(home / "model-int4", folder)
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 2}))
+    assert main(shlex.split("generate beams --prompt the --max-new-tokens 3 --json")) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] <= 3
+    shutil.rmtree(folder)
 
 
 def test_logs_of_other_packages_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +260,9 @@ def test_estimate_says_why_transformers_refuses_a_model(tmp_path: Path) -> None:
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "model_type": "unheard"}))
-    with pytest.raises(FormatError, match=r"'unheard' are unknown to transformers 5.*; or give a"):
+    with pytest.raises(
+        FormatError, match=r"'unheard': transformers 5.* does not know this model .*; or give a"
+    ):
         shapes.read(path)
 
 

@@ -239,6 +239,18 @@ def test_batches_are_read_once_and_passes_counted() -> None:
     )  # four linears, the tied one among them, and all of them
 
 
+def test_batches_of_a_stream() -> None:
+    """A loader of an IterableDataset has no length, and says so when it is asked."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(batches(3))
+
+    streamed = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    found, expected = (qat.report(Model(), given, INT3) for given in (streamed, batches(3)))
+    assert [row.weight for row in found.rows] == [row.weight for row in expected.rows]
+
+
 def test_the_report_is_text_json_and_a_picture(tmp_path) -> None:
     found = qat.report(Model(), batches(), [INT8, INT2], every, loss=loss)
     lines = str(found).splitlines()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowbit import train
 from lowbit.testing.compiled import compiled, outcome
 from tests.tensor.cases import (
     CASES,
@@ -70,6 +71,16 @@ def test_values_in_arithmetic_by_inductor():
     for found, expected in zip(outcomes(fn), outcomes(doubled), strict=True):
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("rows", [100, 128, 256])
+def test_gathered_blocks_by_inductor(rows):
+    """200 values in blocks of 128: FSDP2 gathers the second one whole."""
+    layer = nn.Sequential(nn.Linear(200, rows, bias=False))
+    train.prepare_(layer, train.Float8BlockMixedPrecision(always=True))
+    gathered = layer[0].weight.detach()._wire()
+    fn, _ = compiled(lambda w: w.dequantize() * 2 + 1, "inductor")
+    torch.testing.assert_close(fn(gathered), gathered.dequantize() * 2 + 1)
 
 
 @over(named("int4-g32", "int8-row", "e4m3-row"))

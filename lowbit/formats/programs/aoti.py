@@ -6,7 +6,7 @@ PyTorch's, so the library needs libtorch alone:
     model = torch._inductor.aoti_load_package("model.pt2")                        # Python, without lowbit
     torch::inductor::AOTIModelPackageLoader model("model.pt2");                   // C++, without Python
 
-The package is loaded once after it was written, and its outputs are compared with those of the traced graph.
+The package is loaded once after it was written, and its outputs are compared with the model's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.programs.base import Call, ProgramFormat
 from lowbit.formats.programs.capture import first_line, quiet, traced
 from lowbit.formats.programs.decompositions import decompositions
-from lowbit.formats.programs.running import called, compare, most_of, outputs_of
+from lowbit.formats.programs.running import called, compare, outputs_of_model, tolerance_of
 from lowbit.formats.sources import Item
 
 _OF_TORCH = {"aten", "prims", "prim"}
@@ -41,7 +41,6 @@ class Aoti(ProgramFormat):
                 f"the package would need {', '.join(foreign)} in the process that loads it. For a package that such a "
                 "process loads, call torch.export.export and torch._inductor.aoti_compile_and_package"
             )
-        expected = outputs_of(program, call)
         try:
             with torch.no_grad(), quiet():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path))
@@ -53,8 +52,7 @@ class Aoti(ProgramFormat):
         def run() -> list[Tensor]:
             return called(torch._inductor.aoti_load_package(str(path)), call)
 
-        most = most_of(program, call)
-        compare(self.name, run, expected, lambda: outputs_of(program, call), most)
+        compare(self.name, run, lambda: outputs_of_model(call), tolerance_of(program, call))
         return [Item(name, weight, "other") for name, weight in call.weights.items()]
 
 

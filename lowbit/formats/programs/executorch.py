@@ -37,7 +37,7 @@ from lowbit.formats.integers import (
 )
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
-from lowbit.formats.programs.running import called, compare, most_of, outputs_of
+from lowbit.formats.programs.running import called, compare, outputs_of, tolerance_of
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.granularity import PerToken
@@ -69,7 +69,6 @@ class ExecuTorch(ProgramFormat):
             return module
 
         program = traced_with(call, replace)
-        expected = outputs_of(program, call)
         try:
             with torch.no_grad(), quiet():
                 # The second partitioner takes the products in float32 of weights that are dequantized at each call.
@@ -83,10 +82,10 @@ class ExecuTorch(ProgramFormat):
                 f"ExecuTorch cannot lower the program: {first_line(error)}"
             ) from error
 
-        def again() -> list[Tensor]:
+        def reference() -> list[Tensor]:
             return outputs_of(program, call)
 
-        compare(self.name, lambda: _run(path, call), expected, again, most_of(program, call))
+        compare(self.name, lambda: _run(path, call), reference, tolerance_of(program, call))
         return list(items.values())
 
 

@@ -35,7 +35,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.integers import Layout, exact_scales, integers_of, layout_of, unsigned
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
-from lowbit.formats.programs.running import called, compare, most_of, outputs_of_model
+from lowbit.formats.programs.running import called, compare, outputs_of_model, tolerance_of
 from lowbit.formats.sources import Item
 from lowbit.packing import pack
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -91,11 +91,10 @@ class Onnx(ProgramFormat):
         _check(path, {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")})
         if importlib.util.find_spec("onnxruntime") is not None:
 
-            def expected() -> list[Tensor]:
+            def reference() -> list[Tensor]:
                 return outputs_of_model(call)
 
-            most = most_of(program, call)
-            compare(self.name, lambda: _run(path, call), expected(), expected, most)
+            compare(self.name, lambda: _run(path, call), reference, tolerance_of(program, call))
         return [
             Item(name, weight, "other", f"{weight.stored_format()} in {' and '.join(ops[name])}")
             for name, weight in call.weights.items()
