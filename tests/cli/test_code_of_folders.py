@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,7 +30,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     own: Any = ModuleType("transformers")
     own.__version__ = "5.0"
-    own.AutoConfig = SimpleNamespace(for_model=lambda **options: nullcontext())
+    config = SimpleNamespace(get_text_config=lambda decoder: None)
+    own.AutoConfig = SimpleNamespace(for_model=lambda **options: config)
     own.AutoModelForCausalLM = SimpleNamespace(from_config=made.record)
     own.AutoTokenizer = SimpleNamespace(from_pretrained=made.record)
     own.logging = SimpleNamespace(
@@ -43,7 +43,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_estimate_runs_no_code(recorder: Recorder) -> None:
-    made, _ = shapes._made_by_transformers({"model_type": "own", "auto_map": {}})
+    made, _, _ = shapes._made_by_transformers({"model_type": "own", "auto_map": {}})
     built, why = shapes._built_by_transformers(made, "")
     assert built is None and "the folder has code of its own" in why
     assert recorder.given == [{"trust_remote_code": False}]

@@ -352,7 +352,7 @@ def test_arguments_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     for size in ("2 TB", "0", -5, "five"):
         with pytest.raises(FormatError, match="max_shard_size"):
             lowbit.export(model, tmp_path / "out", max_shard_size=size)
-    with pytest.raises(TypeError, match="Module or a folder"):
+    with pytest.raises(TypeError, match="Module, a folder or a GGUF file"):
         lowbit.export(5, tmp_path / "out")
 
 
