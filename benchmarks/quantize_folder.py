@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,8 +107,8 @@ MODELS = {
 }
 
 
-def make(size: str, folder: str) -> None:
-    """Write a checkpoint with random weights to `folder`, shard by shard."""
+def make(size: str, folder: str, device: str = "cpu") -> None:
+    """Write a checkpoint with random weights, drawn on `device`, to `folder`, shard by shard."""
     from safetensors.torch import save_file
 
     model, out = MODELS[size], Path(folder)
@@ -126,8 +127,9 @@ def make(size: str, folder: str) -> None:
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         shapes = {name: model.shapes()[name] for name in names}
-        tensors = {n: torch.empty(s, dtype=torch.bfloat16).normal_() for n, s in shapes.items()}
-        save_file({n: t.mul_(0.02) for n, t in tensors.items()}, out / file, {"format": "pt"})
+        normal = partial(torch.randn, dtype=torch.bfloat16, device=device)
+        tensors = {n: normal(s).mul_(0.02).cpu() for n, s in shapes.items()}
+        save_file(tensors, out / file, {"format": "pt"})
         where |= dict.fromkeys(names, file)
     index = {"metadata": {}, "weight_map": where}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -250,7 +252,7 @@ def problems(device: str, sizes: tuple[str, ...] = ("1B", "8B")) -> Iterator[Pro
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="lowbit-quantize-") as home:
             # Another process makes it, as the system counts the memory of this one as its children's at their start.
-            made = [sys.executable, "-c", MAKE, size, str(Path(home) / size)]
+            made = [sys.executable, "-c", MAKE, size, str(Path(home) / size), device]
             subprocess.run(made, env={**os.environ, "PYTHONPATH": _python_path()}, check=True)
             yield Problem(f"{size}, bfloat16", [*steps(size, Path(home), device)])
 

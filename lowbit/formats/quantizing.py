@@ -89,10 +89,12 @@ class Quantizing:
                 yield Item(item.name, item.value, item.holder, note)
                 continue
             is_stack = item.name in self._stacks
-            values = item.value.mT.contiguous() if is_stack else item.value
-            weight = quantized(item.name, values, scheme, self._scales, self._device)
+            values = item.value.to(self._device)
+            own = values.mT.contiguous() if is_stack else values
+            weight = quantized(item.name, own, scheme, self._scales)
             weight = weight._transposed() if is_stack else weight
-            ratio = snr(item.value, weight)
+            ratio = snr(values, weight)
+            weight = weight._map(lambda t: t.cpu())
             yield Item(item.name, weight, item.holder, scheme.describe(weight.shape), ratio)
 
     def names(self) -> list[str]:
@@ -143,13 +145,10 @@ def _choose(
     return (scheme, "", pattern) if obstacle is None else (None, obstacle, pattern)
 
 
-def quantized(
-    name: str, values: Tensor, scheme: Scheme, scales: str, device: torch.device
-) -> LowbitTensor:
-    """`values` in the scheme, on the CPU. Raises FormatError for values that cannot be quantized."""
+def quantized(name: str, values: Tensor, scheme: Scheme, scales: str) -> LowbitTensor:
+    """`values` in the scheme, on their device. Raises FormatError for values that cannot be quantized."""
     make = AffineTensor.searched if scales == "searched" else AffineTensor.from_float
     try:
-        weight = make(values.to(device), scheme)
+        return make(values, scheme)
     except ValueError as error:
         raise FormatError(f"{name}: {error}") from error
-    return weight if device.type == "cpu" else weight._map(lambda t: t.cpu())
