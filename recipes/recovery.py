@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 import lowbit
 from recipes import figures, pages, quickstart, runs, text
@@ -277,9 +278,10 @@ class Results:
         return name in self.content["seeds"].get(str(run.config.seed), {})
 
     def add(self, run: Run, name: str, record: dict[str, Any]) -> None:
-        self._read()  # another process may have added seeds of its own
-        self.content["seeds"].setdefault(str(run.config.seed), {})[name] = record
-        runs.write_text(self.path, json.dumps(self.content) + "\n")
+        with FileLock(f"{self.path}.lock"):
+            self._read()  # another process may have added seeds of its own
+            self.content["seeds"].setdefault(str(run.config.seed), {})[name] = record
+            runs.write_text(self.path, json.dumps(self.content) + "\n")
 
     def of(self, run: Run, name: str) -> dict[str, Any]:
         record: dict[str, Any] = self.content["seeds"][str(run.config.seed)][name]

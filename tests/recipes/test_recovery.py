@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
 import shutil
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from recipes import quickstart, recovery, runs, text
 from recipes.command_line import UserError
 from recipes.llama import Llama
 from recipes.quickstart import Phase, Run
-from recipes.recovery import PRESETS, RUNS, gpu, main, share_of
+from recipes.recovery import PRESETS, RUNS, Results, gpu, main, share_of
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 SHORT = [
@@ -54,6 +56,22 @@ def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("recovery") / "whole"
     assert main(command(source, out, "--seeds", "0", "--runs", ",".join(WITHOUT_PEFT))) == 0
     return out
+
+
+def test_seeds_of_several_processes_keep_each_others_results(tmp_path: Path) -> None:
+    """Each has its own object, as processes have; between reading and writing another one's turn may come."""
+
+    def train(seed: int) -> None:
+        config = dataclasses.replace(PRESETS["tiny"](), seed=seed)
+        results = Results(tmp_path, config, torch.device("cpu"))
+        run = argparse.Namespace(config=config)
+        for i in range(20):
+            results.add(run, f"run{i}", {"loss": float(i)})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(train, range(4)))
+    found = content(tmp_path)["seeds"]
+    assert {seed: len(own) for seed, own in found.items()} == {str(s): 20 for s in range(4)}
 
 
 def test_the_gpus_model_sees_60_million_tokens() -> None:
