@@ -14,7 +14,8 @@ import lowbit as lb
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.inference import fuse_linears_
 from lowbit.observer import BINS, Observer
-from lowbit.products import choose_linear, static_linear
+from lowbit.products import choose_linear
+from lowbit.products.eight_bits import static_linear
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit_kernels import launches
 from tests.schemes import relative_error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.convert import Owner, Target
-from lowbit.products import codes_format
+from lowbit.products.codes_product import codes_format
 from lowbit.tensor.coded_linear import described
 from lowbit.train_scheme import MixedPrecision
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
-from lowbit.products import check_first_derivative
+from lowbit.products.checks import check_first_derivative
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.coded_linear import CodedWeight, coded_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor

@@ -30,14 +30,13 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.packing import packed_size
-from lowbit.products import (
+from lowbit.products.checks import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
-    quantize_tokens,
-    rounded_tokens,
     unflattened,
 )
+from lowbit.products.ternary import quantize_tokens, rounded_tokens
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fsdp import pre_all_gather
@@ -283,7 +282,7 @@ def _ternary_product(
 ) -> Tensor:
     """The product [M, N] of `quantize_tokens`'s tokens with int8 `codes` [N, K] and their `scale`.
 
-    `lowbit.products.ternary_linear` gives the same from codes in 2 bits. Training ternarizes the weight anew for every
+    `lowbit.products.ternary` gives the same from codes in 2 bits. Training ternarizes the weight anew for every
     product, so packing the codes would only add work.
     """
     codes = F.pad(codes, (0, -codes.shape[1] % 16))

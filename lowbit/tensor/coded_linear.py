@@ -27,14 +27,8 @@ import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.affine import computed_again
 from lowbit.packing import pack, unpack
-from lowbit.products import (
-    CodesProduct,
-    Described,
-    check_linear,
-    codes_product,
-    refuse_second_derivative,
-    unflattened,
-)
+from lowbit.products.checks import check_linear, refuse_second_derivative, unflattened
+from lowbit.products.codes_product import CodesProduct, Described, codes_product
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.low_bit_linear import (

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.products import autocast_inputs
+from lowbit.products.checks import autocast_inputs
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import LowbitTensor, check_weight

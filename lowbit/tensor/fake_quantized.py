@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lowbit.code_range import within_range
 from lowbit.lookup_table import LookupTable
-from lowbit.products import autocast_inputs
+from lowbit.products.checks import autocast_inputs
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit import tracer
-from lowbit.products import check_first_derivative
+from lowbit.products.checks import check_first_derivative
 from lowbit.tensor.low_bit_linear import MOST_TERMS, quantized_input, seed_of
 from lowbit.tensor.trainable import grouped_in_high_precision
 from lowbit.tracer import Note

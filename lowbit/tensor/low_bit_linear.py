@@ -26,7 +26,12 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit import tracer
-from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
+from lowbit.products.checks import (
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    unflattened,
+)
 from lowbit.tensor.trainable import Values
 from lowbit.tracer import Note
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.learned_scales import qparams
-from lowbit.products import unflattened
+from lowbit.products.checks import unflattened
 from lowbit.scheme import Spec
 from lowbit.tensor import fused_rounding
 from lowbit.tensor.base import LowbitTensor

@@ -5,7 +5,7 @@
 | codes  | [..., N, ceil(K / 4)]  | uint8: code + 2 of four elements, the first in the lowest bits               |
 | scale  | [..., 1, 1]            | float32: mean magnitude of the [N, K] matrix                                 |
 
-Its linear (`lowbit.products.ternary_linear`) rounds the input to int8 with one scale a token; the sums are exact. The
+Its linear (`lowbit.products.ternary`) rounds the input to int8 with one scale a token; the sums are exact. The
 result equals that of training (`lowbit.tensor.bitnet`) to the bit. The one exception is a bias where the small-batch
 kernel reads the 2 bits (`lowbit_kernels.ternary_mm`).
 Source: arXiv 2402.17764.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowbit.granularity import PerTensor
 from lowbit.packing import pack, packed_size, unpack
-from lowbit.products import rounded_tokens
+from lowbit.products.ternary import rounded_tokens
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, check_weight

@@ -24,7 +24,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lowbit import class_names, tracer
-from lowbit.products import autocast_inputs, check_first_derivative, check_linear, unflattened
+from lowbit.products.checks import (
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    unflattened,
+)
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
 from lowbit.traced import dtype_name
 from lowbit.train_scheme import IN_ATTENTION

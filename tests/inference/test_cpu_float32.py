@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import lowbit as lb
-from lowbit.products import plain_linear
+from lowbit.products.dequantized import plain_linear
 from lowbit_kernels import host_compiler
 from recipes.llama import KVCache, Llama, LlamaConfig
 from tests.schemes import WEIGHT_ONLY, over

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import products, tracer
+from lowbit import tracer
 from lowbit.inference import linear
-from lowbit.products import BUILT_IN, Row, plain_linear
+from lowbit.products import BUILT_IN, Row, built_in, registered
+from lowbit.products.dequantized import plain_linear
 from tests.schemes import relative_error
 
 CASES = {
@@ -34,14 +35,14 @@ every_row = pytest.mark.parametrize("name", CASES)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the built-in rows that were chosen, one for each time that a decision was made."""
     names: list[str] = []
-    built_in_row = products._built_in_row
+    built_in_row = built_in.built_in_row
 
     def choose(x: Tensor, weight: lb.LowbitTensor, bias: Tensor | None) -> Row:
         row = built_in_row(x, weight, bias)
         names.append(row.name)
         return row
 
-    monkeypatch.setattr(products, "_built_in_row", choose)
+    monkeypatch.setattr(built_in, "built_in_row", choose)
     return names
 
 
@@ -62,7 +63,7 @@ def more() -> Iterator[Callable[[Tensor, lb.LowbitTensor, Tensor | None], Tensor
 
     lb.register_linear(lambda x, weight, bias: True, more)
     yield more
-    if any(row.implementation is more for row in products._registered):
+    if any(row.implementation is more for row in registered.rows):
         lb.unregister_linear(more)
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-import lowbit.products
 import lowbit_kernels as kernels
-from lowbit.products import BUILT_IN, choose_linear, int8_dynamic_linear, plain_linear
+from lowbit.products import BUILT_IN, built_in, choose_linear
+from lowbit.products.dequantized import plain_linear
+from lowbit.products.eight_bits import int8_dynamic_linear
 from tests.schemes import DYNAMIC, PER_TOKEN, over, relative_error, rounded
 
 INT8 = lb.Int8DynamicActivationInt8Weight()
@@ -65,7 +66,7 @@ def test_the_kernel_of_dynamic_schemes_takes_the_residual(
     lb.quantize_(model, scheme)
     x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 48).bfloat16()
     row = next(row for row in BUILT_IN if row.name == "dynamic_linear")
-    monkeypatch.setattr(lowbit.products, "_built_in_row", lambda *_: row)
+    monkeypatch.setattr(built_in, "built_in_row", lambda *_: row)
     op, given = kernels.dynamic_linear.dynamic_linear, []
     monkeypatch.setattr(
         kernels.dynamic_linear, "dynamic_linear", lambda *args: given.append(args[4]) or op(*args)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.products import choose_linear, plain_linear
+from lowbit.products import choose_linear
+from lowbit.products.dequantized import plain_linear
 from lowbit.tensor.coded_linear import product_of
 from tests.inference.test_report import BOTH, Model
 from tests.schemes import (

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import Int, PerRow, PerTensor, PerToken, Scheme, Spec, qat
 from lowbit.learned_scales import learned_fake_quantize
-from lowbit.products import CodesProduct
+from lowbit.products.codes_product import CodesProduct
 from lowbit.tensor import fake_quantized
 from lowbit.testing.launch import launch
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit as lb
 from lowbit import qat
 from lowbit.learned_scales import learned_fake_quantize
-from lowbit.products import plain_linear
+from lowbit.products.dequantized import plain_linear
 from lowbit.tensor.adapted import AdaptedTensor, LearnedAdaptedTensor
 from lowbit.tensor.learned_scales import scales_of
 from lowbit_kernels.add_low_rank import add_low_rank

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.products import codes_product, plain_linear
+from lowbit.products.codes_product import codes_product
+from lowbit.products.dequantized import plain_linear
 from tests.schemes import (
     MAPPINGS,
     SCHEMES,

@@ -26,7 +26,7 @@ from lowbit import (
     qat,
 )
 from lowbit.learned_scales import RATE, as_parameters, qparams
-from lowbit.products import plain_linear
+from lowbit.products.dequantized import plain_linear
 from lowbit.tensor import static_input
 from tests.qat.lora_layers import LoraLayer
 
