@@ -152,7 +152,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": {"kernels"},
     "traced": {"maths"},
     "tracer": {"traced", "maths", "kernels"},
-    "products": {"maths", "kernels", "tracer"},
+    "products": {"products", "maths", "kernels", "tracer"},
     "tensor": {"tensor", "products", "tracer", "traced", "maths", "kernels"},
     "replaced": {"tensor"},
     "convert": {"tensor", "maths", "replaced", "progress"},

@@ -23,11 +23,11 @@ merging loses nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -39,9 +39,11 @@ from lowbit.products import quantized_linear
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, check_weight
 from lowbit.tensor.base_ops import product_below_autograd
+from lowbit.tensor.blocked import BlockedTensor
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
-from lowbit.tensor.fsdp import as_bytes
-from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks, row_chunks
+from lowbit.tensor.frozen import asks_for_gradient
+from lowbit.tensor.requantize import requantize
+from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.tensor.trainable import GROUPED, MATMULS
 from lowbit.traced import specs_name
 
@@ -50,7 +52,7 @@ _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at e
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
 
-class AffineTensor(ReadOnCpu, LowbitTensor):
+class AffineTensor(ReadOnCpu, BlockedTensor):
     """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
 
     It is frozen: `requires_grad_()` leaves `requires_grad` False, and warns where the tensor is a parameter. Gradients
@@ -299,14 +301,6 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
                 found["input_zero_point"] = ((1, 1), _zero_point_dtype(self.activation))
         return found
 
-    def _of_input(self) -> dict[str, Tensor]:
-        """The inner tensors that describe the input, by name. Slices share them, and a write keeps them."""
-        return {k: t for k, t in self.inner_tensors().items() if k.startswith("input_")}
-
-    def _common(self, dim: int) -> dict[str, Tensor]:
-        """The inner tensors that all parts along dimension `dim` share, by name."""
-        return self._of_input()
-
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
         is_known = not values.is_meta and not torch.compiler.is_compiling()
@@ -324,141 +318,6 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         if type(self) is not type(other) or not self.spec.same_values(other.spec):
             return False
         return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
-
-    def _blocks_along(self, dim: int) -> int:
-        """Elements of a block along `dim`; 0 where the granularity has one block for the whole dimension."""
-        if self.spec.granularity.spans(dim, self.ndim):
-            return 0
-        return self.spec.block_size(self.shape)[dim]
-
-    def _row_attrs(self) -> tuple[str, ...]:
-        block = self._blocks_along(0)
-        if block > 1 and self.shape[0] % block:
-            raise self._unsupported(
-                f"sharding rows that share scales in blocks of {block} (accepted: shards of whole blocks)"
-            )
-        names = self.inner_tensors().keys() - self._common(0).keys()
-        return ("codes",) if block == 0 else tuple(n for n in self.tensor_attrs if n in names)
-
-    def _take(self, rows: Tensor) -> Self:
-        if (block := self._blocks_along(0)) > 1:
-            raise self._unsupported(f"single rows, as they share scales in blocks of {block}")
-        return super()._take(rows)
-
-    def _slice(self, dim: int, start: int, end: int) -> Self:
-        if self.transposed:
-            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
-        size, block = self.shape[dim], self._blocks_along(dim)
-        if (start, end) == (0, size):
-            return self._with()
-        bits = self._stored_bits(self.spec) if dim == self.ndim - 1 else 8
-        if any(edge != size and (edge % max(block, 1) or edge * bits % 8) for edge in (start, end)):
-            raise self._unsupported(
-                f"slicing dimension {dim} of {size} at {start}:{end} "
-                f"(accepted: multiples of its blocks of {max(block, 1)}, at whole bytes)"
-            )
-        shape = list(self.shape)
-        shape[dim] = end - start
-        if start == end:
-            start = end = 0
-        elif end == size:  # keep the padding that belongs to the last block
-            end = self.spec.padded_shape(self.shape)[dim]
-        codes = self.codes.narrow(dim, start * bits // 8, packed_size(end - start, bits))
-        tensors = self.inner_tensors()
-        if block:
-            count = -(-(end - start) // block)
-            tensors.update(self._scales_of_blocks(dim, start // block, count))
-        return self._with({**tensors, "codes": codes}, shape)
-
-    def _scales_of_blocks(self, dim: int, first: int, count: int) -> dict[str, Tensor]:
-        """The inner tensors of scales and zero points, of `count` blocks along `dim` from block `first` on."""
-        kept = {"codes", *self._common(dim)}
-        own = {name: t for name, t in self.inner_tensors().items() if name not in kept}
-        return {name: t.narrow(dim, first, count) for name, t in own.items()}
-
-    def _view(self, shape: tuple[int, ...]) -> Self | None:
-        """Merges or splits leading dimensions; the blocked ones must stay."""
-        leading = self._blocks_along(0) == 1 and self.ndim > 1
-        if self.transposed or not leading or len(shape) < 2 or shape[-1] != self.shape[-1]:
-            return None
-        if any(self._blocks_along(dim) != 1 for dim in range(self.ndim - 1)):
-            return None
-        own, kept = self.inner_tensors(), self._common(0)
-        viewed = {k: t.view(*shape[:-1], t.shape[-1]) for k, t in own.items() if k not in kept}
-        return self._with({**viewed, **kept}, shape)
-
-    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
-        if self.transposed:
-            raise self._unsupported("cat of transposed tensors")
-        if not all(self._has_input_of(t) for t in tensors):
-            raise self._unsupported("cat of weights with different static scales of their inputs")
-        common = self._common(dim)
-        if not all(self._has_equal(t, common) for t in tensors):
-            raise self._unsupported(f"cat of weights with different {' or '.join(common)}")
-        block = self._blocks_along(dim)
-        total = sum(t.shape[dim] for t in tensors)
-        shape = (*self.shape[:dim], total, *self.shape[dim + 1 :])
-        bits = self._stored_bits(self.spec) if dim == self.ndim - 1 else 8
-        if any(t.shape[dim] * bits % 8 for t in tensors[:-1]):
-            raise self._unsupported(f"cat along dimension {dim} of parts that end within a byte")
-        if block == 0 and all(self._has_scales_of(t) for t in tensors):
-            codes = torch.cat([t.codes for t in tensors], dim)
-            return self._with({**self.inner_tensors(), "codes": codes}, shape)
-        if block == 0 or any(t.shape[dim] % block for t in tensors[:-1]):
-            raise self._unsupported(
-                f"cat along dimension {dim}, which does not end in whole blocks with scales of their own"
-            )
-        joined = {
-            name: torch.cat([getattr(t, name) for t in tensors], dim)
-            for name in self.inner_tensors().keys() - common.keys()
-        }
-        return self._with({**joined, **common}, shape)
-
-    def _has_input_of(self, other: Self) -> bool:
-        """Whether both round their inputs by the same static scale, if they have one."""
-        return self._has_equal(other, self._of_input())
-
-    def _has_equal(self, other: Self, own: Mapping[str, Tensor]) -> bool:
-        """Whether `other` has inner tensors equal to `own` of this tensor; on the meta device all are."""
-        return self.is_meta or all(
-            t.data_ptr() == (its := getattr(other, name)).data_ptr() or torch.equal(t, its)
-            for name, t in own.items()
-        )
-
-    def _has_scales_of(self, other: Self) -> bool:
-        """Whether both have equal scales and zero points. Parts of one tensor, gathered or moved one by one, have."""
-        names = self.inner_tensors().keys() - {"codes", *self._of_input()}
-        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
-        return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)
-
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Any) -> Self:
-        """Copies a scale that all rows share: an FSDP2 rank without rows gets it from nowhere else."""
-        if self.is_meta:
-            return super()._new(shape, dtype, device, make)
-        if self.transposed or self._blocks_along(0):
-            made = super()._new(shape, dtype, device, make)
-            common = {name: t.to(device, copy=True) for name, t in self._common(0).items()}
-            return made._with({**made.inner_tensors(), **common}) if common else made
-        zeros = self._slice(0, 0, 0)._pad_rows(shape[0])
-        return zeros._map(lambda t: t.to(device, copy=True), dtype=dtype)
-
-    def _pad_rows(self, rows: int) -> Self:
-        if self._blocks_along(0):
-            return super()._pad_rows(rows)
-        codes = self._load(self.spec.padded_shape(self.shape)[-1])
-        zero_point = self.zero_point
-        if zero_point is not None and zero_point.is_floating_point():
-            raise self._unsupported(
-                "padding with zeros, for which its one float zero point may have no code"
-            )
-        filler = codes.new_zeros((rows, *codes.shape[1:]))
-        if zero_point is not None:
-            filler = filler + zero_point.to(codes.dtype)
-        joined = torch.cat([self.codes, self._store(filler, self.spec)])
-        return self._with(
-            {**self.inner_tensors(), "codes": joined}, (self.shape[0] + rows, *self.shape[1:])
-        )
 
     def check_meta(self) -> None:
         super().check_meta()
@@ -497,11 +356,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         weight: AffineTensor = self
         if self.transposed:
             weight, values = self._transposed(), values.transpose(-2, -1)
-        if weight.spec.shares_rows:
-            _requantize(weight, values)
-        else:
-            for part, own in _row_chunks(weight, values):
-                _requantize(part, own)
+        requantize(weight, values)
 
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
         """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.affine` takes them."""
@@ -560,7 +415,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
             args = (*_rounded_for_experts(*args[:2]), *args[2:])
         if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
             return rows
-        if _asks_for_gradient(func, args, kwargs):
+        if asks_for_gradient(func, args, kwargs):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -611,33 +466,6 @@ def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
         return x, weight
     plain = weight if weight.activation is None else weight._with(activation=None)
     return weight.rounded_input(x), plain
-
-
-# ---- requires_grad of a frozen weight ----------------------------------------------------------------------------
-
-_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_WAYS_TO_TRAIN = (
-    "To train the module that holds it beside a quantized model, as PEFT's modules_to_save does, make it plain before: "
-    "lowbit.dequantize_(module), or leave it out of quantize_ by filter_fn or a pattern. On the plain module "
-    "lowbit.train.prepare_(module, scheme) trains in low bits, lowbit.qat.prepare_ with fake quantization"
-)
-
-
-def _asks_for_gradient(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `func` is `requires_grad_`, which changes nothing here and warns for a parameter, but not for a tensor,
-    on which `load_state_dict(assign=True)` calls it. Raises NotImplementedError for `requires_grad = True`."""
-    if func is Tensor.requires_grad_:
-        asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        if asked and isinstance(args[0], nn.Parameter):
-            warnings.warn(
-                f"requires_grad_() leaves {type(args[0]).__name__} frozen: codes have no gradient, and no optimizer "
-                f"trains them. {_WAYS_TO_TRAIN}",
-                stacklevel=1,  # this line, so that all weights together warn once
-            )
-        return True
-    if func == _SET_REQUIRES_GRAD and args[1]:
-        raise args[0]._unsupported(f"requires_grad=True: codes have no gradient. {_WAYS_TO_TRAIN}")
-    return False
 
 
 # ---- aten operations ---------------------------------------------------------------------------------------------
@@ -708,52 +536,3 @@ def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     wide = torch.promote_types(target.dtype, torch.float32)
     target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
     return target
-
-
-def _row_chunks(weight: Any, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Chunks of both, over the same memory, small enough for the temporaries of quantization."""
-    if weight.ndim > 2:
-        for expert, own in zip(weight.unbind(), values.unbind(), strict=True):
-            yield from _row_chunks(expert, own)
-        return
-    start = 0
-    for own in row_chunks(values):
-        yield weight[start : start + len(own)], own
-        start += len(own)
-
-
-def _requantize(weight: AffineTensor, values: Tensor) -> None:
-    spec = weight.spec
-    if weight.numel() == 0:
-        return
-    x = spec.pad(values.contiguous())
-    own = (weight.scale_values(), weight.zero_point)
-    kept, _, _ = spec.quantize(x, qparams=own)
-    parts, qparams = weight._new_scales(x)
-    new, _, _ = spec.quantize(x, qparams=qparams)
-    own_error = _squared_error(weight, values, kept, *own)
-    keeps = own_error <= _squared_error(weight, values, new, *qparams)
-    keeps_element = keeps
-    for dim, size in enumerate(spec.block_size(x.shape)):
-        keeps_element = keeps_element.repeat_interleave(size, dim)
-    weight.codes.copy_(weight._store(_where(keeps_element, kept, new), spec))
-    for name, t in parts.items():
-        held = getattr(weight, name)
-        held.copy_(_where(keeps, held, t))
-
-
-def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """torch.where of two tensors of one dtype, float8 too, which has fewer operations."""
-    return torch.where(condition, as_bytes(a), as_bytes(b)).view(a.dtype)
-
-
-def _squared_error(
-    weight: AffineTensor, values: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None
-) -> Tensor:
-    """Squared error of each block, without its padding."""
-    spec = weight.spec
-    found = spec.dequantize(codes, scale, zero_point, values.shape, torch.float32)
-    square = spec.pad((found - values).square())
-    for dim, size in enumerate(spec.block_size(values.shape)):
-        square = square.unflatten(dim, (-1, size)).sum(dim + 1)
-    return square

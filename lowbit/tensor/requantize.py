@@ -1,0 +1,70 @@
+"""New values for a frozen weight, in its own scheme: a block keeps its scale where that is nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.row_chunks import row_chunks
+
+
+def requantize(weight: Any, values: Tensor) -> None:
+    """Write `values` [..., N, K] into the codes and scales of an AffineTensor of this shape that is not transposed."""
+    if weight.spec.shares_rows:
+        _requantize(weight, values)
+    else:
+        for part, own in _row_chunks(weight, values):
+            _requantize(part, own)
+
+
+def _row_chunks(weight: Any, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Chunks of both, over the same memory, small enough for the temporaries of quantization."""
+    if weight.ndim > 2:
+        for expert, own in zip(weight.unbind(), values.unbind(), strict=True):
+            yield from _row_chunks(expert, own)
+        return
+    start = 0
+    for own in row_chunks(values):
+        yield weight[start : start + len(own)], own
+        start += len(own)
+
+
+def _requantize(weight: Any, values: Tensor) -> None:
+    spec = weight.spec
+    if weight.numel() == 0:
+        return
+    x = spec.pad(values.contiguous())
+    own = (weight.scale_values(), weight.zero_point)
+    kept, _, _ = spec.quantize(x, qparams=own)
+    parts, qparams = weight._new_scales(x)
+    new, _, _ = spec.quantize(x, qparams=qparams)
+    own_error = _squared_error(weight, values, kept, *own)
+    keeps = own_error <= _squared_error(weight, values, new, *qparams)
+    keeps_element = keeps
+    for dim, size in enumerate(spec.block_size(x.shape)):
+        keeps_element = keeps_element.repeat_interleave(size, dim)
+    weight.codes.copy_(weight._store(_where(keeps_element, kept, new), spec))
+    for name, t in parts.items():
+        held = getattr(weight, name)
+        held.copy_(_where(keeps, held, t))
+
+
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """torch.where of two tensors of one dtype, float8 too, which has fewer operations."""
+    return torch.where(condition, as_bytes(a), as_bytes(b)).view(a.dtype)
+
+
+def _squared_error(
+    weight: Any, values: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None
+) -> Tensor:
+    """Squared error of each block, without its padding."""
+    spec = weight.spec
+    found = spec.dequantize(codes, scale, zero_point, values.shape, torch.float32)
+    square = spec.pad((found - values).square())
+    for dim, size in enumerate(spec.block_size(values.shape)):
+        square = square.unflatten(dim, (-1, size)).sum(dim + 1)
+    return square
