@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -118,6 +118,7 @@ def test_optimizer_states(tmp_path: Path, suffix: str, kind: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(weight_specs(3), st.lists(st.integers(0, 9), min_size=3, max_size=3))
+@example(lb.Spec(lb.Int(1, signed=False), lb.PerRow(), "half_integer"), [2, 0, 1])
 def test_plain_form_of_any_spec(spec: lb.Spec, shape: list[int]) -> None:
     weight = lb.AffineTensor.from_float(torch.randn(shape), spec)
     tensors, info = checkpoint.to_plain({"w": weight})

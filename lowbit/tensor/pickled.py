@@ -168,9 +168,9 @@ def _check_plain(label: str, part: Any, device: torch.device) -> None:
         raise ValueError(f"{label} is a {kind}; {_NOT_A_TENSOR}")
     if part.is_nested or part.layout is not torch.strided or part.is_quantized:
         raise ValueError(f"{label} is a {part.layout} tensor of {part.dtype}; {_NOT_A_TENSOR}")
-    if part.is_neg() or any(
-        step == 0 and size > 1 for size, step in zip(part.shape, part.stride(), strict=True)
-    ):
+    steps = zip(part.shape, part.stride(), strict=True)
+    repeats = part.numel() > 0 and any(step == 0 and size > 1 for size, step in steps)
+    if part.is_neg() or repeats:
         strides = tuple(part.stride())
         raise ValueError(
             f"{label} is a view of shape {tuple(part.shape)} with strides {strides}, negated: {part.is_neg()}; "
