@@ -43,6 +43,7 @@ class BitsandbytesInt8(Format):
     """The format "bitsandbytes-int8"; see the module."""
 
     name = "bitsandbytes-int8"
+    scale_dtype = torch.bfloat16  # the constant of the package does not change its values
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_8bit"))
@@ -113,8 +114,7 @@ class BitsandbytesInt8(Format):
         return Scheme(Spec(Int(8), PerRow(), "symmetric_no_clipping_err"), activation)
 
     def rounded(self, values: torch.Tensor, scheme: Scheme) -> LowbitTensor:
-        """Scales of bfloat16, which the constant of the package does not change."""
-        scale, _ = scheme.weight.choose_qparams(values, torch.bfloat16)
+        scale, _ = scheme.weight.choose_qparams(values, self.scale_dtype)
         try:
             return AffineTensor.from_float(values, scheme, (scale, None))
         except ValueError as error:

@@ -134,8 +134,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
         Args:
             qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
-                their dtypes stay. A scale may be negative. None chooses them by the mapping, in `weight`'s dtype
-                (float32 for float64, and for float8 in blocks).
+                their dtypes stay. A scale may be negative. None chooses them by the mapping, in the scheme's
+                `scale_dtype`, or else in `weight`'s dtype (float32 for float64, and for float8 in blocks).
             input_qparams: scale and zero point of the input, one element each, for a static activation.
 
         Raises:
@@ -216,6 +216,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
     @classmethod
     def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
         """The dtype of new scales, for a weight of `dtype`."""
+        if spec.scale_dtype is not None:
+            return torch.float32 if spec.rounds_minimum else spec.scale_dtype
         return torch.float32 if dtype is torch.float64 else dtype
 
     @classmethod
@@ -320,9 +322,15 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         return {**type(self)._encode_as(values, self.spec, self.scale.dtype), **self._of_input()}
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it."""
+        """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it, and another `scale_dtype`
+        where the scales have one dtype all the same."""
         if type(self) is not type(other) or not self.spec.same_values(other.spec):
             return False
+        if (
+            self.spec.scale_dtype != other.spec.scale_dtype
+            and self.scale.dtype != other.scale.dtype
+        ):
+            return False  # a copy would round the scales
         return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
 
     def _blocks_along(self, dim: int) -> int:
