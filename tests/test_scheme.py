@@ -260,6 +260,13 @@ def test_weights_with_another_scale_dtype_are_copied_where_no_scale_is_rounded()
         target.copy_(fine)
 
 
+@pytest.mark.parametrize("mapping", ["symmetric", "float_zero_point"])
+def test_weights_too_large_for_scales_of_float16_are_refused(mapping) -> None:
+    scheme = lb.Int4WeightOnly(16, mapping, scale_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"of 8 scales are beyond 65504.*take torch.bfloat16"):
+        lb.AffineTensor.from_float(torch.randn(4, 32) * 1e7, scheme)
+
+
 @settings(max_examples=150)
 @given(
     weight_specs(3),

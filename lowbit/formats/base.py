@@ -34,6 +34,10 @@ class FormatError(ValueError):
     """A weight or a checkpoint that a format cannot hold, or that cannot be read or written; and the way out."""
 
 
+class ScalesError(FormatError):
+    """Scales that a format does not represent; those of `lowbit.formats.grid` it does."""
+
+
 @contextmanager
 def damage_of(what: str) -> Iterator[None]:
     """Raise a FormatError that begins with `what`, on one line, for the errors of code that reads a damaged file.

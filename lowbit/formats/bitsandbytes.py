@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, ScalesError
 from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of
 from lowbit.granularity import PerRow, PerToken
 from lowbit.scheme import Int, Scheme, Spec
@@ -73,7 +73,7 @@ class BitsandbytesInt8(Format):
         largest = (scale.double() * 127).float()
         theirs = (codes * largest * INVERSE).to(weight.dtype)
         if changed := int((theirs != weight.dequantize()).sum()):
-            raise FormatError(
+            raise ScalesError(
                 f"bitsandbytes would compute other values of {changed} of its elements: its scales, {scale.dtype}, are "
                 "no multiples of 1/127"
             )

@@ -40,9 +40,9 @@ def grid(format: str, scheme: Given) -> Given:
     Programs ("aoti", "executorch", "onnx") are not asked. TypeError: no Scheme.
     """
     found = target(format)
-    given: Mapping[str, Scheme | None] = {"*": scheme} if isinstance(scheme, Scheme) else scheme
-    for one in given.values() if isinstance(given, Mapping) else [given]:
-        if not isinstance(one, Scheme | None):
+    given: Mapping[str, Scheme | None] = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+    for one in given.values():
+        if not isinstance(one, Scheme) and (one is not None or scheme is None):
             raise TypeError(
                 f"unknown scheme {one!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(), or a dict of name "
                 "patterns to a Scheme or None"
@@ -52,7 +52,7 @@ def grid(format: str, scheme: Given) -> Given:
         for one in made.values():
             if one is not None:
                 _check(found, one)
-    return made["*"] if isinstance(scheme, Scheme) else made  # type: ignore[return-value]
+    return made if isinstance(scheme, Mapping) else made["*"]  # type: ignore[return-value]
 
 
 def _check(format: Format, scheme: Scheme) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
@@ -173,7 +173,7 @@ def _write_all(
     """The low-bit weights by name, on meta, and the modules of linears that stay plain."""
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
-    refused: dict[str, str] = {}
+    refused: dict[str, FormatError] = {}
     heap = Trimmed()
     with progress(f"writing {target.name}", source.nbytes) as advance:
         for item in source.items():
@@ -181,7 +181,7 @@ def _write_all(
             try:
                 item, parts = _in_format(item, target, lossy)
             except FormatError as error:
-                refused[item.name] = str(error)
+                refused[item.name] = error
                 if len(refused) == _MOST_REFUSED:
                     break
                 continue
@@ -200,7 +200,8 @@ def _write_all(
             heap.advance(size)
     if refused:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-        raise FormatError(f"{target.name} cannot hold {reasons}{_remedy(target, lossy)}")
+        remedy = "" if lossy else _remedy(target, refused.values())
+        raise FormatError(f"{target.name} cannot hold {reasons}{remedy}")
     if not weights:
         raise FormatError(
             "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
@@ -208,11 +209,9 @@ def _write_all(
     return weights, plain
 
 
-def _remedy(target: Format, lossy: bool) -> str:
-    if lossy:
-        return ""
+def _remedy(target: Format, errors: Iterable[FormatError]) -> str:
     remedy = ". lossy=True rounds such weights to what the format holds, and states the loss"
-    if target.scale_dtype is not None:
+    if target.scale_dtype is not None and any(isinstance(e, ScalesError) for e in errors):
         remedy += (
             f"; lowbit.formats.grid({target.name!r}, scheme) gives a scheme whose scales it holds"
         )

@@ -140,8 +140,8 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
 
         Raises:
             ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
-                or dtype; scales that are zero or not finite; a
-                static activation without `input_qparams`.
+                or dtype; scales that are zero or not finite, as those of weights too large for a `scale_dtype` of
+                float16; a static activation without `input_qparams`.
         """
         spec, activation = (
             (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
@@ -153,6 +153,7 @@ class AffineTensor(ReadOnCpu, LowbitTensor):
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams)
+        _check_reach(spec, tensors["scale"])
         tensors.update(_parts_of_input(activation, input_qparams))
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
 
@@ -581,6 +582,17 @@ def representation_of(spec: Spec) -> type[AffineTensor]:
 def _zero_point_dtype(spec: Spec) -> torch.dtype:
     """The dtype of zero points beside float32 scales."""
     return torch.float32 if spec.zero_point_is_value else spec.format.dtype
+
+
+def _check_reach(spec: Spec, scale: Tensor | None) -> None:
+    """Raise ValueError where new scales are too large for the `scale_dtype` of float16."""
+    if spec.scale_dtype is not torch.float16 or scale is None or scale.is_meta:
+        return
+    if not torch.compiler.is_compiling() and (bad := count_nonfinite(scale)):
+        raise ValueError(
+            f"{bad} of {scale.numel()} scales are beyond 65504, the largest of scale_dtype=torch.float16; take "
+            "torch.bfloat16 or torch.float32"
+        )
 
 
 def _parts_of_input(

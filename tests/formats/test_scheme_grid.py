@@ -80,6 +80,11 @@ def test_without_the_grid_a_float32_model_does_not_fit(tmp_path: Path) -> None:
     lowbit.quantize_(model, Int4WeightOnly(64))
     with pytest.raises(FormatError, match=r"which cannot.*formats.grid\('gptq', scheme\)"):
         lowbit.export(model, tmp_path / "out", "gptq")
+    model = nn.ModuleDict({"up": nn.Linear(128, 64)})
+    lowbit.quantize_(model, Int8DynamicActivationInt8Weight())
+    with pytest.raises(FormatError, match=r"rounds no inputs.*lossy=True") as caught:
+        lowbit.export(model, tmp_path / "out", "gptq")
+    assert "formats.grid" not in str(caught.value)
 
 
 def test_what_a_grid_says() -> None:
@@ -117,6 +122,8 @@ def test_no_scheme_is_a_type_error() -> None:
     for given in ("int4", {"*": "int4"}):
         with pytest.raises(TypeError, match="unknown scheme 'int4'; accepted: a Scheme"):
             grid("gptq", given)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="unknown scheme None"):
+        grid("gptq", None)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("format", ["gptq", "awq", "bitsandbytes-int8"])
