@@ -33,6 +33,7 @@ from lowbit.affine import (
     computed_again,
     dequantize_affine,
     half_step,
+    round_to_dtype,
     smallest_scale,
     unclamped_codes,
 )
@@ -50,15 +51,14 @@ def learns_zero(spec: Spec) -> bool:
     return spec.mapping in ("asymmetric", "float_zero_point")
 
 
-def parameters_for(
-    weight: Tensor, spec: Spec, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """The values that training starts from, for scales and zero points of `weight`, each [blocks along each
-    dimension]."""
+def parameters_for(weight: Tensor, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The values of `dtype` that training starts from, for scales and zero points of `weight`, each [blocks along each
+    dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it."""
     if weight.is_meta:
-        scale = torch.empty(spec.blocks(weight.shape), dtype=scale_dtype, device="meta")
+        scale = torch.empty(spec.blocks(weight.shape), dtype=dtype, device="meta")
         return scale, torch.empty_like(scale) if learns_zero(spec) else None
-    return as_parameters(spec, *spec.search_qparams(weight.detach(), scale_dtype))
+    scale, zero_point = spec.search_qparams(weight.detach(), spec.scale_dtype or dtype)
+    return as_parameters(spec, scale.to(dtype), zero_point)
 
 
 def as_parameters(
@@ -79,24 +79,39 @@ def qparams(
     """(scale, zero_point) as `lowbit.affine` takes them, from the parameters. The one place that computes them: for
     training and for conversion, to the same bits.
 
-    A scale whose magnitude fell below the smallest that `lowbit.affine` chooses in its dtype has that magnitude.
+    Scales are rounded to the `scale_dtype` of the spec. A scale whose magnitude fell below the smallest that
+    `lowbit.affine` chooses in its dtype has that magnitude.
     """
     scale = scale_parameter.detach() * RATE
-    least = smallest_scale(scale.dtype)
+    dtype = spec.scale_dtype or scale.dtype
+    least = smallest_scale(dtype)
     scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
+    scale = round_to_dtype(scale, dtype)
     fmt = spec.format
     if not isinstance(fmt, Int) or not spec.has_zero_point:
         return scale, None
     if spec.mapping == "half_integer":
-        return scale, half_step(scale, scale.dtype)
+        return _of_exact_half(scale)
+    if spec.rounds_minimum:
+        assert zero_parameter is not None
+        return spec.with_minimum(scale, zero_parameter.detach().float() * RATE)
     if zero_parameter is None:  # codes of an unsigned symmetric format
         return scale, torch.full_like(scale, _code_of_z(spec), dtype=fmt.dtype)
     value = zero_parameter.detach() * RATE
     if spec.mapping == "float_zero_point":
-        return scale, value.to(scale.dtype)
+        return scale, round_to_dtype(value, scale.dtype)
     steps = (-value.double() / scale.double()).float().round()
     steps = torch.where(steps == steps, steps, 0.0)
     return scale, clamped(steps, torch.int32, fmt.quant_min, fmt.quant_max).to(fmt.dtype)
+
+
+def _of_exact_half(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale, and its half as the zero point. A scale among the smallest numbers of its dtype, whose half is not
+    exact, becomes the double of the nearest one: formats that store integers need both."""
+    half = half_step(scale, scale.dtype)
+    least = smallest_scale(scale.dtype)
+    half = torch.where(half == 0, torch.full_like(half, least).copysign(scale), half)
+    return half * 2, half
 
 
 def learned_fake_quantize(

@@ -8,6 +8,8 @@ more with more bits and smaller groups. A checkpoint carries its own mapping.
 
 from __future__ import annotations
 
+import torch
+
 from lowbit.affine import Mapping
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.lookup_table import E2M1, NF4
@@ -28,7 +30,11 @@ def _better_mapping(bits: int, group_size: int | None) -> Mapping:
 
 
 def IntxWeightOnly(
-    bits: int, group_size: int | None = None, mapping: Mapping | None = None
+    bits: int,
+    group_size: int | None = None,
+    mapping: Mapping | None = None,
+    *,
+    scale_dtype: torch.dtype | None = None,
 ) -> Scheme:
     """Weights of 1 to 8 bits. Activations stay as they are.
 
@@ -38,20 +44,22 @@ def IntxWeightOnly(
         mapping: one of `lowbit.choose_qparams_affine`. None: the symmetric one with the smaller error,
             "symmetric_no_clipping_err" for 6 to 8 bits, for 5 bits in groups of up to 128 and for 4 bits in groups of
             up to 64, "symmetric" otherwise; "asymmetric" for one bit.
+        scale_dtype: the dtype of scales, as in `Spec`; None: that of the weight.
     """
     fmt = Int(bits)
     granularity = PerRow() if group_size is None else PerGroup(group_size)
-    return Scheme(
-        Spec(fmt, granularity, _better_mapping(bits, group_size) if mapping is None else mapping)
-    )
+    mapping = _better_mapping(bits, group_size) if mapping is None else mapping
+    return Scheme(Spec(fmt, granularity, mapping, scale_dtype=scale_dtype))
 
 
-def Int4WeightOnly(group_size: int = 128, mapping: Mapping | None = None) -> Scheme:
+def Int4WeightOnly(
+    group_size: int = 128, mapping: Mapping | None = None, *, scale_dtype: torch.dtype | None = None
+) -> Scheme:
     """4-bit weights with one scale a group of `group_size` inputs: 0.5 byte a weight plus scales.
 
-    `mapping` defaults to that of `IntxWeightOnly`.
+    `mapping` defaults to that of `IntxWeightOnly`. `scale_dtype` is that of `Spec`.
     """
-    return IntxWeightOnly(4, group_size, mapping)
+    return IntxWeightOnly(4, group_size, mapping, scale_dtype=scale_dtype)
 
 
 def Int2WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
@@ -71,9 +79,11 @@ def Int1WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer
     return IntxWeightOnly(1, group_size, mapping)
 
 
-def Int8WeightOnly(group_size: int | None = None) -> Scheme:
-    """8-bit weights with one scale a row, or a group of `group_size` inputs."""
-    return IntxWeightOnly(8, group_size)
+def Int8WeightOnly(
+    group_size: int | None = None, *, scale_dtype: torch.dtype | None = None
+) -> Scheme:
+    """8-bit weights with one scale a row, or a group of `group_size` inputs. `scale_dtype` is that of `Spec`."""
+    return IntxWeightOnly(8, group_size, scale_dtype=scale_dtype)
 
 
 _DYNAMIC_INT8 = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")

@@ -27,6 +27,7 @@ from lowbit.affine import (
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
+    round_to_dtype,
     rounded_affine,
     unclamped_codes,
 )
@@ -98,6 +99,8 @@ class Float8:
 
 Format = Int | Float8 | LookupTable
 Scales = Literal["float", "e8m0", "e4m3", "double"]
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""What `Spec.scale_dtype` takes."""
 
 
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -128,6 +131,11 @@ class Spec:
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
         scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3" or "double" (see
             `lowbit.scale_format`).
+        scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
+            torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
+            blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
+            "float_zero_point" and 16 bits the smallest value of each block is rounded to it too, as GGUF's Q4_1 stores
+            it; scale and zero point are kept in float32, which holds both.
 
     Raises:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
@@ -138,6 +146,7 @@ class Spec:
     mapping: Mapping = "symmetric"
     static: bool = field(default=False, kw_only=True)
     scale_format: Scales = field(default="float", kw_only=True)
+    scale_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
@@ -158,6 +167,7 @@ class Spec:
                 f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}"
             )
         self._check_scale_format()
+        self._check_scale_dtype()
         one_bit = isinstance(self.format, Int) and self.format.bits == 1
         if one_bit and self.mapping.startswith("symmetric"):
             raise ValueError(
@@ -172,7 +182,8 @@ class Spec:
             )
 
     def __repr__(self) -> str:
-        left_out = () if self.scales is not None else ("scale_format",)
+        left_out: tuple[str, ...] = () if self.scales is not None else ("scale_format",)
+        left_out += () if self.scale_dtype is not None else ("scale_dtype",)
         shown = [f.name for f in fields(self) if f.name not in left_out]
         return f"Spec({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
@@ -197,18 +208,37 @@ class Spec:
                 f"{' or '.join(map(repr, accepted))}, got {self.mapping!r}"
             )
 
+    def _check_scale_dtype(self) -> None:
+        dtype = self.scale_dtype
+        if dtype is None:
+            return
+        if dtype not in SCALE_DTYPES:
+            accepted = ", ".join(map(str, SCALE_DTYPES))
+            raise ValueError(f"scale_dtype must be {accepted} or None, got {dtype!r}")
+        if isinstance(self.format, LookupTable):
+            raise ValueError(
+                f"scale_dtype={dtype} is for Int and Float8; the scales of a LookupTable are stored as scale_format "
+                f"says, got {self.scale_format!r}"
+            )
+        is_float8 = isinstance(self.format, Float8)
+        if is_float8 and isinstance(self.granularity, PerBlock) and dtype is not torch.float32:
+            raise ValueError(
+                f"float8 in blocks has scales of torch.float32, got scale_dtype={dtype}; leave it None"
+            )
+
     @property
     def scales(self) -> ScaleFormat | None:
         """How scales are stored; None: as they are, in a floating dtype."""
         return SCALE_FORMATS[self.scale_format]
 
     def same_values(self, other: Spec) -> bool:
-        """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
-        scales but decode them alike."""
+        """Whether codes and scales mean the same values under both specs. The two symmetric mappings, and scales of
+        another dtype, choose other scales but decode them alike."""
+        own, others = replace(self, scale_dtype=None), replace(other, scale_dtype=None)
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
         if not symmetric:
-            return self == other
-        return replace(self, mapping="symmetric") == replace(other, mapping="symmetric")
+            return own == others
+        return replace(own, mapping="symmetric") == replace(others, mapping="symmetric")
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dimension rounded up to a whole number of blocks."""
@@ -233,6 +263,8 @@ class Spec:
     def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
 
+        scale_dtype: here and in the other methods, for a spec that leaves it open.
+
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
 
         Raises ValueError for a static spec, which takes no scale from the tensor itself.
@@ -245,12 +277,9 @@ class Spec:
         if self.scales is not None:
             return self.scales.decode(self.choose_scales(x)), None
         scale, zero_point = choose_qparams_affine(
-            *self._affine_arguments(x),
-            scale_dtype=scale_dtype,
-            zero_point_dtype=self._zero_code_dtype,
-            keepdim=True,
+            *self._affine_arguments(x), **self._qparam_dtypes(scale_dtype), keepdim=True
         )
-        return scale, zero_point if self.has_zero_point else None
+        return self._as_stored(scale, zero_point)
 
     def choose_scales(self, x: Tensor, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The scales of `x` (already padded) as they are stored, by name, where `scales` says how.
@@ -278,7 +307,8 @@ class Spec:
     ) -> tuple[Tensor, Tensor | None]:
         """`choose_qparams` with the smallest Σ importance · (x − x̂)² that `lowbit.search` finds.
 
-        The error is never above that of `choose_qparams`. Scales of symmetric integers may be negative.
+        The error is never above that of `choose_qparams`, but where smallest values are rounded to a `scale_dtype`,
+        which follows the search. Scales of symmetric integers may be negative.
 
         Args:
             x: real floating tensor, padded or not.
@@ -294,11 +324,10 @@ class Spec:
             importance = self._pad_importance(importance, x)
         scale, zero_point = search_qparams_affine(
             *self._affine_arguments(padded),
-            scale_dtype=scale_dtype,
-            zero_point_dtype=self._zero_code_dtype,
+            **self._qparam_dtypes(scale_dtype),
             importance=importance,
         )
-        return scale, zero_point if self.has_zero_point else None
+        return self._as_stored(scale, zero_point)
 
     def _pad_importance(self, importance: Tensor | None, x: Tensor) -> Tensor:
         """The padding has no importance. Dimensions that are not padded stay broadcast."""
@@ -317,6 +346,36 @@ class Spec:
         fmt = self.format
         block = self.block_size(x.shape)
         return (x, self.mapping, block, fmt.dtype, fmt.quant_min, fmt.quant_max)
+
+    def _qparam_dtypes(self, scale_dtype: torch.dtype) -> dict[str, Any]:
+        """The dtypes that scales and zero points are chosen in."""
+        if self.rounds_minimum:
+            return {"scale_dtype": self.scale_dtype, "zero_point_dtype": torch.float32}
+        own = self.scale_dtype or scale_dtype
+        return {"scale_dtype": own, "zero_point_dtype": self._zero_code_dtype}
+
+    def _as_stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What was chosen, as weights store it."""
+        if not self.has_zero_point:
+            return scale, None
+        return self.with_minimum(scale, zero_point) if self.rounds_minimum else (scale, zero_point)
+
+    @property
+    def rounds_minimum(self) -> bool:
+        """Whether the smallest value of each block is rounded to `scale_dtype`, beside its scale."""
+        is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
+        return is_short and self.mapping == "float_zero_point"
+
+    def with_minimum(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(scale, zero_point) in float32, after the smallest value of each block, m = z − steps · s, is rounded to
+        `scale_dtype`. z = m + steps · s is exact in float32; an m that is too small beside s for that becomes 0."""
+        assert zero_point is not None and isinstance(self.format, Int) and self.scale_dtype
+        steps = 2 ** (self.format.bits - 1)
+        first = scale.double() * steps
+        least = round_to_dtype((zero_point.double() - first).float(), self.scale_dtype)
+        exact = least.double() + first
+        point = exact.float()
+        return scale.float(), torch.where(point.double() == exact, point, first.float())
 
     @property
     def _zero_code_dtype(self) -> torch.dtype | None:
@@ -372,6 +431,7 @@ class Spec:
         bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which rounds to
         -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer digits.
         """
+        scale_dtype = self.scale_dtype or scale_dtype
         if self.static or scale_dtype is torch.float16 or isinstance(self.format, LookupTable):
             return True
         is_float8 = isinstance(self.format, Float8)
@@ -527,6 +587,10 @@ class Scheme:
             return
         if not isinstance(self.activation, Spec):
             raise TypeError(f"activation must be a Spec or None, got {self.activation!r}")
+        if self.activation.scale_dtype is not None:
+            raise ValueError(
+                f"scale_dtype is for weights; the scales of an activation are float32, got {self.activation}"
+            )
         if isinstance(self.activation.format, LookupTable):
             raise ValueError(
                 f"a LookupTable is for weights, got an activation {self.activation}; accepted: Int(bits) or Float8()"
@@ -573,6 +637,8 @@ class Scheme:
         spec, activation = self.weight, self.activation
         note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
         note += "" if spec.scales is None else f", {spec.scale_format} scales"
+        if spec.scale_dtype is not None:
+            note += f", {str(spec.scale_dtype).removeprefix('torch.')} scales"
         if activation is not None:
             note += f"; activation {activation.format}, {activation.granularity}"
             note += ", static" if activation.static else ""
@@ -626,6 +692,8 @@ def _spec_to_dict(spec: Spec) -> dict[str, Any]:
         found["static"] = True
     if spec.scales is not None:
         found["scale_format"] = spec.scale_format
+    if spec.scale_dtype is not None:
+        found["scale_dtype"] = str(spec.scale_dtype).removeprefix("torch.")
     return found
 
 
@@ -643,7 +711,16 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
         data["mapping"],
         static=data.get("static", False),
         scale_format=data.get("scale_format", "float"),
+        scale_dtype=_scale_dtype_from(data.get("scale_dtype")),
     )
+
+
+def _scale_dtype_from(name: Any) -> torch.dtype | None:
+    """The dtype that `_spec_to_dict` named. Raises ValueError for another name."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
+    if name is not None and name not in known:
+        raise ValueError(f"unknown scale_dtype {name!r}; accepted: {', '.join(known)}")
+    return None if name is None else known[name]
 
 
 def _format_from_dict(described: dict[str, Any]) -> Format:

@@ -21,6 +21,10 @@ WEIGHT_ONLY = {
     "int4-g8": lb.Int4WeightOnly(8),
     "int4-g32-asymmetric": lb.Int4WeightOnly(32, "asymmetric"),
     "int4-g16-float-zero": lb.Int4WeightOnly(16, "float_zero_point"),
+    "int4-g16-float16-scales": lb.Int4WeightOnly(16, scale_dtype=torch.float16),
+    "int4-g32-float16-minimum": lb.Int4WeightOnly(
+        32, "float_zero_point", scale_dtype=torch.float16
+    ),
     "int8": lb.Int8WeightOnly(),
     "int8-g32": lb.Int8WeightOnly(32),
     "int3-g16": lb.IntxWeightOnly(3, 16),
@@ -93,12 +97,21 @@ def _scale_formats(fmt: lb.Int | lb.Float8 | lb.LookupTable) -> st.SearchStrateg
     return st.sampled_from(["float", "e8m0", "e4m3", "double"] if is_table else ["float"])
 
 
+def _scale_dtypes(fmt: object, granularity: object) -> st.SearchStrategy[torch.dtype | None]:
+    in_blocks = isinstance(fmt, lb.Float8) and isinstance(granularity, lb.PerBlock)
+    is_free = not isinstance(fmt, lb.LookupTable) and not in_blocks
+    return st.sampled_from([None, torch.float16, torch.bfloat16] if is_free else [None])
+
+
 specs = (
     st.tuples(formats, granularities, st.sampled_from(MAPPINGS))
     .filter(lambda parts: _fits(parts[0], parts[2]))
     .flatmap(
         lambda parts: st.builds(
-            lb.Spec, *map(st.just, parts), scale_format=_scale_formats(parts[0])
+            lb.Spec,
+            *map(st.just, parts),
+            scale_format=_scale_formats(parts[0]),
+            scale_dtype=_scale_dtypes(*parts[:2]),
         )
     )
 )
@@ -106,6 +119,7 @@ activation_specs = specs.filter(
     lambda s: (
         isinstance(s.granularity, lb.PerToken | lb.PerTensor)
         and not isinstance(s.format, lb.LookupTable)
+        and s.scale_dtype is None
     )
 )
 
@@ -151,9 +165,17 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
     else:
         dtype, low, high = torch.uint8, 0, 2**fmt.bits - 1
     scale_dtype = torch.float32 if x.dtype is torch.float64 else x.dtype
+    scale_dtype = spec.scale_dtype or scale_dtype
+    has_minimum = spec.scale_dtype is not None and spec.mapping == "float_zero_point"
+    given = {"zero_point_dtype": torch.float32} if has_minimum else {}
     scale, zero = choose_qparams_affine(
-        padded, spec.mapping, block, dtype, low, high, scale_dtype=scale_dtype
+        padded, spec.mapping, block, dtype, low, high, scale_dtype=scale_dtype, **given
     )
+    if has_minimum:
+        first = 2 ** (fmt.bits - 1) * scale.double()
+        exact = (zero.double() - first).float().to(scale_dtype).double() + first
+        zero = torch.where(exact.float().double() == exact, exact, first).float()
+        scale = scale.float()
     codes = quantize_affine(padded, block, scale, zero, dtype, low, high)
     return dequantize_affine(codes, block, scale, zero, low, high)[inside].double()
 

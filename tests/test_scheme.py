@@ -99,6 +99,30 @@ def test_impossible_float8_dtypes(dtype: object) -> None:
         (lambda: lb.IntxWeightOnly(0), ValueError, r"1 to 8 bits, got 0"),
         (lambda: lb.IntxWeightOnly(1, mapping="symmetric"), ValueError, r"one bit"),
         (lambda: lb.Int8DynamicActivationInt4Weight(0), ValueError, r"got 0"),
+        (
+            lambda: lb.Int4WeightOnly(scale_dtype=torch.float64),
+            ValueError,
+            r"scale_dtype must be torch.float16, torch.bfloat16, torch.float32 or None, got torch.fl",
+        ),
+        (lambda: lb.Int8WeightOnly(scale_dtype="float16"), ValueError, r"None, got 'float16'"),
+        (
+            lambda: lb.Spec(lb.NF4, lb.PerGroup(64), scale_dtype=torch.float16),
+            ValueError,
+            r"scale_dtype=torch.float16 is for Int and Float8; .* 'float'",
+        ),
+        (
+            lambda: lb.Spec(lb.Float8(), lb.PerBlock(8, 8), scale_dtype=torch.float16),
+            ValueError,
+            r"float8 in blocks has scales of torch.float32, got scale_dtype=torch.float16",
+        ),
+        (
+            lambda: lb.Scheme(
+                lb.Spec(lb.Int(8), ROW),
+                lb.Spec(lb.Int(8), lb.PerToken(), scale_dtype=torch.bfloat16),
+            ),
+            ValueError,
+            r"scale_dtype is for weights",
+        ),
     ],
 )
 def test_impossible_specs_are_refused(make, error, match) -> None:
@@ -211,6 +235,36 @@ def test_frozen(scheme: lb.Scheme) -> None:
 def test_a_damaged_dict_is_a_value_error(damage) -> None:
     with pytest.raises(ValueError):
         lb.Scheme.from_dict(damage(lb.Int4WeightOnly().to_dict()))
+
+
+def test_a_scale_dtype_is_in_the_dict_only_where_given() -> None:
+    """Files of earlier versions have none."""
+    assert "scale_dtype" not in lb.Int4WeightOnly().to_dict()["weight"]
+    named = lb.Int4WeightOnly(scale_dtype=torch.float16).to_dict()
+    assert named["weight"]["scale_dtype"] == "float16"
+    named["weight"]["scale_dtype"] = "int8"
+    with pytest.raises(ValueError, match="unknown scale_dtype 'int8'; accepted: float16, bfl"):
+        lb.Scheme.from_dict(named)
+
+
+def test_weights_with_another_scale_dtype_are_copied_where_no_scale_is_rounded() -> None:
+    plain = torch.randn(4, 32, dtype=torch.float16)
+    with_dtype, without = lb.Int4WeightOnly(16, scale_dtype=torch.float16), lb.Int4WeightOnly(16)
+    target = torch.nn.Parameter(lb.AffineTensor.from_float(plain, with_dtype), requires_grad=False)
+    other = lb.AffineTensor.from_float(plain.flip(0), without)
+    target.copy_(other)
+    assert torch.equal(target.dequantize(), other.dequantize())
+    fine = lb.AffineTensor.from_float(plain.float(), without)
+    target = torch.nn.Parameter(lb.AffineTensor.from_float(plain.float(), with_dtype), False)
+    with pytest.raises(ValueError, match="stored differently"):
+        target.copy_(fine)
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "float_zero_point"])
+def test_weights_too_large_for_scales_of_float16_are_refused(mapping) -> None:
+    scheme = lb.Int4WeightOnly(16, mapping, scale_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"of 8 scales are beyond 65504.*take torch.bfloat16"):
+        lb.AffineTensor.from_float(torch.randn(4, 32) * 1e7, scheme)
 
 
 @settings(max_examples=150)

@@ -17,7 +17,10 @@ from lowbit.cli.output import print_json, print_table
 
 def estimate(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A config.json, or a folder that has one.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A config.json, a folder that has one, or a GGUF file."
+        ),
     ],
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,

@@ -13,6 +13,7 @@ import torch
 
 from lowbit.formats.base import FormatError, layer_of, weight_of
 from lowbit.formats.folder import Folder
+from lowbit.formats.gguf_file import GgufFile
 from lowbit.formats.layer_names import is_embedding, is_head, is_router
 
 Shape = tuple[int, ...]
@@ -94,6 +95,8 @@ def read(path: Path) -> Model:
 
 
 def _config(file: Path) -> dict[str, Any]:
+    if file.suffix == ".gguf":
+        return GgufFile(file).config
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -11,6 +11,7 @@ from lowbit.formats.programs.decompositions import decompositions
 from lowbit.formats.reading import load_pretrained, tensors
 from lowbit.formats.registry import names, register
 from lowbit.formats.report import ExportReport
+from lowbit.formats.scheme_grid import grid
 from lowbit.formats.writing import export
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ProgramFormat",
     "decompositions",
     "export",
+    "grid",
     "load_pretrained",
     "names",
     "register",

@@ -51,6 +51,7 @@ class Awq(Format):
 
     name = "awq"
     holds_experts = True
+    scale_dtype = torch.float16
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "awq"

@@ -14,12 +14,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lowbit.scheme import Scheme
+from lowbit.granularity import PerBlock
+from lowbit.lookup_table import LookupTable
+from lowbit.scheme import Float8, Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
@@ -29,6 +32,10 @@ Parts = dict[str, Tensor]
 
 class FormatError(ValueError):
     """A weight or a checkpoint that a format cannot hold, or that cannot be read or written; and the way out."""
+
+
+class ScalesError(FormatError):
+    """Scales that a format does not represent; those of `lowbit.formats.grid` it does."""
 
 
 @contextmanager
@@ -57,6 +64,15 @@ _ERRORS_OF_DAMAGE = (
 )
 
 
+def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
+    """`scheme` with scales of `dtype`, where it says nothing of them and its scales take any value."""
+    spec = scheme.weight
+    in_blocks = isinstance(spec.format, Float8) and isinstance(spec.granularity, PerBlock)
+    if spec.scale_dtype is not None or isinstance(spec.format, LookupTable) or in_blocks:
+        return scheme
+    return replace(scheme, weight=replace(spec, scale_dtype=dtype))
+
+
 def layer_of(weight: str) -> str:
     """The name of the module that holds the weight of this name: all before the last dot."""
     return weight.rpartition(".")[0]
@@ -82,6 +98,8 @@ class Format(ABC):
     holds_experts: ClassVar[bool] = False
     """Whether loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
     `lowbit.formats.experts` splits the stacks that models have in memory."""
+    scale_dtype: ClassVar[torch.dtype | None] = None
+    """The dtype of scales that are exact here; None: any dtype."""
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -168,6 +186,11 @@ class Format(ABC):
         Raises FormatError for values that have no such scales.
         """
         return AffineTensor.searched(values, scheme)
+
+    def grid(self, scheme: Scheme) -> Scheme:
+        """`scheme` with the scales that the format stores, where the scheme leaves them open; see
+        `lowbit.formats.grid`."""
+        return with_scales(scheme, self.scale_dtype)
 
     def metadata(
         self, weights: Mapping[str, LowbitTensor], plain: Collection[str]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, ScalesError
 from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of
 from lowbit.granularity import PerRow, PerToken
 from lowbit.scheme import Int, Scheme, Spec
@@ -43,6 +43,7 @@ class BitsandbytesInt8(Format):
     """The format "bitsandbytes-int8"; see the module."""
 
     name = "bitsandbytes-int8"
+    scale_dtype = torch.bfloat16  # the constant of the package does not change its values
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_8bit"))
@@ -72,7 +73,7 @@ class BitsandbytesInt8(Format):
         largest = (scale.double() * 127).float()
         theirs = (codes * largest * INVERSE).to(weight.dtype)
         if changed := int((theirs != weight.dequantize()).sum()):
-            raise FormatError(
+            raise ScalesError(
                 f"bitsandbytes would compute other values of {changed} of its elements: its scales, {scale.dtype}, are "
                 "no multiples of 1/127"
             )
@@ -113,8 +114,7 @@ class BitsandbytesInt8(Format):
         return Scheme(Spec(Int(8), PerRow(), "symmetric_no_clipping_err"), activation)
 
     def rounded(self, values: torch.Tensor, scheme: Scheme) -> LowbitTensor:
-        """Scales of bfloat16, which the constant of the package does not change."""
-        scale, _ = scheme.weight.choose_qparams(values, torch.bfloat16)
+        scale, _ = scheme.weight.choose_qparams(values, self.scale_dtype)
         try:
             return AffineTensor.from_float(values, scheme, (scale, None))
         except ValueError as error:

@@ -7,6 +7,7 @@ A GGUF checkpoint is one file, not a folder: `lowbit.formats.gguf_file` writes a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Gguf(Format):
 
     name = "gguf"
     holds_embeddings = True
+    scale_dtype = torch.float16
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return False
@@ -51,6 +53,13 @@ class Gguf(Format):
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         return {}
+
+    def grid(self, scheme: Scheme) -> Scheme:
+        """Zero points of 4 bits become the smallest values of Q4_1, in float16."""
+        spec = scheme.weight
+        if spec.format == Int(4) and spec.mapping == "asymmetric":
+            scheme = replace(scheme, weight=replace(spec, mapping="float_zero_point"))
+        return super().grid(scheme)
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
         """Groups of 32 in 4 bits, or in 8 where the weight has more than 4."""

@@ -19,6 +19,7 @@ in high precision.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ SMALL = 32
 
 def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
     """The type and the bytes [N, …] of a weight, with the same values. Raises FormatError where no type holds it."""
-    layout = layout_of(weight, "gguf")
+    has_minimum = getattr(getattr(weight, "spec", None), "mapping", None) == "float_zero_point"
+    layout = _layout_with_minimum(weight) if has_minimum else layout_of(weight, "gguf")
     assert isinstance(weight, AffineTensor)
     columns, group = weight.shape[1], layout.group_size or weight.shape[1]
     if weight.activation is not None:
@@ -53,19 +55,42 @@ def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
         raise FormatError(f"gguf is written with 4 bits, or 8 symmetric ones, got {weight.spec}")
     if columns % SMALL or group % SMALL:
         raise FormatError(f"gguf has groups of {SMALL}, got {columns} inputs in groups of {group}")
-    codes, scale, zero = integers_of(weight, layout)
+    minimum = None
+    if has_minimum:
+        codes, scale, minimum = _with_minimum(weight)
+    else:
+        codes, scale, zero = integers_of(weight, layout)
+        minimum = None if zero is None else -(zero.float() + 8) * scale.float()
     times = columns // SMALL // scale.shape[1]
     d = exact_scales(scale, torch.float16, "gguf").repeat_interleave(times, 1)
     q = codes.unflatten(1, (-1, SMALL))
     if layout.bits == 8:
         return "Q8_0", torch.cat([_bytes(d), q.view(torch.uint8)], -1).flatten(1)
     parts = [_bytes(d)]
-    if zero is not None:
-        minimum = -(zero.float() + 8) * scale.float()
+    if minimum is not None:
         m = exact_scales(minimum, torch.float16, "gguf (Q4_1, its minimums)")
         parts.append(_bytes(m.repeat_interleave(times, 1)))
     low, high = (q.short() + 8).to(torch.uint8).split(SMALL // 2, -1)
-    return "Q4_0" if zero is None else "Q4_1", torch.cat([*parts, low | high << 4], -1).flatten(1)
+    return "Q4_0" if minimum is None else "Q4_1", torch.cat([*parts, low | high << 4], -1).flatten(
+        1
+    )
+
+
+def _layout_with_minimum(weight: LowbitTensor) -> Layout:
+    """`layout_of` of a weight whose zero points are values."""
+    assert isinstance(weight, AffineTensor)
+    spec = replace(weight.spec, mapping="asymmetric", scale_dtype=None)
+    return layout_of(weight._with(spec=spec), "gguf")
+
+
+def _with_minimum(weight: AffineTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Signed codes [N, K], scales [N, G] and the smallest value of each group."""
+    assert weight.zero_point is not None
+    codes = weight._load(weight.shape[1])
+    least = int(weight.spec.format.quant_min)
+    signed = (codes.short() - least - 8).to(torch.int8)
+    minimum = weight.zero_point.double() - 8 * weight.scale.double()
+    return signed, weight.scale, minimum
 
 
 def _bytes(half: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """A GGUF file: one file with weights, settings and tokenizer.
 
-`lowbit.formats.gguf_llama` tells how a Llama is named there. The package `gguf` reads and writes the file. Written are
-Llama-like models with a byte-level BPE tokenizer; read are those whose rotary embeddings are plain.
+`lowbit.formats.gguf_llama` tells which models it holds and how they are named there, `lowbit.formats.gguf_tokenizer`
+how the tokenizer is stored. The package `gguf` reads and writes the file.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import tempfile
@@ -20,29 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats import gguf_blocks
+from lowbit.formats import gguf_blocks, gguf_rope
 from lowbit.formats.base import FormatError, damage_of
 from lowbit.formats.folder import holder_of
 from lowbit.formats.gguf_llama import (
+    architecture_of,
     config_of,
-    given,
     halved,
+    head_size,
     heads_of,
     in_gguf,
     in_transformers,
     interleaved,
     settings_of,
 )
+from lowbit.formats.gguf_tokenizer import add_tokenizer
 from lowbit.formats.sources import Item, Source
 from lowbit.tensor.base import LowbitTensor
 
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {kind: dtype for dtype, kind in _PLAIN.items()}
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens."""
-_SPLITS = {"(?i:'s|'t|'re|'ve|'m|'ll|'d)": "llama-bpe", "|\\p{N}|": "qwen2"}
-"""A part of the pre-tokenizer's pattern, and what llama.cpp calls it."""
-
 
 FIRST = (0, 16)
 """The first release of the package whose reader gives the contents of fields."""
@@ -76,23 +72,29 @@ class GgufWriter:
 
     def __init__(self, path: Path, source: Source) -> None:
         self._gguf, self._path, self._config = package(), path, source.config
-        whole, floats = settings_of(source.config)
+        whole, floats, texts = settings_of(source.config)
         # Tensors wait in a temporary file, as the header with all their names comes first.
-        self._writer = self._gguf.GGUFWriter(path, "llama", use_temp_file=True)
+        kind = architecture_of(source.config)
+        self._writer = self._gguf.GGUFWriter(path, kind, use_temp_file=True)
         for key, number in whole.items():
             self._writer.add_uint32(key, number)
         for key, value in floats.items():
             self._writer.add_float32(key, value)
+        for key, text in texts.items():
+            self._writer.add_string(key, text)
         self._writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
         with tempfile.TemporaryDirectory() as folder:
             source.copy_files(Path(folder))
-            _add_tokenizer(self._writer, Path(folder), source.config, self._gguf)
+            add_tokenizer(self._writer, Path(folder), source.config, self._gguf)
         self.nbytes = 0
         self._sums: dict[str, int] = {}
+        factors = gguf_rope.factors_of(source.config, head_size(source.config))
+        if factors is not None:
+            self._add(gguf_rope.TENSOR, factors.view(torch.uint8), "F32")
 
     def add(self, tensors: Mapping[str, Tensor], name: str, weight: LowbitTensor | None) -> None:
         ((stored, t),) = tensors.items()
-        t = t.detach().cpu()
+        t = interleaved(t.detach().cpu(), heads_of(name, self._config))
         if weight is None:
             t = t.float() if t.ndim < 2 else t  # llama.cpp takes norms in float32 only
             if t.dtype not in _PLAIN:
@@ -100,7 +102,10 @@ class GgufWriter:
             kind, t = _PLAIN[t.dtype], t.contiguous().view(torch.uint8)
         else:
             kind = stored.removeprefix(f"{name}.")
-        own, data = in_gguf(name), interleaved(t, heads_of(name, self._config)).numpy()
+        self._add(in_gguf(name), t, kind)
+
+    def _add(self, own: str, rows: Tensor, kind: str) -> None:
+        data = rows.numpy()
         self._writer.add_tensor(own, data, raw_dtype=self._gguf.GGMLQuantizationType[kind])
         self._sums[own] = zlib.crc32(data.data)
         self.nbytes += data.nbytes
@@ -118,36 +123,6 @@ class GgufWriter:
             raise FormatError(
                 f"{', '.join(bad[:3])} were read back with other values: check the disk and memory"
             )
-
-
-def _add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], gguf: Any) -> None:
-    """The tokenizer of tokenizer.json, byte-level BPE. Rows of the embedding without a token get an unused one."""
-    path = folder / "tokenizer.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    model = found.get("model") or {}
-    if model.get("type") != "BPE" or not model.get("merges") or model.get("byte_fallback"):
-        raise FormatError(
-            "llama.cpp needs a tokenizer, and lowbit writes byte-level BPE ones: give a tokenizer.json with merges "
-            "beside the model, or tokenizer="
-        )
-    size = int(given(config, "vocab_size"))
-    tokens = {i: (text, NORMAL) for text, i in model["vocab"].items()}
-    for entry in found.get("added_tokens", ()):
-        kind = CONTROL if entry.get("special") else USER_DEFINED
-        tokens[entry["id"]] = (entry["content"], kind)
-    if max(tokens) >= size:
-        raise FormatError(
-            f"its tokenizer has the token {max(tokens)}, and its vocabulary is {size}"
-        )
-    listed = [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)]
-    pattern = json.dumps(found.get("pre_tokenizer"), ensure_ascii=False)
-    kinds = (name for part, name in _SPLITS.items() if json.dumps(part)[1:-1] in pattern)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(next(kinds, "gpt-2"))
-    writer.add_token_list([text for text, _ in listed])
-    writer.add_token_types([kind for _, kind in listed])
-    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-    gguf.SpecialVocab(folder, load_merges=True, n_vocab=size).add_to_gguf(writer, quiet=True)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -180,8 +155,10 @@ class GgufFile:
         if "token_embd.weight" not in stored:
             raise FormatError(f"{self.path} has no token_embd.weight, so it is no language model")
         rows = int(stored["token_embd.weight"].shape[1])
+        factors = stored.pop(gguf_rope.TENSOR, None)
         with damage_of(f"{self.path}"):
-            self.config = config_of(fields, "output.weight" not in stored, rows)
+            given = None if factors is None else torch.from_numpy(factors.data.copy()).flatten()
+            self.config = config_of(fields, stored.keys(), rows, given)
             self._tensors = {in_transformers(name): t for name, t in stored.items()}
         self.dtype = (
             torch.bfloat16

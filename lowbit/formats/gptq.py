@@ -60,6 +60,7 @@ class Gptq(Format):
 
     name = "gptq"
     holds_experts = True
+    scale_dtype = torch.float16
     less = 1
     """The file stores zero points minus this number."""
 

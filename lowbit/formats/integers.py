@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.affine import Mapping
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, ScalesError
 from lowbit.granularity import Granularity, PerGroup, PerRow, PerTensor
 from lowbit.packing import packed_size
 from lowbit.scheme import Int, Scheme, Spec
@@ -185,7 +185,7 @@ def exact_scales(scale: Tensor, dtype: torch.dtype, format: str) -> Tensor:
     own = scale.to(dtype)
     if changed := int((own.float() != scale.float()).sum()):
         name = str(dtype).removeprefix("torch.")
-        raise FormatError(
+        raise ScalesError(
             f"{format} has scales of {name}, which cannot represent {changed} of {scale.numel()} scales"
         )
     return own

@@ -8,7 +8,8 @@
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": […]}
 
 The model has these weights as [E, K, N]. The file has them transposed, so that blocks run along the inputs, and so has
-lowbit's weight, a transposed `TableTensor`. Only experts are in low bits in this format.
+lowbit's weight where it is read, a transposed `TableTensor`. `quantize_` and QAT store it in the order of the model,
+with `PerBlock(32, 1)`: the same values. Only experts are in low bits in this format.
 
 Source: OpenAI, gpt-oss model card, 2025; OCP Microscaling Formats v1.0.
 """
@@ -16,14 +17,16 @@ Source: OpenAI, gpt-oss model card, 2025; OCP Microscaling Formats v1.0.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts
-from lowbit.granularity import PerGroup
+from lowbit.granularity import PerBlock, PerGroup
 from lowbit.lookup_table import E2M1
+from lowbit.packing import pack, unpack
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
@@ -31,6 +34,8 @@ from lowbit.tensor.table_tensor import TableTensor
 
 GROUP = 32
 SPEC = Spec(E2M1, PerGroup(GROUP), "symmetric_no_clipping_err", scale_format="e8m0")
+TURNED = replace(SPEC, granularity=PerBlock(GROUP, 1))
+"""Of a weight in the order of the model."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -95,17 +100,23 @@ class Mxfp4(Format):
     def encode(self, weight: LowbitTensor) -> Parts:
         self._check(weight)
         assert isinstance(weight, TableTensor)
-        stored = weight._transposed()
+        stored = weight._transposed() if weight.transposed else _turned(weight)
         blocks = stored.codes.unflatten(-1, (-1, GROUP // 2)).contiguous()
         return {_BLOCKS: blocks, _SCALES: stored.scale.contiguous()}
 
     def _check(self, weight: LowbitTensor) -> None:
         spec = getattr(weight, "spec", None)
-        if type(weight) is not TableTensor or spec is None or not SPEC.same_values(spec):
+        if spec is not None and SPEC.same_values(spec) and not getattr(weight, "transposed", False):
+            raise FormatError(
+                f"{self.name} holds stacks of experts that the model has as [E, K, N], in groups along K: quantize or "
+                f"train by lowbit.formats.grid({self.name!r}, scheme), got {weight!r}"
+            )
+        known = SPEC if getattr(weight, "transposed", False) else TURNED
+        if type(weight) is not TableTensor or spec is None or not known.same_values(spec):
             raise FormatError(
                 f"{self.name} holds E2M1 with e8m0 scales of groups of {GROUP}, got {spec or type(weight).__name__}"
             )
-        if weight.ndim != 3 or not weight.transposed or weight.flat_from is not None:
+        if weight.ndim != 3 or weight.flat_from is not None:
             raise FormatError(
                 f"{self.name} holds stacks of experts that the model has as [E, K, N], got {weight!r}"
             )
@@ -113,6 +124,13 @@ class Mxfp4(Format):
             raise FormatError(f"its {weight.shape[1]} inputs are no multiple of {GROUP}")
         if weight.activation is not None:
             raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+
+    def grid(self, scheme: Scheme) -> Scheme:
+        """Groups of inputs, which are the second dimension of the model's weights."""
+        spec = scheme.weight
+        if spec.granularity == SPEC.granularity and SPEC.same_values(spec):
+            return replace(scheme, weight=replace(spec, granularity=TURNED.granularity))
+        return scheme
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         return {"quant_method": self.name, "modules_to_not_convert": sorted(plain)}
@@ -125,3 +143,17 @@ class Mxfp4(Format):
         """Groups run along the inputs, the second dimension of `values`."""
         made = AffineTensor.from_float(values.mT.contiguous(), scheme)
         return made._transposed()
+
+
+def _turned(weight: TableTensor) -> TableTensor:
+    """A weight in the order of the model [E, K, N] as [E, N, K]."""
+    experts, inputs, outputs = weight.shape
+    codes = unpack(weight.codes, E2M1.bits, outputs)
+    return TableTensor(
+        pack(codes.mT.contiguous(), E2M1.bits),
+        {"scale": weight.scale.mT.contiguous()},
+        SPEC,
+        (experts, outputs, inputs),
+        weight.dtype,
+        weight.activation,
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import check_pattern, matches
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import Format, FormatError
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
 from lowbit.formats.layer_names import is_embedding, why_left_alone
@@ -38,7 +38,7 @@ class Quantizing:
         scheme: a Scheme, or a dict of patterns to a Scheme or None, as `lowbit.quantize_` takes them.
         scales: "minmax" or "searched", as there.
         device: where weights are quantized.
-        stacks: whether stacks of experts are quantized.
+        target: the format to write, which says what scales are, and whether stacks of experts are quantized.
 
     Raises FormatError: weights that are quantized already, a pattern that chooses nothing, nothing to quantize, a
     scheme with a static activation, which needs a calibration.
@@ -50,7 +50,7 @@ class Quantizing:
         scheme: Scheme | Mapping[str, Scheme | None],
         scales: str = "minmax",
         device: str | torch.device = "cpu",
-        stacks: bool = False,
+        target: Format | None = None,
     ) -> None:
         if scales not in SCALES:
             raise FormatError(f"unknown scales {scales!r}; accepted: {', '.join(SCALES)}")
@@ -67,9 +67,11 @@ class Quantizing:
         self._folder, self._scales, self._device = folder, scales, torch.device(device)
         patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         _check_schemes(patterns)
+        if target is not None and not target.holds_stacks:  # stacks are turned here
+            patterns = {p: None if s is None else target.grid(s) for p, s in patterns.items()}
         shapes = {name: folder.plain_shape(name) for name in folder.plain}
         self._stacks = {n for n, s in shapes.items() if is_transposed_stack(self.config, n, s)}
-        kept = self._stacks if stacks else set()
+        kept = self._stacks if target is not None and target.holds_stacks else set()
         self._plan = {n: _choose(n, shape, patterns, n in kept) for n, shape in shapes.items()}
         used = {pattern for _, _, pattern in self._plan.values()}
         if unused := [p for p in patterns if p not in used]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
@@ -67,7 +67,8 @@ def export(
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
             and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
-            matches, and a router only where it names it outright, as "*.mlp.gate" does.
+            matches, and a router only where it names it outright, as "*.mlp.gate" does. Scales have the dtype that the
+            format stores (`lowbit.formats.grid`).
         scales: how `scheme` chooses scales, "minmax" or "searched", as in `lowbit.quantize_`.
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
@@ -98,7 +99,7 @@ def export(
     given |= {"dynamic_shapes": dynamic_shapes is not None}
     _refuse_options(given, f"{target.name} holds weights, no program")
     largest = size_in_bytes(max_shard_size)
-    source = _source_of(model, out, scheme, scales, tokenizer, device, target.holds_stacks)
+    source = _source_of(model, out, target, scheme, scales, tokenizer, device)
     if target.holds_experts:
         source = published(source)
     elif target.holds_stacks and isinstance(source, Folder | Quantizing):
@@ -136,11 +137,11 @@ def _refuse_options(given: Mapping[str, bool], reason: str) -> None:
 def _source_of(
     model: nn.Module | str | os.PathLike[str],
     out: Path,
+    target: Format,
     scheme: Scheme | Mapping[str, Scheme | None] | None,
     scales: str,
     tokenizer: Any,
     device: str | torch.device,
-    stacks: bool,
 ) -> Source:
     if isinstance(model, nn.Module):
         if scheme is not None:
@@ -163,7 +164,7 @@ def _source_of(
             f"scheme= takes a folder of plain weights, got {source.path}: call lowbit.load_pretrained, then "
             "lowbit.quantize_"
         )
-    return Quantizing(source, scheme, scales, device, stacks)
+    return Quantizing(source, scheme, scales, device, target)
 
 
 def _write_all(
@@ -172,7 +173,7 @@ def _write_all(
     """The low-bit weights by name, on meta, and the modules of linears that stay plain."""
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
-    refused: dict[str, str] = {}
+    refused: dict[str, FormatError] = {}
     heap = Trimmed()
     with progress(f"writing {target.name}", source.nbytes) as advance:
         for item in source.items():
@@ -180,7 +181,7 @@ def _write_all(
             try:
                 item, parts = _in_format(item, target, lossy)
             except FormatError as error:
-                refused[item.name] = str(error)
+                refused[item.name] = error
                 if len(refused) == _MOST_REFUSED:
                     break
                 continue
@@ -199,17 +200,22 @@ def _write_all(
             heap.advance(size)
     if refused:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-        remedy = (
-            ""
-            if lossy
-            else ". lossy=True rounds such weights to what the format holds, and states the loss"
-        )
+        remedy = "" if lossy else _remedy(target, refused.values())
         raise FormatError(f"{target.name} cannot hold {reasons}{remedy}")
     if not weights:
         raise FormatError(
             "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
         )
     return weights, plain
+
+
+def _remedy(target: Format, errors: Iterable[FormatError]) -> str:
+    remedy = ". lossy=True rounds such weights to what the format holds, and states the loss"
+    if target.scale_dtype is not None and any(isinstance(e, ScalesError) for e in errors):
+        remedy += (
+            f"; lowbit.formats.grid({target.name!r}, scheme) gives a scheme whose scales it holds"
+        )
+    return remedy
 
 
 def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:

@@ -38,6 +38,7 @@ from lowbit.qat.exchange import (
 from lowbit.qat.kinds import prepared_kind
 from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
 from lowbit.scheme import Scheme, Spec, crop
+from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tracer import state_restored
 
@@ -249,7 +250,8 @@ def _clipped_share(
 ) -> float:
     """The share of elements whose code, before the clamp, lies beyond the range."""
     if parameters is None:
-        scale, zero_point = spec.choose_qparams(spec.pad(weight), weight.dtype)
+        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        scale, zero_point = spec.choose_qparams(spec.pad(weight), dtype)
     else:
         scale, zero_point = qparams(spec, *parameters)
     codes, _ = codes_and_residual(weight, spec, scale, zero_point)

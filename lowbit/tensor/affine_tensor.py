@@ -136,14 +136,14 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
         Args:
             qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
-                their dtypes stay. A scale may be negative. None chooses them by the mapping, in `weight`'s dtype
-                (float32 for float64, and for float8 in blocks).
+                their dtypes stay. A scale may be negative. None chooses them by the mapping, in the scheme's
+                `scale_dtype`, or else in `weight`'s dtype (float32 for float64, and for float8 in blocks).
             input_qparams: scale and zero point of the input, one element each, for a static activation.
 
         Raises:
             ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
-                or dtype; scales that are zero or not finite; a
-                static activation without `input_qparams`.
+                or dtype; scales that are zero or not finite, as those of weights too large for a `scale_dtype` of
+                float16; a static activation without `input_qparams`.
         """
         spec, activation = (
             (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
@@ -155,6 +155,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams)
+        _check_reach(spec, tensors["scale"])
         tensors.update(_parts_of_input(activation, input_qparams))
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
 
@@ -218,6 +219,8 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     @classmethod
     def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
         """The dtype of new scales, for a weight of `dtype`."""
+        if spec.scale_dtype is not None:
+            return torch.float32 if spec.rounds_minimum else spec.scale_dtype
         return torch.float32 if dtype is torch.float64 else dtype
 
     @classmethod
@@ -314,9 +317,15 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         return {**type(self)._encode_as(values, self.spec, self.scale.dtype), **self._of_input()}
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it."""
+        """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it, and another `scale_dtype`
+        where the scales have one dtype all the same."""
         if type(self) is not type(other) or not self.spec.same_values(other.spec):
             return False
+        if (
+            self.spec.scale_dtype != other.spec.scale_dtype
+            and self.scale.dtype != other.scale.dtype
+        ):
+            return False  # a copy would round the scales
         return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
 
     def check_meta(self) -> None:
@@ -428,6 +437,17 @@ def representation_of(spec: Spec) -> type[AffineTensor]:
 def _zero_point_dtype(spec: Spec) -> torch.dtype:
     """The dtype of zero points beside float32 scales."""
     return torch.float32 if spec.zero_point_is_value else spec.format.dtype
+
+
+def _check_reach(spec: Spec, scale: Tensor | None) -> None:
+    """Raise ValueError where new scales are too large for the `scale_dtype` of float16."""
+    if spec.scale_dtype is not torch.float16 or scale is None or scale.is_meta:
+        return
+    if not torch.compiler.is_compiling() and (bad := count_nonfinite(scale)):
+        raise ValueError(
+            f"{bad} of {scale.numel()} scales are beyond 65504, the largest of scale_dtype=torch.float16; take "
+            "torch.bfloat16 or torch.float32"
+        )
 
 
 def _parts_of_input(

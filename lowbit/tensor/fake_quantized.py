@@ -167,6 +167,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             and isinstance(self, nn.Parameter)
             and self.scheme.activation == other.scheme.activation
             and self.scheme.weight.same_values(other.scheme.weight)
+            and self.scheme.weight.scale_dtype == other.scheme.weight.scale_dtype
         )
 
     def stored_format(self) -> str:
@@ -453,7 +454,7 @@ class _Connected(_FromCodes):
         low, high = fmt.quant_min, fmt.quant_max
         inside = within_range(weight.codes.float(), fmt.dtype, low, high)
         ctx.save_for_backward(crop(inside, weight.shape))
-        return weight.scale.new_empty(()).expand(weight.shape)
+        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
 
 
 class GatheredWeight(GatheredForm, FakeQuantizedTensor):
@@ -470,13 +471,13 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
         return self
 
     def decoded(self) -> tuple[Tensor, Inside]:
-        """The values in the dtype of the scales, and where their gradient passes."""
+        """The values in float32, which the weights had that travel as codes, and where their gradient passes."""
         fmt, codes = self.scheme.weight.format, self.codes
         low, high = fmt.quant_min, fmt.quant_max
         inside = within_range(codes.float(), fmt.dtype, low, high)
         clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
         values = self.scheme.weight.dequantize(
-            clamped.to(fmt.dtype), self.scale, self.zero_point, self.shape, self.scale.dtype
+            clamped.to(fmt.dtype), self.scale, self.zero_point, self.shape, torch.float32
         )
         return values, Inside(crop(inside, self.shape))
 

@@ -106,9 +106,9 @@ def rounded(
     `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where nobody
     asks where the gradient passes.
     """
-    x = x.detach()
+    x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
     clips = masked and spec.may_clip(scale_dtype)
-    if not runs(spec, x, after is not None) or x.numel() == 0:
+    if not runs(spec, x, after is not None) or spec.rounds_minimum or x.numel() == 0:
         values, mask = spec.rounded(x, scale_dtype, clips)
         return values if dtype is None else values.to(dtype), Inside(mask)
     group_size = spec.block_size(x.shape)[-1]

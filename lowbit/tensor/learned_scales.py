@@ -12,6 +12,7 @@ and `nn.Conv2d`, and gives a module of experts a class of `lowbit.tensor.learned
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -109,7 +110,8 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     def starting_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The values that its scales and zero points start from."""
         spec = self.scheme.weight
-        dtype = representation_of(spec).scale_dtype(spec, self.weight.dtype)
+        free = replace(spec, scale_dtype=None)
+        dtype = representation_of(free).scale_dtype(free, self.weight.dtype)
         return parameters_for(self.rows(self.weight), spec, dtype)
 
     def _without_scales(self, what: str) -> NotImplementedError:
@@ -245,12 +247,12 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
         return self
 
     def decoded(self) -> tuple[Tensor, None]:
-        """The values in the dtype of the scales, which are exact. Those of the module may have been rounded for the
+        """The values in float32, by the scales that travelled. Those of the module may have been rounded for the
         forward pass."""
         fmt = self.scheme.weight.format
         codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
         return self.scheme.weight.dequantize(
-            codes, self.scale, self.zero_point, self.shape, self.scale.dtype
+            codes, self.scale, self.zero_point, self.shape, torch.float32
         ), None
 
     def gradients_by(

@@ -55,6 +55,19 @@ def test_shapes_of_the_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found.weights == SHAPES and "config.json" in found.source
 
 
+def test_shapes_of_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    import lowbit
+    from lowbit.cli import shapes
+    from tests.formats.test_gguf import llama, tokenizer
+
+    model, path = llama(Int4WeightOnly(32)), tmp_path / "model.gguf"
+    lowbit.export(model, path, "gguf", tokenizer=tokenizer(tmp_path / "words"))
+    found = shapes.read(path)
+    assert found.weights == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize("make", [Int4WeightOnly, Int8WeightOnly])
 def test_bytes_of_quantized_weights(make, counted) -> None:  # type: ignore[no-untyped-def]
     from lowbit.cli import memory

@@ -25,7 +25,7 @@ from lowbit import (
     PerTensor,
     TableTensor,
 )
-from lowbit.formats import FormatError
+from lowbit.formats import FormatError, grid
 from lowbit.formats.experts import check_whole, stack_of, stacked
 from lowbit.formats.registry import by_name
 from lowbit.scheme import Scheme
@@ -311,9 +311,23 @@ def test_mxfp4_keeps_values_and_layout(shape: tuple[int, int, int]) -> None:
     assert torch.equal(by_hand.flatten(2).mT.bfloat16(), w.dequantize())
 
 
+@pytest.mark.parametrize("outputs", [32, 7])
+def test_mxfp4_of_a_stack_that_was_quantized_as_the_model_has_it(outputs: int) -> None:
+    """With the values of the same weights quantized as [E, N, K]."""
+    values = torch.randn(2, 64, outputs, dtype=torch.bfloat16)
+    w = AffineTensor.from_float(values, grid("mxfp4", MXFP4WeightOnly()))
+    turned = AffineTensor.from_float(values.mT.contiguous(), MXFP4WeightOnly())._transposed()
+    own, other = MXFP4.encode(w), MXFP4.encode(turned)  # type: ignore[arg-type]
+    assert own.keys() == other.keys() and all(torch.equal(own[n], other[n]) for n in own)
+    again = MXFP4.decode(own, {}, WEIGHT, w.dtype)
+    assert torch.equal(again.dequantize(), w.dequantize())
+
+
 def test_what_mxfp4_cannot_hold() -> None:
     with pytest.raises(FormatError, match=r"the model has as \[E, K, N\]"):
         MXFP4.encode(stack()._transposed())
+    with pytest.raises(FormatError, match=r"formats.grid\('mxfp4', scheme\)"):
+        MXFP4.encode(AffineTensor.from_float(torch.randn(2, 64, 32), MXFP4WeightOnly()))
     int4 = AffineTensor.from_float(torch.randn(2, 8, 64), Int4WeightOnly(32))._transposed()
     with pytest.raises(FormatError, match="holds E2M1"):
         MXFP4.encode(int4)

@@ -25,6 +25,8 @@ from lowbit import (
 from lowbit.formats import FormatError, gguf_file
 from lowbit.formats.gguf_blocks import TYPES, decode, encode
 from lowbit.formats.gguf_llama import halved, interleaved, settings_of
+from lowbit.formats.gguf_rope import factors_of
+from lowbit.formats.gguf_tokenizer import SPACE
 from tests.formats.codec_case import assert_same, weight
 from tests.formats.models import plain_folder
 
@@ -142,6 +144,55 @@ def llama(scheme: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> A
     return model
 
 
+def sentencepiece(folder: Path) -> Any:
+    """A BPE of pieces, with bytes as a fallback, as Llama 2 has it."""
+    tokenizers, transformers = (pytest.importorskip(n) for n in ("tokenizers", "transformers"))
+    normal, decode = tokenizers.normalizers, tokenizers.decoders
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normal.Sequence([normal.Prepend(SPACE), normal.Replace(" ", SPACE)])
+    steps = [decode.Replace(SPACE, " "), decode.ByteFallback(), decode.Fuse()]
+    made.decoder = decode.Sequence([*steps, decode.Strip(" ", 1, 0)])
+    codes = [f"<0x{i:02X}>" for i in range(256)]
+    special = ["<unk>", "<s>", "</s>", *codes]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, show_progress=False
+    )
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    plain = json.loads(made.to_str())
+    plain["added_tokens"] = [entry for entry in plain["added_tokens"] if entry["id"] < 3]
+    made = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    found.save_pretrained(folder)
+    return found
+
+
+def test_a_tokenizer_of_sentencepiece(tmp_path: Path) -> None:
+    """What llama.cpp needs of it; tests/integrations reads it there."""
+    words = sentencepiece(tmp_path / "tokenizer")
+    out = tmp_path / "model.gguf"
+    model = llama(Int4WeightOnly(32), vocab_size=420)
+    lowbit.export(model, out, "gguf", tokenizer=tmp_path / "tokenizer")
+    fields = {n: f.contents() for n, f in gguf.GGUFReader(out).fields.items()}
+    stored = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in fields.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    assert stored["model"] == "llama" and stored["add_space_prefix"] is True
+    assert stored["bos_token_id"] == 1 and stored["unknown_token_id"] == 0
+    assert stored["tokens"][:420] == [*words.convert_ids_to_tokens(range(400)), *PADDING]
+    assert stored["token_type"][:5] == [2, 3, 3, 6, 6] and stored["token_type"][-1] == 5
+    places = [json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())["model"]]
+    first = "".join(places[0]["merges"][0])
+    assert max(
+        (score, text)
+        for score, text in zip(stored["scores"], stored["tokens"], strict=True)
+        if len(text) == 2
+    ) == (0.0, first)
+
+
+PADDING = [f"[PAD{i}]" for i in range(400, 420)]
 MIXED = {"*down_proj": Int8WeightOnly(), "lm_head": None, "*": Int4WeightOnly(32)}
 
 
@@ -170,11 +221,13 @@ def test_what_no_file_is_written_for(tmp_path: Path) -> None:
         lowbit.export(llama(Int4WeightOnly(32), vocab_size=250), out, "gguf", tokenizer=words)
     for changes, why in (
         ({"model_type": "gemma"}, "gemma"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
-        ({"attention_bias": True}, "biases"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "default, linear, llama3, got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "have factor None: a number > 0"),
     ):
         with pytest.raises(FormatError, match=why):
-            settings_of({**LLAMA, "model_type": "llama", **changes})
+            config = {**LLAMA, "model_type": "llama", "rms_norm_eps": 1e-5, **changes}
+            settings_of(config)
+            factors_of(config, 32)
     assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]
     report = lowbit.export(llama(IntxWeightOnly(3)), out, "gguf", tokenizer=words, lossy=True)
     assert len(report.snr) == 15 and min(report.snr.values()) > 15

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from lowbit.formats import FormatError, gguf_file
-from lowbit.formats.gguf_llama import config_of, settings_of
+from lowbit.formats.gguf_llama import config_of, head_size, in_gguf, in_transformers, settings_of
+from lowbit.formats.gguf_rope import factors_of
 
 CONFIG = {
     "model_type": "llama",
@@ -22,14 +24,67 @@ CONFIG = {
 
 
 def fields(**changes: Any) -> dict[str, Any]:
-    whole, floats = settings_of(CONFIG)
+    whole, floats, texts = settings_of(CONFIG)
     own = {f"llama.{key.replace('__', '.')}": value for key, value in changes.items()}
-    return {"general.architecture": "llama", **whole, **floats, **own}
+    return {"general.architecture": "llama", **whole, **floats, **texts, **own}
 
 
-def test_settings_come_back() -> None:
-    found = config_of(fields(), True, 50)
-    assert {key: found[key] for key in CONFIG} == CONFIG and found["head_dim"] == 32
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("rope", [None, LINEAR, LLAMA3], ids=["default", "linear", "llama3"])
+def test_settings_come_back(kind: str, rope: dict[str, Any] | None) -> None:
+    config = {**CONFIG, "model_type": kind, "num_key_value_heads": 2, "rope_parameters": rope}
+    whole, floats, texts = settings_of(config)
+    stored = {"general.architecture": kind, **whole, **floats, **texts}
+    found = config_of(stored, {"output.weight"}, 50, factors_of(config, head_size(config)))
+    assert {key: found[key] for key in CONFIG if key != "model_type"} == {
+        key: value for key, value in CONFIG.items() if key != "model_type"
+    }
+    assert found["model_type"] == kind and found["head_dim"] == 32
+    assert not found["tie_word_embeddings"] and found["num_key_value_heads"] == 2
+    assert found.get("rope_parameters") == rope
+    assert found["architectures"][0].lower() == f"{kind}forcausallm"
+
+
+def test_the_factors_of_llama_3() -> None:
+    """Of transformers' own rotary embeddings."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**{**CONFIG, "rope_parameters": LLAMA3, "head_dim": 32})
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    plain = LLAMA3["rope_theta"] ** -(torch.arange(0, 32, 2) / 32)
+    factors = factors_of({**CONFIG, "rope_parameters": LLAMA3}, 32)
+    assert factors is not None and 1 == factors[0] < factors[8] < factors[-1] == 32
+    torch.testing.assert_close(plain / factors, rotary.inv_freq, rtol=1e-5, atol=0)
+
+
+def test_other_factors_are_refused() -> None:
+    factors = factors_of({**CONFIG, "rope_parameters": LLAMA3}, 32)
+    assert factors is not None
+    for other in (factors.flip(0), factors[:4]):
+        with pytest.raises(FormatError, match=r"not as those of Llama 3\.1"):
+            config_of(fields(), (), 50, other)
+
+
+def test_biases_and_norms_of_heads_have_names() -> None:
+    for own, theirs in {
+        "model.layers.3.self_attn.q_proj.bias": "blk.3.attn_q.bias",
+        "model.layers.0.self_attn.k_norm.weight": "blk.0.attn_k_norm.weight",
+        "model.layers.1.mlp.up_proj.bias": "blk.1.ffn_up.bias",
+    }.items():
+        assert in_gguf(own) == theirs and in_transformers(theirs) == own
+    names = {"blk.0.attn_q.bias", "blk.0.attn_output.bias"}
+    found = config_of(fields(), names, 50, None)
+    assert found["attention_bias"] and not found["mlp_bias"]
 
 
 @pytest.mark.parametrize("act", ["gelu", None, 5])
@@ -45,6 +100,7 @@ def test_a_sliding_window_is_told(recwarn: pytest.WarningsRecorder) -> None:
     long = {**CONFIG, "max_position_embeddings": 8192}
     settings_of({**long, "sliding_window": None})
     settings_of({**long, "sliding_window": 8192})
+    settings_of({**long, "sliding_window": 4096, "use_sliding_window": False})  # as Qwen2 has it
     assert not recwarn.list
     with pytest.warns(UserWarning, match="sliding_window 4096; llama.cpp attends to all tokens"):
         settings_of({**long, "sliding_window": 4096})
@@ -53,7 +109,6 @@ def test_a_sliding_window_is_told(recwarn: pytest.WarningsRecorder) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rope__scale_linear": 4.0}, r"scaled \(linear, 4\)"),
         ({"rope__scaling__type": "yarn"}, r"scaled \(yarn\)"),
         ({"rope__dimension_count": 16}, "16 of 32 elements of a head are rotated"),
         ({"embedding_length": 0}, "llama.embedding_length is 0"),
@@ -65,7 +120,7 @@ def test_files_that_mean_another_computation_are_refused(
     changes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(FormatError, match=reason):
-        config_of(fields(**changes), True, 50)
+        config_of(fields(**changes), (), 50, None)
 
 
 def test_another_byte_order_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

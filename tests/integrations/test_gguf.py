@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lowbit
 from lowbit import Int4WeightOnly, Int8WeightOnly, LowbitTensor
-from tests.formats.test_gguf import llama, tokenizer
+from tests.formats.test_gguf import LLAMA, llama, sentencepiece, tokenizer
 
 pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -61,18 +64,79 @@ def test_a_file_becomes_a_folder(format: str, tmp_path: Path) -> None:
     assert "local_files_only" not in settings
 
 
-def test_by_llama_cpp(tmp_path: Path) -> None:
+ROPE = {"rope_theta": 10000.0, "factor": 8.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": ("LlamaConfig", {}),
+    "llama3 rope": ("LlamaConfig", {"rope_parameters": {**ROPE, **LLAMA3}}),
+    "linear rope": ("LlamaConfig", {"rope_parameters": {**ROPE, "rope_type": "linear"}}),
+    "biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 64}),
+}
+
+
+def of_kind(kind: str) -> Any:
+    """A float32 model whose biases and norms are not those of a new one, and which attends to positions."""
+    name, changes = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**LLAMA, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for param in model.parameters():
+        with torch.no_grad():
+            param.mul_(3) if param.ndim > 1 else param.add_(torch.randn_like(param) * 0.2)
+    lowbit.quantize_(model, lowbit.formats.grid("gguf", Int8WeightOnly(32)))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_llama_cpp(kind: str, tmp_path: Path) -> None:
     """The most likely tokens. llama.cpp rounds the inputs of its products to 8 bits."""
     xllamacpp = pytest.importorskip("xllamacpp")
-    model, prompt = llama(Int4WeightOnly(32)), [5, 9, 20, 33, 7]
+    model, prompt = of_kind(kind), [*range(5, 45)]
     words = tokenizer(tmp_path / "tokenizer")
     lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
-    params = xllamacpp.CommonParams()
-    params.model.path = str(tmp_path / "model.gguf")
-    params.n_ctx, params.warmup, params.cpuparams.n_threads = 64, False, 1
     asked = {"prompt": prompt, "n_predict": 1, "n_probs": 5, "temperature": 0.0}
-    found = xllamacpp.Server(params).handle_completions(asked)
+    found = server(xllamacpp, tmp_path / "model.gguf").handle_completions(asked)
     with torch.no_grad():
         wanted = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
     for token in found["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-        assert abs(token["logprob"] - wanted[token["id"]]) < 0.01
+        assert abs(token["logprob"] - wanted[token["id"]]) < 0.06
+    own = lowbit.load_pretrained(tmp_path / "model.gguf")
+    assert type(own) is type(model) or kind == "mistral"
+    with torch.no_grad():
+        logits = own(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+    assert (logits - wanted).abs().max() < 0.02  # it is in float16
+
+
+def server(xllamacpp: Any, path: Path) -> Any:
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.warmup, params.cpuparams.n_threads = 64, False, 1
+    return xllamacpp.Server(params)
+
+
+def test_sentencepiece_by_llama_cpp(tmp_path: Path) -> None:
+    """Its tokens of a text, and those that transformers takes from the file, are those of the tokenizer."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    words = sentencepiece(tmp_path / "tokenizer")
+    path = tmp_path / "model.gguf"
+    lowbit.export(llama(Int4WeightOnly(32), vocab_size=420), path, "gguf", tokenizer=words)
+    running = server(xllamacpp, path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    for text in ("def test_a_tokenizer", "two  spaces and\na line", "日本 é", " before"):
+        wanted = words(text, add_special_tokens=False)["input_ids"]
+        body = json.dumps({"content": text}).encode()
+        request = urllib.request.Request(
+            f"{running.listening_address}/tokenize", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["tokens"] == wanted, text
+        if not text.startswith(" "):  # transformers drops a space there
+            assert again(text, add_special_tokens=False)["input_ids"] == wanted, text

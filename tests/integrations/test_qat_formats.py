@@ -97,6 +97,12 @@ def by_gptqmodel(folder: Path) -> Values:
     return _linears(found, values)
 
 
+ON_THE_GRID = [
+    ("gptq", "int4"),
+    ("awq", "int4 asymmetric"),
+    ("bitsandbytes-int8", "int8"),
+]
+"""Formats with scales of their own, for models that train in float32."""
 CASES = {
     "compressed-tensors": (
         by_compressed_tensors,
@@ -172,6 +178,25 @@ def test_prepared_is_exported_is_what_others_dequantize(
         assert torch.equal(theirs[weight].to(values.dtype), values), weight
 
 
+@pytest.mark.parametrize(("format", "name"), ON_THE_GRID)
+def test_a_float32_model_on_the_grid_of_a_format(format: str, name: str, tmp_path: Path) -> None:
+    """Others load the weights in float16, whose values follow from the stored codes and scales."""
+    by_others, schemes = CASES[format]
+    model = llama(torch.float32)
+    qat.prepare_(model, lowbit.formats.grid(format, {"lm_head": None, "*": schemes[name]}))
+    wanted = trained(model)
+    qat.convert_(model)
+    report = lowbit.export(model, tmp_path / "out", format)
+    assert len(report.converted) == 14 and not report.snr
+    own = dict(lowbit.load_pretrained(tmp_path / "out").named_parameters())
+    for weight, values in wanted.items():
+        assert torch.equal(own[weight].dequantize(), values), weight
+    narrow = torch.float16 if by_others is by_gptqmodel else torch.bfloat16
+    theirs = by_others(tmp_path / "out")
+    for weight, values in wanted.items():
+        assert torch.equal(theirs[weight].to(narrow), values.to(narrow)), weight
+
+
 @pytest.mark.parametrize("name", ["int4", "float8", "mxfp4"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts(model_type: str, name: str, tmp_path: Path) -> None:
@@ -188,22 +213,48 @@ def test_experts(model_type: str, name: str, tmp_path: Path) -> None:
         assert torch.equal(theirs[weight], values), weight
 
 
-@pytest.mark.parametrize("scheme", [Int4WeightOnly(32), Int8WeightOnly(32)], ids=["int4", "int8"])
-def test_gguf(scheme: lowbit.Scheme, tmp_path: Path) -> None:
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """The model has them as [experts, inputs, outputs], and the groups of the file run along the inputs."""
+    model = mixture("gpt_oss")
+    scheme = lowbit.formats.grid("mxfp4", {"*_proj": MXFP4WeightOnly(), "*": None})
+    qat.prepare_(model, scheme, filter_fn=lambda _, fqn: fqn.endswith("experts"))
+    wanted = trained(model)
+    prepared = logits(model)
+    qat.convert_(model)
+    assert len(wanted) == 2 and torch.equal(logits(model), prepared)
+    lowbit.export(model, tmp_path / "out", "mxfp4")
+    own = dict(lowbit.load_pretrained(tmp_path / "out").named_parameters())
+    theirs = by_transformers(tmp_path / "out")
+    for weight, values in wanted.items():
+        assert torch.equal(own[weight].dequantize(), values), weight
+        assert torch.equal(theirs[weight], values), weight
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        (Int4WeightOnly(32), torch.bfloat16),
+        (Int8WeightOnly(32), torch.bfloat16),
+        (Int4WeightOnly(32), torch.float32),
+        (IntxWeightOnly(4, 32, "asymmetric"), torch.float32),
+    ],
+    ids=["int4", "int8", "int4 of float32", "Q4_1 of float32"],
+)
+def test_gguf(scheme: lowbit.Scheme, dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     from tests.formats.test_gguf import llama as small
     from tests.formats.test_gguf import tokenizer
 
-    model = small({"*": Int8WeightOnly()})
+    model = small({"*": Int8WeightOnly()}, dtype)
     lowbit.dequantize_(model)
     model.requires_grad_(True)
-    qat.prepare_(model, {"lm_head": None, "*": scheme})
+    qat.prepare_(model, lowbit.formats.grid("gguf", {"lm_head": None, "*": scheme}))
     wanted = trained(model)
     qat.convert_(model)
     words = tokenizer(tmp_path / "tokenizer")
     lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
     kind = transformers.AutoModelForCausalLM
-    found = kind.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.bfloat16)
+    found = kind.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=dtype)
     theirs = dict(found.named_parameters())
     for weight, values in wanted.items():
         assert torch.equal(theirs[weight], values), weight

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
+from lowbit.tensor.learned_scales import scales_of
 from tests.schemes import MAPPINGS
 
 FORMATS = {
@@ -39,6 +40,20 @@ def test_codes_that_clip_are_distinguished(fmt: Int, mapping) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 def test_float8(dtype: torch.dtype) -> None:
     _check(Spec(Float8(dtype), PerRow()))
+
+
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_values_are_float32_whatever_the_dtype_of_the_scales(mapping, scales: torch.dtype) -> None:
+    spec = Spec(Int(4), PerGroup(16), mapping, scale_dtype=scales)
+    _check(spec)
+    model = nn.Sequential(nn.Linear(40, 9))
+    lowbit.qat.prepare_(model, Scheme(spec), scales="learned")
+    layer = model[0]
+    scale, zero = scales_of(layer, "weight")
+    values = layer.weight.quantized_by(scale, zero)
+    gathered, _ = layer.weight._in_codes(scale, zero).decoded()
+    assert gathered.dtype is torch.float32 and torch.equal(gathered, values)
 
 
 def test_one_byte_an_element() -> None:

@@ -24,6 +24,10 @@ SCHEMES = {
     "int4": lowbit.Int4WeightOnly(128),
     "int4-asymmetric": lowbit.Int4WeightOnly(32, "asymmetric"),
     "int4-float-zero": lowbit.Int4WeightOnly(32, "float_zero_point"),
+    "int4-float16-scales": lowbit.Int4WeightOnly(32, scale_dtype=torch.float16),
+    "int4-float16-minimum": lowbit.Int4WeightOnly(
+        32, "float_zero_point", scale_dtype=torch.float16
+    ),
     "int2-half": lowbit.Int2WeightOnly(),
     "int8-row": lowbit.Int8WeightOnly(),
     "float8": lowbit.Float8WeightOnly(),

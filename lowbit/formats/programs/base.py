@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, with_scales
 from lowbit.formats.sources import Item
+from lowbit.scheme import Scheme
 from lowbit.tensor.base import LowbitTensor
 
 
@@ -44,6 +46,12 @@ class ProgramFormat(ABC):
     """What `lowbit.export(…, format=name)` takes."""
     suffix: ClassVar[str]
     """The end of the file's name, with the dot."""
+    scale_dtype: ClassVar[torch.dtype | None] = None
+    """As of `lowbit.formats.Format`."""
+
+    def grid(self, scheme: Scheme) -> Scheme:
+        """As of `lowbit.formats.Format`."""
+        return with_scales(scheme, self.scale_dtype)
 
     @abstractmethod
     def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:

@@ -58,6 +58,7 @@ class ExecuTorch(ProgramFormat):
 
     name = "executorch"
     suffix = ".pte"
+    scale_dtype = torch.bfloat16
 
     def write(self, call: Call, path: Path, lossy: bool) -> list[Item]:
         exir, xnnpack = _packages()

@@ -1,0 +1,88 @@
+"""The grid of a format as a scheme: what QAT trains is then what the format stores, to the bit.
+
+A grid is the values that a weight can take: its codes, its zero points and the dtype of its scales. Scales follow the
+weight's dtype unless the scheme names another one, and several formats store float16 only. GGUF's Q4_1 has the smallest
+value of each group in place of a zero point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import Format, FormatError
+from lowbit.formats.registry import target
+from lowbit.granularity import PerGroup
+from lowbit.scheme import Scheme
+from lowbit.tensor.affine_tensor import AffineTensor
+
+Given = TypeVar("Given", Scheme, Mapping[str, Scheme | None])
+_ROWS, _COLUMNS = 256, 256
+"""The least size of the weight that is tried."""
+
+
+def grid(format: str, scheme: Given) -> Given:
+    """`scheme` with the scales that a format stores. What `lowbit.qat.prepare_` trains by it is exported as it is.
+
+        scheme = lowbit.formats.grid("gptq", lowbit.Int4WeightOnly(128))    # float16 scales
+        lowbit.qat.prepare_(model, scheme)                                  # model may be float32 or bfloat16
+
+    Args:
+        format: a name of `lowbit.formats.names()`.
+        scheme: a Scheme, or a dict of patterns to a Scheme or None. A `scale_dtype` of its own stays.
+
+    Raises FormatError: an unknown format; a scheme whose weights the format cannot hold, before anything is trained.
+    Programs ("aoti", "executorch", "onnx") are not asked. TypeError: no Scheme.
+    """
+    found = target(format)
+    given: Mapping[str, Scheme | None] = scheme if isinstance(scheme, Mapping) else {"*": scheme}
+    for one in given.values():
+        if not isinstance(one, Scheme) and (one is not None or scheme is None):
+            raise TypeError(
+                f"unknown scheme {one!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(), or a dict of name "
+                "patterns to a Scheme or None"
+            )
+    made = {pattern: None if one is None else found.grid(one) for pattern, one in given.items()}
+    if isinstance(found, Format):
+        for one in made.values():
+            if one is not None:
+                _check(found, one)
+    return made if isinstance(scheme, Mapping) else made["*"]  # type: ignore[return-value]
+
+
+def _check(format: Format, scheme: Scheme) -> None:
+    """Raise FormatError where the format holds no weight of this scheme."""
+    shapes: list[tuple[int, ...]] = [(_ROWS, _columns(scheme))]
+    if format.holds_stacks:
+        shapes.append((2, *shapes[0]))
+    reason = ""
+    for shape in shapes:
+        try:
+            format.encode(_example(shape, scheme))
+        except FormatError as error:
+            reason = reason or str(error)
+        else:
+            return
+    raise FormatError(f"{format.name} cannot hold weights of this scheme: {reason}")
+
+
+def _columns(scheme: Scheme) -> int:
+    """Inputs of which every group of the scheme, and of formats, is a divisor."""
+    sizes = scheme.weight.granularity
+    group = sizes.group_size if isinstance(sizes, PerGroup) else 1
+    return math.lcm(group, _COLUMNS)
+
+
+def _example(shape: tuple[int, ...], scheme: Scheme) -> AffineTensor:
+    """A weight with both signs in each group."""
+    values = (torch.arange(math.prod(shape)) * 5 % 17 - 8.25).view(shape) / 64
+    of_input: tuple[Tensor, Tensor | None] | None = None
+    if scheme.activation is not None and scheme.is_static:
+        spec = replace(scheme.activation, static=False)
+        of_input = spec.choose_qparams(values[:1, :1].flatten(0, -2), torch.float32)
+    return AffineTensor.from_float(values, scheme, input_qparams=of_input)
