@@ -147,9 +147,9 @@ def quantized_gradient(
 
 
 def seed_of(grad: Tensor, seed: int) -> Tensor:
-    """int64, one element: a function of `seed` and the bits of 64 rows or more of `grad`. So no counter of steps is
-    needed, and replicas with equal gradients round them alike."""
-    some = grad[:: max(1, grad.shape[0] // 64)]
+    """int64, one element: a function of `seed` and the bits of 64 rows or more of `grad`, or of every second row where
+    it has fewer than 128. So no counter of steps is needed, and replicas with equal gradients round them alike."""
+    some = grad[:: max(2, grad.shape[0] // 64)]  # torch.compile would compile anew for a step of 1
     found = some.view(torch.int32 if grad.dtype == torch.float32 else torch.int16).sum()
     return found + seed * 0x9E3779B1 if seed else found  # each operation takes time of the host
 
